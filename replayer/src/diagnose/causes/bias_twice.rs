@@ -5,9 +5,9 @@
 //! Emulation: logits with 0 or 2 of it; dbias of 0 or 2, or without the label's part.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::stages_times;
+use crate::diagnose::detectors::common_factor::stages_times;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled, Starts};
+use crate::diagnose::worlds::{BackwardStarts, DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::world::{At, Pass, UnitTokens, World};
 
@@ -41,7 +41,7 @@ impl Cause for BiasTwice {
         for times in [0.0, 2.0] {
             // Differentiated, a bias that is added twice has twice its gradient.
             let own: &[f64] = if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
-            for (lse, place) in Starts::of(evidence, &|_| {}, times).each() {
+            for (lse, place) in BackwardStarts::of(evidence, &|_| {}, times).each() {
                 let of = |&gradient: &f64| {
                     let mut parameters =
                         vec![("times", times.to_string()), ("in", place.to_string())];

@@ -14,13 +14,15 @@ use std::collections::BTreeMap;
 use super::block_of_dk;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
+use crate::diagnose::data_worlds::MovedRows;
 use crate::diagnose::detectors::direct::{alike, energy};
-use crate::diagnose::detectors::extents::of_ranks;
-use crate::diagnose::detectors::maps::{BLOCKS, Beyond, Map};
-use crate::diagnose::detectors::misread::{Looked, Operand, Passes, hypotheses, worlds};
+use crate::diagnose::detectors::misread_rows::{
+    FailingTokens, Operand, Passes, hypotheses, worlds,
+};
 use crate::diagnose::detectors::nan::nans;
+use crate::diagnose::detectors::row_maps::{BLOCKS, Beyond, Map};
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::MovedRows;
 use crate::head::{MicrobatchInputs, Stage};
 
 /// The catalogue's entry.
@@ -56,10 +58,10 @@ impl Cause for BlockIndexTimesBlock {
             return Vec::new();
         }
         let mut found = written(evidence);
-        if let Some(looked) = Looked::new(evidence) {
+        if let Some(failing_tokens) = FailingTokens::new(evidence) {
             for operand in [Operand::K, Operand::Q] {
                 let shown = if operand == Operand::K {
-                    looked.block_sizes(evidence, &BEYOND)
+                    failing_tokens.block_sizes(evidence, &BEYOND)
                 } else {
                     None
                 };
@@ -67,7 +69,12 @@ impl Cause for BlockIndexTimesBlock {
                     for beyond in BEYOND {
                         let map = Map::BlockTwice { size, beyond };
                         let parameters = parameters(operand, size, beyond);
-                        found.extend(hypotheses(evidence, &looked, (operand, map), &parameters));
+                        found.extend(hypotheses(
+                            evidence,
+                            &failing_tokens,
+                            (operand, map),
+                            &parameters,
+                        ));
                     }
                 }
             }

@@ -6,20 +6,20 @@
 //! neighbour and counts the overlap twice, rows of a reused buffer behind the last one.
 //!
 //! Detectors: a gradient is solved for how often it holds each addend, row and column
-//! (`detectors::counted`), a sum of dk for how often it holds the tokens of each rank and
-//! microbatch (`detectors::counted_sums`). Where the gradient of the bias or the loss fails with dk,
-//! they are held against the tokens that dk was solved for (`detectors::counted_tokens`).
-//! The rows of dk also tell how often each class is in the softmax (`detectors::counted_classes`).
+//! (`detectors::addend_counts`), a sum of dk for how often it holds the tokens of each rank and
+//! microbatch (`detectors::sum_counts`). Where the gradient of the bias or the loss fails with dk,
+//! they are held against the tokens that dk was solved for (`detectors::token_counts`).
+//! The rows of dk also tell how often each class is in the softmax (`detectors::class_counts`).
 //! A tile of some rows and columns that alone holds zeros was not written.
 //! Emulation: tokens that count as often as was found, for dk alone or for all that is summed over
 //! tokens; classes, rows or columns of a gradient as often; classes in the whole head.
 
 use super::unwritten_tile;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::counted::{ALL, Counted, What, counted};
-use crate::diagnose::detectors::counted_classes::CountedClasses;
-use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
-use crate::diagnose::detectors::counted_tokens::CountedTokens;
+use crate::diagnose::detectors::addend_counts::{ALL, Counted, What, counted};
+use crate::diagnose::detectors::class_counts::CountedClasses;
+use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::token_counts::CountedTokens;
 use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 
@@ -111,7 +111,7 @@ fn words_of(what: What, of_k: bool) -> &'static str {
         What::Addends | What::Tile => "classes",
         What::OfSoftmax | What::TileOfSoftmax if of_k => "tokens, in the softmax part",
         What::OfSoftmax | What::TileOfSoftmax => "classes, in the softmax part",
-        What::LastOfLabel => "the label's addends",
+        What::OneOfLabel => "the label's addends",
         What::Rows | What::OverHits => "rows",
         What::Columns => "columns",
     }

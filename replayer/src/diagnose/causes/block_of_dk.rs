@@ -6,14 +6,14 @@
 use super::block_index_times_block::{BEYOND, parameters};
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::direct::Direct;
-use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::gradient::Gradient;
-use crate::diagnose::detectors::maps::{Beyond, Map};
-use crate::diagnose::detectors::misread::Operand;
+use crate::diagnose::detectors::misread_rows::Operand;
 use crate::diagnose::detectors::plane::Rows;
+use crate::diagnose::detectors::row_maps::{Beyond, Map};
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::TokenCotangents;
 
@@ -32,7 +32,7 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         return None;
     }
     let (blocks, whole) = Kernel::of(evidence, *keys.first()?)?.reading(evidence)?;
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     for key in keys {
         let kernel = Kernel::of(evidence, key)?;
         let q = kernel.q(evidence, blocks)?;

@@ -16,11 +16,11 @@ use backtape::nan::largest;
 use super::overwritten_logits::{Held, PLANE, SAME, Tokens, of_logits};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
 use crate::diagnose::detectors::other_q::{of_other_q, of_other_q_in_sums};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::inputs::Misread;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -67,7 +67,7 @@ impl Cause for BufferOverwritten {
 /// A gradient that is an input, or another part of itself.
 fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let stages = Stage::PRODUCTS;
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     let mut words: Vec<String> = Vec::new();
     for (key, _) in evidence.failing_of(&stages) {
         let Some(captured) = evidence.captured(key) else { continue };
@@ -112,7 +112,7 @@ fn other_rows(evidence: &Evidence<'_>, key: Key, captured: &Values) -> Option<(S
 
 /// A column of one number a token that is another one.
 fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut world = Instead { distrusts: Vec::new(), ..Instead::default() };
+    let mut world = ReplacedValues { distrusts: Vec::new(), ..ReplacedValues::default() };
     let mut words: Vec<String> = Vec::new();
     for (key, _) in evidence.failing_of(&[Stage::Lse, Stage::LabelLogits]) {
         let reference = evidence.reference();

@@ -6,14 +6,14 @@
 //! like the root of the number of chunks.
 //!
 //! Detectors: dk fails, and a few of its rows summed again in chunks of some size fit much
-//! better than one sum in f32 does (`detectors::sums`).
+//! better than one sum in f32 does (`detectors::sampled_sums`).
 //! Emulation: `acc = round(acc + round(chunk))`, the chunk's product rounded before it is
 //! added or not, from either end.
 
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::pieces::{self, Pieces, Wanted};
-use crate::diagnose::detectors::sums::Sums;
+use crate::diagnose::detectors::sampled_sums::SampledSums;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
 use crate::kernels::policy::{Cut, Path, Policy, Walk};
@@ -99,7 +99,7 @@ fn searched(
         let stage = failing?;
         let unit = evidence.worst_unit(&[stage])?;
         let sequence = unit.inputs(evidence)?.sequence;
-        let sums = Sums::of_dk(evidence, unit, stage, base, !fused)?;
+        let sums = SampledSums::of_dk(evidence, unit, stage, base, !fused)?;
         let wanted = Wanted { precision, declared, sequence, equal: false };
         Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };

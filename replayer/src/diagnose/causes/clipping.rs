@@ -15,10 +15,10 @@ use backtape::role::Role;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{Addend, Part, Solved, Summed, Weighted};
+use crate::diagnose::detectors::common_factor::informative;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::fit::{rounded, shown};
-use crate::diagnose::detectors::solve::multiples;
-use crate::diagnose::detectors::uniform::informative;
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::diagnose::worlds::Scaled;
 use crate::head::Stage;

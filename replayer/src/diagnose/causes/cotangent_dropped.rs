@@ -12,9 +12,9 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::{informative, is_towards};
+use crate::diagnose::counterevidence::Part;
+use crate::diagnose::detectors::common_factor::{informative, is_towards};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;

@@ -12,11 +12,11 @@ use std::rc::Rc;
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::{MovedTokens, ReadFromElsewhere};
 use crate::diagnose::detectors::addends::{Solved, Weighted, solved};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Moved, Reread};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
 
@@ -82,7 +82,7 @@ fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let pair = |(to, (from, _)): (&_, &(_, _))| format!("{} has that of {}", word(to), word(from));
     let pairs: Vec<String> = from.iter().map(pair).collect();
     let parameters = vec![("microbatch", pairs.join(", "))];
-    (!from.is_empty()).then(|| Hypothesis::new(Reread { from }, parameters))
+    (!from.is_empty()).then(|| Hypothesis::new(ReadFromElsewhere { from }, parameters))
 }
 
 /// What was captured of the tokens of each rank.
@@ -150,7 +150,7 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     }
     pairs.dedup();
     let parameters = vec![("tokens", pairs.join(", "))];
-    (!all.is_empty()).then(|| Hypothesis::new(Moved { from: all }, parameters))
+    (!all.is_empty()).then(|| Hypothesis::new(MovedTokens { from: all }, parameters))
 }
 
 /// What was captured of one rank's tokens in a microbatch is that of the same rank in another one.
@@ -193,7 +193,7 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
     }
     let parameters = vec![("tokens", pairs.join(", "))];
-    (!from.is_empty()).then(|| Hypothesis::new(Reread { from }, parameters))
+    (!from.is_empty()).then(|| Hypothesis::new(ReadFromElsewhere { from }, parameters))
 }
 
 /// Sums in which one microbatch is twice and another is not.

@@ -5,7 +5,7 @@
 //! out are exactly zero; others lose their small terms, dq with them.
 //!
 //! Detectors: dk loses what a filter of some size and threshold would leave out
-//! (`detectors::filter`).
+//! (`detectors::tile_filter`).
 //! Emulation: the entries of those tiles taken off dq, dk and dlogits.
 
 use backtape::nan::largest;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::emulated::{bases, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::detectors::filter::{Filter, Filtered, Tiled};
+use crate::diagnose::detectors::tile_filter::{Filter, Filtered, Tiled};
 use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 use crate::kernels::policy::{Path, Policy};

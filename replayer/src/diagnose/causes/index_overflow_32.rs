@@ -11,11 +11,11 @@ use std::ops::RangeInclusive;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::MovedRows;
 use crate::diagnose::detectors::direct::{Direct, alike, energy, tokens};
-use crate::diagnose::detectors::extents::of_ranks;
-use crate::diagnose::detectors::strays::Strays;
+use crate::diagnose::detectors::stray_entries::Strays;
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::MovedRows;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::Precision;
 use crate::kernels::matrix::IGNORED;
@@ -115,10 +115,15 @@ impl Index {
 }
 
 /// Tokens of a run whose label's index does not fit: token, and where its entry is.
-type Moved = Vec<(usize, Option<(usize, usize)>)>;
+type MovedTokens = Vec<(usize, Option<(usize, usize)>)>;
 
-fn moved(inputs: &MicrobatchInputs, runs: &[Vec<usize>], vocab: usize, index: Index) -> Moved {
-    let mut found = Moved::new();
+fn moved(
+    inputs: &MicrobatchInputs,
+    runs: &[Vec<usize>],
+    vocab: usize,
+    index: Index,
+) -> MovedTokens {
+    let mut found = MovedTokens::new();
     for run in runs {
         let size = run.len() * vocab;
         for (at, &t) in run.iter().enumerate() {
@@ -208,7 +213,7 @@ fn shows(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
     direct: &Direct<'_>,
-    moved: &Moved,
+    moved: &MovedTokens,
 ) -> bool {
     // A label's logit is a token's own, whatever it weighs.
     let looked: Vec<usize> = match evidence.fails(Stage::LabelLogits) {

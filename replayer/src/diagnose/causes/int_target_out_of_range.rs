@@ -11,10 +11,10 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
-use crate::diagnose::detectors::extents::of_ranks;
-use crate::diagnose::detectors::strays::Strays;
+use crate::diagnose::data_worlds::Relabelled;
+use crate::diagnose::detectors::stray_entries::Strays;
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::Relabelled;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::round::Precision;

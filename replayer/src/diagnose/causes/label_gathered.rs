@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 
@@ -66,7 +66,7 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         return None;
     }
     let lengths = padded.into_iter().find(fits)?;
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     for key in keys {
         let inputs = evidence.inputs_of(key.microbatch)?;
         let (direct, captured) = (Direct::of_logits(evidence, inputs)?, evidence.captured(key)?);

@@ -14,12 +14,12 @@ use std::collections::BTreeMap;
 
 use super::shifted_in_runs;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::asked::Asked;
-use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
-use crate::diagnose::detectors::labels::LabelTest;
-use crate::diagnose::detectors::relabelled::{Labels, length_of_runs};
+use crate::diagnose::data_worlds::{RecordedCounts, Relabelled};
+use crate::diagnose::detectors::label_fit::LabelTest;
+use crate::diagnose::detectors::shown_labels::{Labels, length_of_runs};
+use crate::diagnose::detectors::suspect_tokens::SuspectTokens;
+use crate::diagnose::detectors::token_runs::{TokenRuns, known, of_ranks};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::{RecordedCounts, Relabelled};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
@@ -58,7 +58,7 @@ impl Cause for LabelShift {
         let mut found: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
         found.extend(inside_runs(evidence));
         found.extend(shifted_in_runs::hypotheses(evidence));
-        let asked = Asked::of(evidence);
+        let asked = SuspectTokens::of(evidence);
         let tests: Vec<(LabelTest<'_>, &MicrobatchInputs)> = evidence
             .inputs
             .iter()
@@ -105,7 +105,7 @@ impl World for AsRecorded {
 }
 
 /// The usual shifts, where nothing shows which.
-fn usual(asked: &Asked<'_>) -> Vec<Hypothesis> {
+fn usual(asked: &SuspectTokens<'_>) -> Vec<Hypothesis> {
     let Some(first) = asked.evidence.inputs.first() else { return Vec::new() };
     let mut found = Vec::new();
     for extent in 0..known(asked.evidence.step, first).len() {
@@ -142,7 +142,10 @@ impl Ends {
 }
 
 /// The shift that the captured rows show.
-fn seen(asked: &Asked<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -> Vec<Hypothesis> {
+fn seen(
+    asked: &SuspectTokens<'_>,
+    tests: &[(LabelTest<'_>, &MicrobatchInputs)],
+) -> Vec<Hypothesis> {
     let share = |by: isize| {
         let of = |(test, inputs): &(LabelTest<'_>, &MicrobatchInputs)| {
             let n = inputs.tokens();
@@ -175,7 +178,7 @@ fn seen(asked: &Asked<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -> Vec<
 }
 
 /// Tokens that are looked at: enough to tell, few enough to be cheap.
-fn looked_at(asked: &Asked<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
+fn looked_at(asked: &SuspectTokens<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
     let all = asked.tokens(inputs);
     let step = all.len().div_ceil(256).max(1);
     all.into_iter().step_by(step).collect()
@@ -184,15 +187,15 @@ fn looked_at(asked: &Asked<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
 /// The runs inside which labels may have been shifted: those that are known, and those
 /// whose ends are the tokens that do not fit.
 fn extents(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
     by: isize,
     inputs: &MicrobatchInputs,
-) -> Vec<Extent> {
+) -> Vec<TokenRuns> {
     let mut all = known(asked.evidence.step, inputs);
     let ranks = of_ranks(asked.evidence.step, inputs);
     let Some(length) = run_length(asked, tests, by) else { return all };
-    let cut = Extent::cut(format!("rows of {length} tokens"), &ranks, length);
+    let cut = TokenRuns::cut(format!("rows of {length} tokens"), &ranks, length);
     if all.iter().all(|extent| extent.runs != cut.runs) {
         all.insert(0, cut);
     }
@@ -201,7 +204,7 @@ fn extents(
 
 /// The longest run of which all tokens that do not fit are ends.
 fn run_length(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
     by: isize,
 ) -> Option<usize> {
@@ -232,7 +235,7 @@ fn run_length(
 
 /// What an end's captured row shows.
 fn end_of(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     test: &LabelTest<'_>,
     inputs: &MicrobatchInputs,
     ends: &[(usize, usize)],
@@ -256,13 +259,13 @@ fn end_of(
     Some(found)
 }
 
-type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<Extent> + 'a;
+type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<TokenRuns> + 'a;
 
 /// The labels of a shift; `end` says what a run's end takes.
 fn shifted(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     inputs: &MicrobatchInputs,
-    extent: &Extent,
+    extent: &TokenRuns,
     by: isize,
     end: &dyn Fn(usize) -> Ends,
 ) -> Vec<u32> {
@@ -285,7 +288,7 @@ fn shifted(
 /// One way to treat all ends, with the denominators that follow and, where those are
 /// others, with the declared ones.
 fn hypotheses(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     by: isize,
     of: &RunsOf<'_>,
     ends: &dyn Fn(&MicrobatchInputs, usize) -> Ends,
@@ -306,7 +309,7 @@ fn hypotheses(
 }
 
 fn with_denominators(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     labels: Labels,
     parameters: Vec<(&'static str, String)>,
     fitted: usize,
@@ -340,7 +343,7 @@ type EndsOf<'a> =
 
 /// What each end of each run shows, where no one way explains them all.
 fn with_read_ends(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     by: isize,
     of: &RunsOf<'_>,
     end: &EndsOf<'_>,

@@ -12,10 +12,10 @@
 use backtape::head::MicrobatchReduction;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::addends::{Part, Summed};
 use crate::diagnose::detectors::direct::distance;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::round::Precision;
 use crate::replay::reductions::{self, Found, divisors};
@@ -77,7 +77,7 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
 
 /// Sums in few bits in an order that their bits show.
 fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
-    let (mut world, mut parameters, mut fitted) = (Instead::default(), Vec::new(), 0);
+    let (mut world, mut parameters, mut fitted) = (ReplacedValues::default(), Vec::new(), 0);
     for (key, _) in evidence.failing_of(&Stage::SUMS) {
         if key.stage == Stage::Accumulate && over != Over::Microbatches {
             return None;
@@ -125,7 +125,7 @@ const SOME: usize = 8;
 /// them, and are added in enough.
 fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     [Precision::Bf16, Precision::F16].into_iter().find_map(|precision| {
-        let mut world = Instead::default();
+        let mut world = ReplacedValues::default();
         for (key, _) in evidence.failing_of(&Stage::SUMS) {
             let sum = Summed::of(evidence, key, true)?;
             let captured = &sum.captured;

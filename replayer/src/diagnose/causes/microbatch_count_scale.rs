@@ -6,7 +6,7 @@
 //! Emulation: the factor, of the loss or of what the backward gave.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::{SCALED, sets_times};
+use crate::diagnose::detectors::common_factor::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Scaled, scaled};
 

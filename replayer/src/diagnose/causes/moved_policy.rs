@@ -9,7 +9,7 @@ use backtape::role::Role;
 
 use super::policy_terms::logprobs;
 use crate::diagnose::cause::Hypothesis;
-use crate::diagnose::detectors::extents::{Extent, known};
+use crate::diagnose::detectors::token_runs::{TokenRuns, known};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::World;
@@ -18,7 +18,7 @@ use crate::replay::world::World;
 const MOVES: [isize; 2] = [1, -1];
 
 /// One column of a policy loss, as tokens of other places have it.
-struct Moved {
+struct MovedTokens {
     of: Role,
     /// The token whose value each takes, none for 0.
     from: From,
@@ -27,7 +27,7 @@ struct Moved {
 /// Where each token's value is taken, by microbatch.
 type From = BTreeMap<Option<Microbatch>, Vec<Option<usize>>>;
 
-impl World for Moved {
+impl World for MovedTokens {
     fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
         let Some(from) = self.from.get(&inputs.microbatch).filter(|_| of == self.of) else {
             return;
@@ -114,7 +114,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 fn hypothesis(of: Role, from: From, words: String) -> Hypothesis {
     let column = of.name().replace('_', " ");
     let words = format!("with the {column} of {words}");
-    Hypothesis::new(Moved { of, from }, vec![("each token counts", words)])
+    Hypothesis::new(MovedTokens { of, from }, vec![("each token counts", words)])
 }
 
 /// Those of the token before or after.
@@ -187,7 +187,7 @@ fn sequences(
     let (mut from, mut name) = (From::new(), String::new());
     for one in evidence.inputs {
         let length = one.sequence.max(1);
-        let Extent { name: of_runs, runs } = known(evidence.step, one).into_iter().nth(kind)?;
+        let TokenRuns { name: of_runs, runs } = known(evidence.step, one).into_iter().nth(kind)?;
         let mut places: Vec<Option<usize>> = vec![None; one.tokens()];
         for run in &runs {
             if run.len() % length != 0 || run.len() < 2 * length {

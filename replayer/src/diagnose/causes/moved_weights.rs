@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
-use crate::diagnose::detectors::extents::known;
+use crate::diagnose::detectors::token_runs::known;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -16,11 +16,11 @@ use crate::replay::world::World;
 const MOVES: [isize; 4] = [1, -1, 2, -2];
 
 /// Weights of the loss and of all gradients.
-struct Moved {
+struct MovedTokens {
     weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
-impl World for Moved {
+impl World for MovedTokens {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         if let Some(weights) = self.weights.get(&inputs.microbatch) {
             inputs.weights.clone_from(weights);
@@ -70,7 +70,7 @@ fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> O
         if around { "around the end" } else { "none beyond the end" },
     );
     let words = format!("with the weight of the token {of} it in {name}, {ends}");
-    Some(Hypothesis::new(Moved { weights }, vec![("each token counts", words)]))
+    Some(Hypothesis::new(MovedTokens { weights }, vec![("each token counts", words)]))
 }
 
 /// Whether the rows of dq that fail hold something just where these weights count.

@@ -11,9 +11,9 @@ use backtape::identity::Microbatch;
 
 use super::tail_tile_unmasked::captured_lse;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::nan::{NanWhere, Nans, nans};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::OtherLse;
 use crate::head::Stage;
 use crate::kernels::matrix::{IGNORED, Matrix};
 

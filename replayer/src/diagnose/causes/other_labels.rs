@@ -8,9 +8,9 @@
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::relabelled::{Labels, NONE, changed, length_of_runs};
+use crate::diagnose::data_worlds::Relabelled;
+use crate::diagnose::detectors::shown_labels::{Labels, NONE, changed, length_of_runs};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::Relabelled;
 use crate::kernels::matrix::IGNORED;
 
 /// Parts of the vocabulary whose labels are off alike, at most; and how many classes each of them
@@ -52,7 +52,7 @@ impl Cause for OtherLabels {
         let (words, follows_a_rule) = words;
         let world = Relabelled { labels: labels.clone(), g, ..Relabelled::default() };
         let found = Hypothesis::new(world, vec![("labels", words)]);
-        vec![if follows_a_rule { found.fitted(1) } else { found.of_both() }]
+        vec![if follows_a_rule { found.fitted(1) } else { found.with_number_per_token() }]
     }
 }
 

@@ -16,11 +16,11 @@ use super::tail_tile_unmasked::captured_lse;
 use super::{lse_of_tiles, other_lse_of_k};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::direct::{Direct, distance, energy, multiple};
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::plane::{Plane, Rows};
-use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::OtherLse;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Pass, World};
@@ -78,7 +78,7 @@ fn backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if found.is_empty() && evidence.fails(Stage::Dk) {
         let words = "one that the dump does not explain".to_string();
         let world = Read { lse: seen.lse };
-        found.push(Hypothesis::new(world, vec![("lse", words)]).of_both());
+        found.push(Hypothesis::new(world, vec![("lse", words)]).with_number_per_token());
     }
     found
 }

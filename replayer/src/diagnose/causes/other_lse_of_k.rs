@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use crate::diagnose::against::Part;
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::counterevidence::Part;
 use crate::diagnose::detectors::direct::distance;
 use crate::diagnose::detectors::plane::Rows;
 use crate::diagnose::evidence::{Evidence, Key};

@@ -7,11 +7,11 @@ use backtape::identity::Microbatch;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::direct::{Direct, tokens};
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::reference::{Reference, reference};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::TokenCotangents;
 use crate::kernels::transform::Transform;
@@ -86,7 +86,7 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     // What the job computed before the buffer was written over: with an lse of the right
     // logits, not of what was captured in their place.
-    let right = Instead { distrusts: vec![Stage::Logits], ..Instead::default() };
+    let right = ReplacedValues { distrusts: vec![Stage::Logits], ..ReplacedValues::default() };
     let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
     for held in Held::ALL {
         let of = |key: &Key| logits_hold(evidence, &reference, *key, held);
@@ -123,7 +123,7 @@ fn power_of_two(times: f64) -> f64 {
 }
 
 /// Logits that nothing was computed from: every gradient that fails is right by those of q and k.
-fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &Instead) -> Option<Hypothesis> {
+fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &ReplacedValues) -> Option<Hypothesis> {
     let follow = |key: &&Key| key.stage.is_gradient();
     let rest: Vec<&Key> = evidence.failing.iter().filter(follow).collect();
     let held = |key: &Key| {

@@ -10,14 +10,14 @@
 
 use std::collections::BTreeMap;
 
-use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::counterevidence::Part;
 use crate::diagnose::detectors::addends::Summed;
-use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::direct::{energy, multiple};
 use crate::diagnose::detectors::fit::rounded;
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::plane::Rows;
-use crate::diagnose::detectors::solve::multiples;
+use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::replay::world::{Expectation, UnitTokens, World};

@@ -20,15 +20,15 @@ use super::sync_wrong_microbatch::holds_ranks;
 use super::tail_tile_unmasked::captured_lse;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::addends::{Addend, Solved, Weighted, solved};
-use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
-use crate::diagnose::detectors::dense::{median, seen_lse};
 use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
+use crate::diagnose::detectors::implied_lse::{implied_lse, median};
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::detectors::segments::{Segments, segments};
-use crate::diagnose::detectors::shards::{MOST, Shard, rows_of_shards, shards};
+use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::vocab_shards::{MOST, Shard, rows_of_shards, shards};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::OtherLse;
 use crate::dump::name_ranks;
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
@@ -234,9 +234,9 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         return Vec::new();
     }
     let all: Vec<_> =
-        evidence.inputs.iter().flat_map(|inputs| seen_lse(evidence, inputs)).collect();
-    let off = median(all.iter().map(|of| of.seen - of.lse).collect());
-    let steady = all.iter().filter(|of| (of.seen - of.lse - off).abs() < 0.02).count();
+        evidence.inputs.iter().flat_map(|inputs| implied_lse(evidence, inputs)).collect();
+    let off = median(all.iter().map(|of| of.implied - of.lse).collect());
+    let steady = all.iter().filter(|of| (of.implied - of.lse - off).abs() < 0.02).count();
     let n = off.exp().round();
     let captured = captured_lse(evidence);
     if n >= 2.0 && n <= MOST as f64 && (off - n.ln()).abs() < 0.01 && 4 * steady >= 3 * all.len() {
@@ -258,12 +258,13 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// lse over one shard's classes.
 fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let Some(first) = evidence.inputs.iter().find(|one| !seen_lse(evidence, one).is_empty()) else {
+    let Some(first) = evidence.inputs.iter().find(|one| !implied_lse(evidence, one).is_empty())
+    else {
         return Vec::new();
     };
     let Some(direct) = Direct::new(evidence, first) else { return Vec::new() };
     let valid = direct.head.valid_vocab;
-    let seen = seen_lse(evidence, first);
+    let seen = implied_lse(evidence, first);
     let some: Vec<_> = seen.iter().step_by(seen.len().div_ceil(5).max(1)).collect();
     let rows: Vec<Vec<f64>> = some
         .iter()
@@ -274,7 +275,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         shard.range.start < end
             && some.iter().zip(&rows).all(|(of, logits)| {
                 let lse = direct.lse(&logits[shard.range.start..end]);
-                (lse - of.seen).abs() < 0.01
+                (lse - of.implied).abs() < 0.01
             })
     };
     let Some(shard) = shards(direct.head.k.rows).into_iter().find(fits) else { return Vec::new() };

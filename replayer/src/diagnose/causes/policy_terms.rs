@@ -11,16 +11,16 @@ use backtape::identity::Microbatch;
 use backtape::role::Role;
 
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::declarations::policy::{PolicyEdit, edits};
 use crate::diagnose::detectors::direct::{multiple, tokens};
-use crate::diagnose::detectors::extents::known;
 use crate::diagnose::detectors::fit::readings;
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::reference::reference;
-use crate::diagnose::detectors::solve::multiples;
+use crate::diagnose::detectors::token_runs::known;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::limited::Heard;
-use crate::diagnose::rearranged::Instead;
-use crate::diagnose::worlds::{DeclaredLse, Optioned};
+use crate::diagnose::localized::TrialSnapshot;
+use crate::diagnose::worlds::{ChangedOptions, DeclaredLse};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::replay::world::{Expectation, World};
 
@@ -59,7 +59,7 @@ fn of_options(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ("declared", written(declared, edit.option)),
         ];
         let head = Arc::new(with(evidence, options));
-        Some(Hypothesis::new(Heard::backward(evidence, head), parameters))
+        Some(Hypothesis::new(TrialSnapshot::of_backward(evidence, head), parameters))
     };
     edits(declared).into_iter().filter_map(one).collect()
 }
@@ -67,10 +67,10 @@ fn of_options(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 fn with(
     evidence: &Evidence<'_>,
     options: HeadOptions,
-) -> Optioned<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
+) -> ChangedOptions<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
     let lowered = evidence.step.options.lowered;
     let change = move |of: &mut HeadOptions| *of = HeadOptions { lowered, ..options.clone() };
-    Optioned { change, lse: DeclaredLse::new(), factor: 1.0 }
+    ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 }
 }
 
 /// What stands for a token's ratio, by the ratio, whether its advantage is positive, and the share
@@ -104,7 +104,8 @@ impl Derivative {
             return None;
         }
         // Not the derivative that the replay takes from what was recorded.
-        let made = Instead { distrusts: vec![Stage::Dlogprobs], ..Instead::default() };
+        let made =
+            ReplacedValues { distrusts: vec![Stage::Dlogprobs], ..ReplacedValues::default() };
         let rows = evidence.rows.as_ref();
         let whole = reference(evidence, Some(&made), rows);
         let mut other = declared.clone();

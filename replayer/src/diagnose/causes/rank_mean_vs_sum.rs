@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::common_factor::{SCALED, sets_times};
 use crate::diagnose::detectors::segments::segments;
-use crate::diagnose::detectors::uniform::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Scaled, scaled};
 

@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
-use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
-use crate::diagnose::detectors::relabelled::Labels;
+use crate::diagnose::data_worlds::{RecordedCounts, Relabelled};
+use crate::diagnose::detectors::shown_labels::Labels;
+use crate::diagnose::detectors::token_runs::{TokenRuns, known, of_ranks};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::{RecordedCounts, Relabelled};
 use crate::head::MicrobatchInputs;
 use crate::kernels::matrix::IGNORED;
 
@@ -44,7 +44,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 }
 
 /// Runs inside which labels may have been shifted, other than sequences.
-fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Extent> {
+fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<TokenRuns> {
     let mut found = known(evidence.step, inputs);
     let sequences = found.remove(0);
     let length = inputs.sequence.max(1);
@@ -55,7 +55,7 @@ fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Extent> {
     }
     let cut = parts.len() > sequences.runs.len();
     let name = "each rank's part of each sequence".to_string();
-    found.extend(cut.then_some(Extent { name, runs: parts }));
+    found.extend(cut.then_some(TokenRuns { name, runs: parts }));
     found
 }
 

@@ -10,11 +10,11 @@ use std::collections::BTreeSet;
 use half::{bf16, f16};
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::reference::Table;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::replay::outcome::Comparison;
 
@@ -62,7 +62,7 @@ impl Cause for SilentCorruption {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut world = Instead::default();
+        let mut world = ReplacedValues::default();
         let mut all: Vec<(Key, Wrong)> = Vec::new();
         // What follows from a wrong element may be wrong too: only the first is looked at.
         for &key in &evidence.failing {
@@ -79,7 +79,7 @@ impl Cause for SilentCorruption {
         let parameters = parameters(&all);
         let fitted = 2 + all.len();
         let stages: Vec<Stage> = all.iter().map(|(key, _)| key.stage).collect();
-        let distrusting = Instead { of: world.of.clone(), distrusts: stages };
+        let distrusting = ReplacedValues { of: world.of.clone(), distrusts: stages };
         vec![
             Hypothesis::new(world, parameters.clone()).fitted(fitted),
             Hypothesis::new(distrusting, parameters).fitted(fitted),
@@ -89,7 +89,7 @@ impl Cause for SilentCorruption {
 
 /// Few rows that hold something much larger than the gradient, in most of their elements.
 fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     let mut words: Vec<String> = Vec::new();
     for &key in &evidence.failing {
         let tally = &comparison(evidence, key)?.tally;

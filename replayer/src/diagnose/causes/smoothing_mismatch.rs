@@ -23,7 +23,7 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, WORK};
 use crate::diagnose::detectors::fit::{Wanted, linear, shown};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{DeclaredLse, Optioned};
+use crate::diagnose::worlds::{ChangedOptions, DeclaredLse};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::replay::world::{Read, UnitTokens, World};
 
@@ -88,11 +88,11 @@ impl Cause for SmoothingMismatch {
 fn smoothed(
     epsilon: f64,
     formula: SmoothingFormula,
-) -> Optioned<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
+) -> ChangedOptions<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
     let change = move |options: &mut HeadOptions| {
         (options.declared.label_smoothing, options.declared.smoothing_formula) = (epsilon, formula);
     };
-    Optioned { change, lse: DeclaredLse::new(), factor: 1.0 }
+    ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 }
 }
 
 fn hypothesis(

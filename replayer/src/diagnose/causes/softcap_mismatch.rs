@@ -15,9 +15,11 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::detectors::fit::{least, readings, shown};
-use crate::diagnose::detectors::tokens::Tokens;
+use crate::diagnose::detectors::raw_logits::RawLogits;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Starts};
+use crate::diagnose::worlds::{
+    BackwardStarts, ChangedOptions, DeclaredLse, FORWARD_ONLY, ForwardOnly,
+};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::kernels::transform::Transform;
 use crate::replay::world::{UnitTokens, World};
@@ -54,7 +56,7 @@ impl Cause for SoftcapMismatch {
         let mut found = Vec::new();
         if let Some(cap) = cap {
             let change = |options: &mut HeadOptions| options.transform.uncapped = true;
-            let world = Optioned { change, lse: DeclaredLse::new(), factor: 1.0 };
+            let world = ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 };
             let parameters =
                 vec![("softcap", cap.to_string()), ("left out", "its derivative".to_string())];
             found.push(Hypothesis::new(world, parameters));
@@ -120,7 +122,7 @@ impl World for OfOnePart {
 /// number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
-    let tokens = Tokens::of(evidence);
+    let tokens = RawLogits::of(evidence);
     let error = |cap: f64| tokens.error(Transform { softcap: Some(cap), ..transform });
     let found = least(&error, CAPS).filter(|&found| tokens.believes(found, &error));
     found.map_or(Vec::new(), |found| readings(found, u64::MAX))
@@ -135,11 +137,11 @@ fn capped(evidence: &Evidence<'_>, cap: Option<f64>, fitted: usize) -> Vec<Hypot
         vec![("declared", words(declared)), ("softcap", words(cap)), ("in", place.to_string())]
     };
     let of = |(lse, place): (DeclaredLse, &'static str)| {
-        let world = Optioned { change, lse, factor: 1.0 };
+        let world = ChangedOptions { change, lse, factor: 1.0 };
         Hypothesis::new(world, parameters(place)).fitted(fitted)
     };
     let mut found: Vec<Hypothesis> =
-        Starts::of(evidence, &change, 1.0).each().into_iter().map(of).collect();
+        BackwardStarts::of(evidence, &change, 1.0).each().into_iter().map(of).collect();
     if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {
         let parameters = parameters(FORWARD_ONLY);
         found.push(Hypothesis::new(world, parameters).fitted(fitted));

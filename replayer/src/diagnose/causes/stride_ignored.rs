@@ -12,12 +12,12 @@ use backtape::identity::Microbatch;
 use super::label_gathered;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
+use crate::diagnose::data_worlds::{MovedRows, ReplacedValues};
 use crate::diagnose::detectors::direct::{Direct, WORK, alike, dot, energy};
-use crate::diagnose::detectors::extents::of_ranks;
-use crate::diagnose::detectors::maps::{Beyond, Map};
-use crate::diagnose::detectors::misread::{Looked, Operand, hypotheses};
+use crate::diagnose::detectors::misread_rows::{FailingTokens, Operand, hypotheses};
+use crate::diagnose::detectors::row_maps::{Beyond, Map};
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Instead, MovedRows};
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -57,10 +57,10 @@ impl Cause for StrideIgnored {
         let mut found = written(evidence);
         found.extend(flat(evidence));
         found.extend(of_cotangents(evidence));
-        if let Some(looked) = Looked::new(evidence) {
+        if let Some(failing_tokens) = FailingTokens::new(evidence) {
             for (map, words) in views(evidence) {
                 let parameters = vec![("operand", "q".to_string()), ("view", words)];
-                found.extend(hypotheses(evidence, &looked, (Operand::Q, map), &parameters));
+                found.extend(hypotheses(evidence, &failing_tokens, (Operand::Q, map), &parameters));
             }
         }
         found.extend(transposed_k(evidence));
@@ -179,7 +179,7 @@ fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 /// Elements that lie elsewhere, with the variance that each brings.
 #[derive(Default)]
 struct Flat {
-    instead: Instead,
+    instead: ReplacedValues,
     noise: BTreeMap<Key, BTreeMap<usize, Vec<f64>>>,
 }
 
@@ -287,7 +287,7 @@ impl World for OtherCotangents {
 
 /// k `[V, D]` whose memory is `[D, V]`, or the other way round, read as declared.
 fn transposed_k(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let looked = || {
+    let failing_tokens = || {
         let key = *evidence.failing.iter().find(|key| key.stage == Stage::LabelLogits)?;
         let inputs = evidence.inputs_of(key.microbatch)?;
         let captured = evidence.captured(key)?;
@@ -308,7 +308,7 @@ fn transposed_k(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all = counted.iter().filter(|t| fits(t)).count();
         Some(!counted.is_empty() && all == counted.len())
     };
-    if !looked().unwrap_or(false) {
+    if !failing_tokens().unwrap_or(false) {
         return Vec::new();
     }
     let parameters = vec![("operand", "k".to_string()), ("view", "transposed".to_string())];

@@ -16,10 +16,10 @@ use rayon::prelude::*;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::dense::{Seen, median, seen_lse};
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::direct::{Direct, WORK};
+use crate::diagnose::detectors::implied_lse::{ImpliedLse, implied_lse, median};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::OtherLse;
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::replay::world::{Pass, World};
 
@@ -57,8 +57,8 @@ impl Cause for TailTileUnmasked {
             return Vec::new();
         }
         let mut found = padded(evidence);
-        let seen: Vec<(&MicrobatchInputs, Vec<Seen>)> =
-            evidence.inputs.iter().map(|inputs| (inputs, seen_lse(evidence, inputs))).collect();
+        let seen: Vec<(&MicrobatchInputs, Vec<ImpliedLse>)> =
+            evidence.inputs.iter().map(|inputs| (inputs, implied_lse(evidence, inputs))).collect();
         if seen.iter().all(|(_, seen)| seen.is_empty()) {
             found.extend(of_loss(evidence));
             return found;
@@ -113,13 +113,13 @@ fn columns_shown(evidence: &Evidence<'_>, all: usize) -> Option<usize> {
     // Of each number of columns: what it leaves of the error, over all tokens that are looked at.
     let (mut left, mut before) = (vec![0.0; all], 0.0);
     for inputs in evidence.inputs {
-        let seen = seen_lse(evidence, inputs);
+        let seen = implied_lse(evidence, inputs);
         let Some(direct) = Direct::new(evidence, inputs) else { continue };
         let valid = direct.head.valid_vocab;
         for of in seen.iter().step_by(seen.len().div_ceil(LOOKED_AT).max(1)) {
             let q = direct.q(Row::From(of.token));
             // What the columns add to the sum of exponentials, over that sum.
-            let (wanted, mut sum) = ((of.seen - of.lse).exp_m1(), 0.0);
+            let (wanted, mut sum) = ((of.implied - of.lse).exp_m1(), 0.0);
             for (at, left) in left.iter_mut().enumerate() {
                 sum += (direct.logit_of(&q, valid + at).0 - of.lse).exp();
                 *left += (sum - wanted).powi(2);
@@ -173,10 +173,13 @@ impl World for Unpadded {
 type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 /// Filling of one logit, 0: the transform leaves 0 as it is.
-fn zeros(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Vec<Hypothesis> {
-    let added = |of: &Seen| of.lse.exp() * (of.seen - of.lse).exp_m1();
+fn zeros(
+    evidence: &Evidence<'_>,
+    seen: &[(&MicrobatchInputs, Vec<ImpliedLse>)],
+) -> Vec<Hypothesis> {
+    let added = |of: &ImpliedLse| of.lse.exp() * (of.implied - of.lse).exp_m1();
     // A token's lse of 50 shows nothing of what 100 zeros add.
-    let tells = |of: &&Seen| (of.seen - of.lse).abs() > 1e-3;
+    let tells = |of: &&ImpliedLse| (of.implied - of.lse).abs() > 1e-3;
     let all: Vec<f64> = seen.iter().flat_map(|(_, seen)| seen).filter(tells).map(added).collect();
     let counted = median(all);
     if counted > 0.5 { filled(evidence, counted) } else { Vec::new() }
@@ -264,7 +267,10 @@ const FILLINGS: [(&str, Filling); 3] = [
 ];
 
 /// Fillings whose logits differ from token to token.
-fn others(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Vec<Hypothesis> {
+fn others(
+    evidence: &Evidence<'_>,
+    seen: &[(&MicrobatchInputs, Vec<ImpliedLse>)],
+) -> Vec<Hypothesis> {
     let Some(vocab) = vocabulary(evidence) else { return Vec::new() };
     let mut tiles: Vec<usize> = declared_tile(evidence).into_iter().chain(TILES).collect();
     tiles.retain(|&tile| vocab % tile != 0 && tile < vocab);
@@ -302,7 +308,7 @@ type OfToken<'a> = dyn Fn(f64, &[f64], Option<&[f64]>) -> f64 + Sync + 'a;
 /// Whether some tokens' rows show this filling.
 fn shows(
     evidence: &Evidence<'_>,
-    seen: &[(&MicrobatchInputs, Vec<Seen>)],
+    seen: &[(&MicrobatchInputs, Vec<ImpliedLse>)],
     filling: &Filled<'_>,
 ) -> bool {
     let Some((inputs, seen)) = seen.iter().find(|(_, seen)| !seen.is_empty()) else {
@@ -316,7 +322,7 @@ fn shows(
         let own = row(of.token);
         let next = (of.token + 1 < inputs.tokens()).then(|| row(of.token + 1));
         let sum: f64 = filling(&own, next.as_deref()).iter().map(|z| (z - of.lse).exp()).sum();
-        let (wanted, off) = (sum.ln_1p(), of.seen - of.lse);
+        let (wanted, off) = (sum.ln_1p(), of.implied - of.lse);
         if wanted.abs().max(off.abs()) > 1e-3 {
             all += 1.0;
             fit += f64::from(u8::from((wanted - off).abs() <= 0.1 * wanted.abs().max(off.abs())));

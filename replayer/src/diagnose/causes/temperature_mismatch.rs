@@ -7,11 +7,13 @@
 //! Emulation: the other factor.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::common_factor::{BACKWARD, stages_times};
 use crate::diagnose::detectors::fit::{least, readings, shown};
-use crate::diagnose::detectors::tokens::Tokens;
-use crate::diagnose::detectors::uniform::{BACKWARD, stages_times};
+use crate::diagnose::detectors::raw_logits::RawLogits;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Scaled, Starts};
+use crate::diagnose::worlds::{
+    BackwardStarts, ChangedOptions, DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled,
+};
 use crate::head::{HeadOptions, Stage};
 use crate::kernels::transform::Transform;
 
@@ -74,7 +76,7 @@ impl Cause for TemperatureMismatch {
 /// one: the fitted number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
-    let tokens = Tokens::of(evidence);
+    let tokens = RawLogits::of(evidence);
     let (sign, size) = (transform.scale.signum(), transform.scale.abs());
     let error = |x: f64| tokens.error(Transform { scale: sign * x, ..transform });
     let range = (size / AROUND, size * AROUND);
@@ -96,12 +98,12 @@ fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis>
     };
     let of = |lse: &DeclaredLse, factor: f64, place: String| {
         let parameters = parameters(place);
-        let world = Optioned { change, lse: lse.clone(), factor };
+        let world = ChangedOptions { change, lse: lse.clone(), factor };
         Hypothesis::new(world, parameters).fitted(fitted)
     };
     let gradients = evidence.fails_any(&Stage::GRADIENTS);
     let mut found = Vec::new();
-    for (lse, place) in Starts::of(evidence, &change, 1.0).each() {
+    for (lse, place) in BackwardStarts::of(evidence, &change, 1.0).each() {
         found.push(of(&lse, 1.0, place.into()));
         if gradients {
             let place = format!("{place}, but for the factor of dlogits");

@@ -11,11 +11,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::captured::{Values, unit};
 use crate::diagnose::detectors::direct::{Direct, distance, dot, energy};
 use crate::diagnose::detectors::reference::Table;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::matrix::IGNORED;
 
@@ -47,7 +47,7 @@ impl Cause for TiedEmbedding {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut world = Instead::default();
+        let mut world = ReplacedValues::default();
         let mut held = BTreeSet::new();
         for (key, _) in evidence.failing_of(&[Stage::Dk, Stage::Accumulate, Stage::Reduce]) {
             let Some((rows, input_only)) = rows_of_input(evidence, key) else { return Vec::new() };

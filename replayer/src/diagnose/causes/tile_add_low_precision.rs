@@ -7,7 +7,7 @@
 //! the cause stays unknown.
 //!
 //! Detectors: dq or dk fails; a few rows of dq (and of dk) summed again in tiles of some size fit
-//! much better than one sum in f32 does (`detectors::sums`).
+//! much better than one sum in f32 does (`detectors::sampled_sums`).
 //! Emulation: `acc = round(acc + round(tile))` for dq over the vocabulary, for dk over the
 //! tokens. Where dq does not show it, tiles of tokens are what chunks are, and both names
 //! are tied.
@@ -15,7 +15,7 @@
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::pieces::{self, Pieces, Wanted};
-use crate::diagnose::detectors::sums::Sums;
+use crate::diagnose::detectors::sampled_sums::SampledSums;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
 use crate::kernels::policy::{Path, Policy};
@@ -84,7 +84,7 @@ fn of(
     let of_dq = || {
         let stage = failing([Stage::DqLse, Stage::Dq])?;
         let unit = evidence.worst_unit(&[stage])?;
-        let sums = Sums::of_dq(evidence, unit, stage, base, whole)?;
+        let sums = SampledSums::of_dq(evidence, unit, stage, base, whole)?;
         // Vocabulary tiles are of one size in what is emulated.
         let wanted = Wanted { precision, declared: vocab, sequence: 0, equal: true };
         Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
@@ -93,7 +93,7 @@ fn of(
         let stage = failing([Stage::DkLse, Stage::Dk])?;
         let unit = evidence.worst_unit(&[stage])?;
         let sequence = unit.inputs(evidence)?.sequence;
-        let sums = Sums::of_dk(evidence, unit, stage, base, whole)?;
+        let sums = SampledSums::of_dk(evidence, unit, stage, base, whole)?;
         let wanted = Wanted { precision, declared: tokens, sequence, equal: false };
         Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };

@@ -13,15 +13,15 @@ use backtape::identity::Microbatch;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::{MovedRows, MovedTokens, Relabelled};
 use crate::diagnose::detectors::captured::Values;
-use crate::diagnose::detectors::dense::median;
 use crate::diagnose::detectors::direct::{alike, distance, energy, tokens};
-use crate::diagnose::detectors::extents::known;
-use crate::diagnose::detectors::labels::LabelTest;
-use crate::diagnose::detectors::orders::{Order, inverse, orders};
+use crate::diagnose::detectors::implied_lse::median;
+use crate::diagnose::detectors::label_fit::LabelTest;
 use crate::diagnose::detectors::reference::Rows;
+use crate::diagnose::detectors::token_orders::{Order, inverse, orders};
+use crate::diagnose::detectors::token_runs::known;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Moved, MovedRows, Relabelled};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::variant::{StandsIn, Supplied, Variant};
@@ -134,7 +134,7 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let rows = MovedRows { from: moved };
         hypotheses.push(Hypothesis::new(rows, parameters("rows of dq")).fitted(fitted));
         if evidence.fails(Stage::Lse) || evidence.fails(Stage::LabelLogits) {
-            let world = Moved { from };
+            let world = MovedTokens { from };
             let words = "everything that was computed of a token";
             hypotheses.push(Hypothesis::new(world, parameters(words)).fitted(fitted));
         }

@@ -19,12 +19,12 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 
 use super::{moved_policy, moved_weights, policy_terms};
-use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::asked::Asked;
+use crate::diagnose::counterevidence::Part;
 use crate::diagnose::detectors::direct::multiple;
 use crate::diagnose::detectors::fit::{rounded, shown};
-use crate::diagnose::detectors::solve::runs;
+use crate::diagnose::detectors::least_squares::runs;
+use crate::diagnose::detectors::suspect_tokens::SuspectTokens;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -71,14 +71,14 @@ impl Cause for TokenWeights {
         let Some(seen) = seen(evidence) else { return found };
         let both = [Part::Plane, Part::OfQ, Part::OfK];
         let parts = if evidence.fails(Stage::Dk) { &both[..] } else { &both[1..2] };
-        let asked = Asked::of(evidence);
+        let asked = SuspectTokens::of(evidence);
         let of = |Rule { words, factors, fitted }: Rule| {
             let mut parameters = vec![("each token counts", words)];
             parameters.extend(asked.place().map(|place| ("only in", place)));
             let world = Weighted { factors, parts: parts.to_vec() };
             let found = Hypothesis::new(world, parameters);
             match fitted {
-                None => found.of_both(),
+                None => found.with_number_per_token(),
                 Some(fitted) => found.fitted(fitted),
             }
         };
@@ -189,7 +189,7 @@ fn counted(one: &MicrobatchInputs) -> impl Iterator<Item = usize> {
 }
 
 /// The rules that the numbers follow, of the tokens of those ranks and microbatches whose rows fail.
-fn rules(asked: &Asked<'_>, seen: &Factors) -> Vec<Rule> {
+fn rules(asked: &SuspectTokens<'_>, seen: &Factors) -> Vec<Rule> {
     let evidence = asked.evidence;
     let mean = |all: &[&MicrobatchInputs], of: &dyn Fn(&MicrobatchInputs) -> &[f64]| {
         let each = all.iter().flat_map(|one| counted(one).map(|t| of(one)[t]));
@@ -219,7 +219,7 @@ fn rules(asked: &Asked<'_>, seen: &Factors) -> Vec<Rule> {
 type OfToken<'a> = &'a dyn Fn(&MicrobatchInputs, usize) -> f64;
 
 /// The numbers of a rule, where what was seen follows it.
-fn by_rule(asked: &Asked<'_>, seen: &Factors, of: OfToken<'_>) -> Option<Factors> {
+fn by_rule(asked: &SuspectTokens<'_>, seen: &Factors, of: OfToken<'_>) -> Option<Factors> {
     let mut found = Factors::new();
     let mut changes = false;
     for one in asked.evidence.inputs {
@@ -239,7 +239,7 @@ fn by_rule(asked: &Asked<'_>, seen: &Factors, of: OfToken<'_>) -> Option<Factors
 }
 
 /// Tokens of one label that do not count.
-fn of_label(asked: &Asked<'_>, seen: &Factors) -> Option<Rule> {
+fn of_label(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
     let left_out = |one: &MicrobatchInputs| {
         counted(one).find(|&t| seen[&one.microbatch][t].abs() < NEAR).map(|t| one.labels[t])
@@ -252,7 +252,7 @@ fn of_label(asked: &Asked<'_>, seen: &Factors) -> Option<Rule> {
 
 /// Runs of tokens that count more or less than once, where they are few. What dq alone lacks is
 /// not written, and not weighed.
-fn often(asked: &Asked<'_>, seen: &Factors) -> Option<Rule> {
+fn often(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
     let of = |one: &MicrobatchInputs, t: usize| seen[&one.microbatch][t].round();
     let factors = by_rule(asked, seen, &of).filter(|_| evidence.fails(Stage::Dk))?;
@@ -269,7 +269,7 @@ fn often(asked: &Asked<'_>, seen: &Factors) -> Option<Rule> {
 }
 
 /// One number for all tokens of a microbatch, or of a rank in it.
-fn by_unit(asked: &Asked<'_>, seen: &Factors) -> Option<Rule> {
+fn by_unit(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
     let mut means: Factors =
         evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();

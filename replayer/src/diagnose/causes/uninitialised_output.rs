@@ -12,12 +12,12 @@ use std::ops::Range;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::{MovedRows, ReplacedValues, StaleRows};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
+use crate::diagnose::detectors::least_squares::runs_of;
 use crate::diagnose::detectors::reference::Table;
-use crate::diagnose::detectors::solve::runs_of;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Instead, MovedRows, StaleRows};
 use crate::head::Stage;
 
 /// The catalogue's entry.
@@ -47,7 +47,7 @@ impl Cause for UninitialisedOutput {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let rows: [Stage; 6] = Stage::PRODUCTS;
-        let mut constant = Instead::default();
+        let mut constant = ReplacedValues::default();
         let mut words: Vec<String> = Vec::new();
         let mut runs = 0;
         for (key, _) in evidence.failing_of(&rows) {
@@ -158,7 +158,7 @@ fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
 /// buffers.
 fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let parts = [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel];
-    let (mut world, mut words, mut seen) = (Instead::default(), Vec::new(), 0);
+    let (mut world, mut words, mut seen) = (ReplacedValues::default(), Vec::new(), 0);
     for (key, _) in evidence.failing_of(&parts) {
         let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
         let is_wrong = |row: usize, wanted: &[f64]| {
@@ -240,7 +240,7 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// Rows from some row on to the end, that are other rows of the same gradient.
 fn stale_tail(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     let mut words: Vec<String> = Vec::new();
     let mut seen = 0;
     for (key, _) in evidence.failing_of(&[Stage::DkLse, Stage::Dk, Stage::Dq]) {

@@ -6,9 +6,9 @@ use std::ops::Range;
 use backtape::nan::larger;
 
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::addends::Summed;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 
 /// Share of the largest element below which an element may be 0 as it should.
@@ -18,7 +18,7 @@ const LEAST: usize = 2;
 
 /// In every gradient, or sum of dk, that fails and of which one tile alone is zeros.
 pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let (mut world, mut said) = (Instead::default(), Vec::new());
+    let (mut world, mut said) = (ReplacedValues::default(), Vec::new());
     let keys = evidence
         .failing
         .iter()

@@ -9,7 +9,7 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::divisors::Divisors;
-use crate::diagnose::detectors::extents::of_ranks;
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Count, Counted, Whose, divisor};
 use crate::head::MicrobatchInputs;

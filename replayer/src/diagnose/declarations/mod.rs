@@ -17,7 +17,7 @@ pub(super) mod read;
 use std::collections::BTreeSet;
 
 use super::evidence::{Evidence, Key, Residuals, reject_wider_bounds};
-use super::found::Found;
+use super::findings::Found;
 use super::proof;
 use super::search::{Search, left_of};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};

@@ -15,7 +15,7 @@ use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
 use crate::diagnose::detectors::fit::{Wanted, linear, rounded};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::search::Search;
-use crate::diagnose::worlds::{DeclaredLse, Optioned};
+use crate::diagnose::worlds::{ChangedOptions, DeclaredLse};
 use crate::head::{HeadOptions, Stage};
 use crate::kernels::round::Precision;
 use crate::replay::world::World;
@@ -55,7 +55,7 @@ fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         let change = move |options: &mut HeadOptions| {
             options.grpo.iter_mut().for_each(|grpo| grpo.kl_beta = beta);
         };
-        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+        Box::new(ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let from = (declared.kl_beta, declared.kl_beta.abs().max(0.01));
@@ -236,7 +236,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let kind = kind_of(evidence, "z_loss");
     let world = |z: f64| -> Box<dyn World> {
         let change = move |options: &mut HeadOptions| options.declared.z_loss = z;
-        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+        Box::new(ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let from = (declared.z_loss, declared.z_loss.abs().max(1e-4));
     let fits = linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default();
@@ -255,7 +255,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let kind = kind_of(evidence, "label_smoothing");
     let world = |s: f64| -> Box<dyn World> {
         let change = move |options: &mut HeadOptions| options.declared.label_smoothing = s;
-        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+        Box::new(ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let from = (declared.label_smoothing, 0.05);
     let fits = linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default();

@@ -3,7 +3,7 @@
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
-use crate::diagnose::detectors::tokens::Tokens;
+use crate::diagnose::detectors::raw_logits::RawLogits;
 use crate::diagnose::evidence::Evidence;
 use crate::head::lowered::{Shown, every};
 use crate::head::step::numbers;
@@ -59,7 +59,7 @@ pub(super) fn valid_vocabs(evidence: &Evidence<'_>) -> Vec<usize> {
         .filter_map(|one| live_rows(evidence, one))
         .max()
         .into_iter()
-        .chain(Tokens::of(evidence).valid_vocab(evidence.step.options.transform))
+        .chain(RawLogits::of(evidence).valid_vocab(evidence.step.options.transform))
         .collect();
     found.retain(|&valid| valid > largest && valid < columns);
     found.dedup();

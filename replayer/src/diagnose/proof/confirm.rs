@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::fit::{Fit, Reproduction, Rounded, energy, is_exact};
 use super::{CLEAR, EXACT, Proof, ROWS, is_emulated, words};
-use crate::diagnose::against::Against;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::decide::decide;
+use crate::diagnose::counterevidence::Counterevidence;
+use crate::diagnose::decision::decide;
 use crate::diagnose::detectors::captured::unit;
 use crate::diagnose::evidence::{Key, Residuals};
-use crate::diagnose::found;
+use crate::diagnose::findings;
 use crate::diagnose::search::{Tried, left_of};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -187,7 +187,7 @@ impl Reproduction<'_> {
             }
             let left = left_of(&residuals, &self.evidence.failing);
             let full = self.search.rows.is_none();
-            let against = Against::default();
+            let against = Counterevidence::default();
             Some(Tried { cause, hypothesis, residuals, explains, left, full, against })
         });
         self.proof(&tried.collect::<Vec<_>>(), &least)
@@ -202,7 +202,7 @@ impl Reproduction<'_> {
         let energy = |key: &Key| winner.residuals[key].energy;
         let times = of.iter().map(|key| least.energy(key)).sum::<f64>()
             / of.iter().map(energy).sum::<f64>();
-        let mut found = found::of_decision(tried, &decision, &of, self.evidence);
+        let mut found = findings::of_decision(tried, &decision, &of, self.evidence);
         for one in &mut found {
             let of = tried.iter().find(|of| of.cause.id() == one.id);
             let about = of.map_or("", |of| of.cause.about());

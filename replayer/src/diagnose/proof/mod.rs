@@ -16,9 +16,9 @@ mod fit;
 use std::collections::BTreeSet;
 
 use super::cause::{Cause, Hypothesis};
-use super::decide::CLEAR;
+use super::decision::CLEAR;
 use super::evidence::{Evidence, Key};
-use super::found::Found;
+use super::findings::Found;
 use super::search::Search;
 use crate::head::Roundings;
 use crate::head::Stage;
@@ -150,7 +150,7 @@ pub(super) fn prove(
         let policy = hypothesis.world.policy(roundings);
         let says = policy.is_some_and(|(policy, _)| members::contradicts(&policy, roundings));
         // A number for every token may be the job's own rounding of one, and is no fault.
-        !hypothesis.of_both && (declared || !cause.may_be_right() || says)
+        !hypothesis.per_token && (declared || !cause.may_be_right() || says)
     };
     let hypotheses = catalogue.iter().flat_map(|&cause| {
         let all = search.hypotheses(cause, evidence);
