@@ -5,14 +5,14 @@
 //! Real: the last partial chunk that a floor division drops, one that is moved back over its
 //! neighbour and counts the overlap twice, rows of a reused buffer behind the last one.
 //!
-//! Detectors: a gradient is solved for how often it holds each addend, row and column
-//! (`detectors::addend_counts`), a sum of dk for how often it holds the tokens of each rank and
-//! microbatch (`detectors::sum_counts`). Where the gradient of the bias or the loss fails with dk,
-//! they are held against the tokens that dk was solved for (`detectors::token_counts`).
-//! The rows of dk also tell how often each class is in the softmax (`detectors::class_counts`).
-//! A tile of some rows and columns that alone holds zeros was not written.
-//! Emulation: tokens that count as often as was found, for dk alone or for all that is summed over
-//! tokens; classes, rows or columns of a gradient as often; classes in the whole head.
+//! Detectors: a gradient is solved for the weight of each product, row and column
+//! (`detectors::addend_counts`), a sum of dk for the weight of each token in it
+//! (`detectors::sum_counts`). Where the gradient of the bias or the loss fails with dk, they are
+//! compared with the weights of tokens that dk gave (`detectors::token_counts`). The rows of dk
+//! also show how often each class is in the softmax (`detectors::class_counts`). A tile of some
+//! rows and columns that alone holds zeros was not written. Emulation: tokens with the weights that
+//! were found, in dk alone or in everything that is summed over tokens; classes, rows or columns of
+//! a gradient with such weights; classes in the whole head.
 
 use super::unwritten_tile;
 use crate::diagnose::cause::{Cause, Hypothesis};
@@ -26,7 +26,7 @@ use crate::head::Stage;
 /// The catalogue's entry.
 pub struct BlockMiscounted;
 
-/// Runs that are told in words; where there are more it is no block.
+/// Up to this many runs are listed; where there are more, no block was miscounted.
 const TOLD: usize = 6;
 
 impl Cause for BlockMiscounted {
@@ -64,7 +64,7 @@ impl Cause for BlockMiscounted {
     }
 }
 
-/// Tokens that count otherwise than once in all that is summed over them.
+/// Tokens that count more or less often than once in everything that is summed over tokens.
 fn of_tokens(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let found = CountedTokens::of(evidence)?;
     let stages: Vec<&str> = found.stages.iter().map(|stage| stage.name()).collect();
@@ -77,7 +77,7 @@ fn of_tokens(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (found.said.len() <= TOLD).then(|| Hypothesis::new(found, parameters).fitted(fitted))
 }
 
-/// Classes that are in the softmax otherwise than once.
+/// Classes that are in the softmax more or less often than once.
 fn of_classes(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let found = CountedClasses::of(evidence).filter(|found| found.said.len() <= TOLD)?;
     let parameters = vec![
@@ -89,7 +89,8 @@ fn of_classes(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(found, parameters).fitted(fitted))
 }
 
-/// Tokens that sums of dk hold otherwise than once; not all of a rank's or a microbatch's alike.
+/// Tokens that are in sums of dk more or less often than once, unless all of a rank's or a
+/// microbatch's tokens have one weight.
 fn of_sums(evidence: &Evidence<'_>, of: Of, what: What) -> Option<Hypothesis> {
     let found = CountedSums::of(evidence, of)?;
     if found.of_parts || found.is_of_devices() {
@@ -120,7 +121,7 @@ fn words_of(what: What, of_k: bool) -> &'static str {
 fn hypothesis(counted: Counted, what: What, stage: Stage) -> Option<Hypothesis> {
     let of_k = !stage.is_of_q();
     let words = words_of(what, of_k);
-    // What is scattered by no rule is no block.
+    // Weights in many runs that follow no rule are no miscounted block.
     if counted.rule.is_none() && counted.said.len() > TOLD {
         return None;
     }

@@ -1,7 +1,8 @@
-//! A dk alone whose kernel read the rows of q that a block's offset times its size gives: in its
-//! product `Eᵀ q'`, or in the softmax that E is made of as well.
+//! `block-index-times-block` in the kernel of dk alone. Blocks of q are read at row `i * b * b`:
+//! either only in the product `Eᵀ q`, or also in the softmax from which the entries E of dlogits
+//! are computed.
 //!
-//! The rows of dk of a few classes are made with every size of block, none from a list.
+//! A few rows of dk are computed with every block size from 2 on.
 
 use super::block_index_times_block::{BEYOND, parameters};
 use crate::assemble::Row;
@@ -17,15 +18,15 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::TokenCotangents;
 
-/// Classes whose rows of dk are looked at, at most.
+/// How many rows of dk are compared.
 const CLASSES: usize = 12;
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 1e-3;
 
 /// The block size, and what is read beyond the end.
 type Blocks = (usize, Beyond);
 
-/// Where every dk that fails, and nothing else, is made so.
+/// The hypothesis, where a block size explains dk, and dq, dlogits and dbias do not fail.
 pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Dk]).map(|(key, _)| key).collect();
     if evidence.fails_any(&[Stage::Dq, Stage::Dlogits, Stage::Dbias]) {
@@ -45,14 +46,14 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(world, words).fitted(1))
 }
 
-/// What makes dk of a unit's tokens.
+/// What a unit's dk is computed from.
 struct Kernel<'a> {
     gradient: Gradient,
     inputs: &'a MicrobatchInputs,
     direct: Direct<'a>,
-    /// The entries of dlogits as they should be, `[tokens, V]`.
+    /// The right entries of dlogits, `[tokens, V]`.
     entries: Rows,
-    /// lse as the backward reads it, and the token's cotangents.
+    /// For each token, lse as the backward reads it and the cotangents.
     tokens: Vec<(f64, TokenCotangents)>,
 }
 
@@ -69,7 +70,8 @@ impl<'a> Kernel<'a> {
         Some(Kernel { gradient, inputs, direct, entries, tokens })
     }
 
-    /// The blocks that come nearest to dk, and whether the softmax reads them, too.
+    /// The block size that comes nearest to the captured dk, and whether the softmax reads these
+    /// blocks too.
     fn reading(&self, evidence: &Evidence<'_>) -> Option<(Blocks, bool)> {
         let (n, columns) = (self.tokens.len(), self.gradient.captured.cols);
         let classes = self.gradient.captured.count();
@@ -103,7 +105,7 @@ impl<'a> Kernel<'a> {
         Some(Rows { cols: self.gradient.other().cols, values })
     }
 
-    /// A row of dk with these rows of q.
+    /// A row of dk computed with these rows of q. `whole`: whether the softmax reads them too.
     fn row(&self, q: &Rows, class: usize, whole: bool) -> Vec<f64> {
         let mut sum = vec![0.0; q.cols];
         for (at, &token) in self.tokens.iter().enumerate() {

@@ -53,7 +53,7 @@ impl Cause for ChunkAccumulatorLowPrecision {
             return Vec::new();
         }
         let fused = roundings.widest.path == Path::Fused;
-        // A fused head whose dq fails as well adds both over tiles.
+        // If dq of a fused head fails too, both are added over tiles, which is another cause.
         if fused && evidence.fails_any(&dq) {
             return Vec::new();
         }
@@ -61,7 +61,8 @@ impl Cause for ChunkAccumulatorLowPrecision {
     }
 }
 
-/// dk of the failing stage in chunks of tokens, of every size that its sums show.
+/// The hypotheses of dk summed over chunks of tokens, with every way to cut that its roundings
+/// show.
 pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypothesis> {
     let fused = roundings.widest.path == Path::Fused;
     let declared = evidence.step.options.declared.tiles.and_then(|tiles| tiles.tokens);
@@ -69,7 +70,7 @@ pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypot
     let mut found = Vec::new();
     for precision in formats_below(roundings.narrowest.chunk_add, roundings) {
         for base in bases(roundings) {
-            // The label's part lies in a chunk's product, or a fused head adds it by itself.
+            // The label's part is in a chunk's product, or a fused head adds it separately.
             let whole = Policy { path: Path::Chunked, ..base };
             let inside = match !fused || evidence.fails(Stage::Dk) {
                 true => searched(evidence, &whole, precision, declared),
@@ -111,14 +112,14 @@ fn hypothesis(base: &Policy, pieces: &Pieces, declared: Option<usize>, fused: bo
     let Pieces { size, cut, total, addend, walk } = *pieces;
     let (tile_add, chunk_add, chunk_order) = (total, total, walk);
     let policy = Policy { path, tile_add, chunk_add, addend, chunk_order, cut, ..*base };
-    // dq is summed as declared: one tile of the vocabulary.
+    // dq is summed as declared, in one tile of the vocabulary.
     let tiles = Tiles { tokens: size, vocab: usize::MAX >> 1 };
     let known = declared == Some(size) && cut == Cut::default();
     Hypothesis::new(Emulated::backward(policy, tiles), parameters(pieces))
         .fitted(usize::from(!known))
 }
 
-/// Pieces in words.
+/// The parameters of a cut, in words.
 pub(super) fn parameters(pieces: &Pieces) -> Vec<(&'static str, String)> {
     let order = if pieces.walk == Walk::Ascending { "ascending" } else { "descending" };
     let Cut { first, parts, sequence, shards } = pieces.cut;

@@ -1,9 +1,9 @@
-//! `dropped-batch`: the gradients of a microbatch, or of one rank's part of it, are zero or
-//! missing from the sum, though its tokens count.
+//! `dropped-batch`: the gradients of a microbatch, or of one rank's part of it, are zero or missing
+//! from the sum, although its tokens count in the loss.
 //!
-//! Detectors: every failing gradient of the microbatch is all zeros; the sum over ranks and
-//! microbatches solved for their weights lacks exactly one.
-//! Emulation: upstream gradients of zero; those weights.
+//! Detectors: every failing gradient of the microbatch is all zeros; or the sum over ranks and
+//! microbatches, solved for the weights of its addends, lacks exactly one. Emulation: upstream
+//! gradients of zero; or the sum with those weights.
 
 use std::collections::BTreeSet;
 
@@ -43,7 +43,8 @@ impl Cause for DroppedBatch {
     }
 }
 
-/// Microbatches, or tokens of ranks, whose failing gradients are all zeros.
+/// The hypothesis that the microbatches, or ranks' tokens, whose failing gradients are all zeros
+/// had no upstream gradient.
 fn silent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut silent: BTreeSet<Key> = BTreeSet::new();
     for (key, residual) in evidence.failing_of(&Stage::GRADIENTS) {
@@ -52,7 +53,8 @@ fn silent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
         silent.insert(key);
     }
-    // One stage alone that is zero was not written; a batch leaves no gradient at all.
+    // A single stage of zeros was not written; a dropped batch has no gradient at all, so several
+    // stages must be zero.
     let all = |mb: Option<Microbatch>| {
         let mut of = evidence.failing_of(&Stage::GRADIENTS).filter(|(key, _)| key.microbatch == mb);
         let stages: BTreeSet<_> =
@@ -88,7 +90,7 @@ impl World for Silent {
     }
 }
 
-/// Sums that lack one addend of several, and hold all others once.
+/// The hypothesis that sums lack one addend and contain all others once.
 fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let lacks_one = |found: &Solved| {
         let out = found.addends.iter().filter(|of| of.weight == 0.0).count();
@@ -99,9 +101,10 @@ fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(first) = of.first() else { return Vec::new() };
     let Some(out) = first.addends.iter().find(|of| of.weight == 0.0 && of.microbatch.is_some())
     else {
-        return Vec::new(); // a whole rank: its part was not reduced
+        return Vec::new(); // A whole rank is missing: it was not reduced, another cause.
     };
-    // Left out by every rank alike, it was left out of a sum that all take alike.
+    // If every rank's sum lacks the same microbatch, the accumulation window is wrong, which is
+    // another cause.
     let same = |one: &Solved| {
         one.addends.iter().any(|of| of.weight == 0.0 && of.microbatch == out.microbatch)
     };

@@ -1,9 +1,9 @@
 //! `microbatch-count-scale`: gradients are M or 1/M of what they should be, because their
 //! mean was declared and their sum was taken, or the other way round, or twice.
 //!
-//! Detectors: D6, one factor in every microbatch and on every rank of a stage: of the
-//! losses and gradients of microbatches, of their sum, or of the reduced gradient.
-//! Emulation: the factor, of the loss or of what the backward gave.
+//! Detectors: one factor in every microbatch and on every rank of a stage: of the losses and
+//! gradients of microbatches, of their sum, or of the reduced gradient. Emulation: the factor, on
+//! the loss or on the result of the backward.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::common_factor::{SCALED, sets_times};

@@ -2,9 +2,9 @@
 //! count of tokens and the means were averaged, where the mean over all tokens was
 //! declared, or the other way round. Tokens of short microbatches weigh too much.
 //!
-//! Detectors: D6, the factor of a comparison is the ratio of the two denominators, which
-//! differs between microbatches or ranks: N / (M n).
-//! Emulation: the other denominators, averaged or not.
+//! Detectors: the factor of a comparison is the ratio of the two denominators, which differs
+//! between microbatches or ranks: N / (M n). Emulation: the other denominators, with and without
+//! the division by the number of means.
 
 use backtape::head::{Microbatches, Ranks, Scope, Sequences, Span};
 use backtape::placement::Mesh;
@@ -17,7 +17,7 @@ use crate::diagnose::worlds::{Count, Counted, Whose};
 /// The catalogue's entry.
 pub struct MicrobatchMeanOfMeans;
 
-/// Axes of a mesh whose choices are tried.
+/// Subsets of at most this many axes of the mesh are tried.
 const AXES: usize = 4;
 
 impl Cause for MicrobatchMeanOfMeans {
@@ -61,7 +61,8 @@ impl Cause for MicrobatchMeanOfMeans {
     }
 }
 
-/// How many means may have been averaged: those of microbatches, of so many groups of ranks, of both.
+/// By how many means the loss may have been divided: none, the microbatches, the groups of ranks,
+/// or both.
 fn means(evidence: &Evidence<'_>, ranks: usize) -> Vec<f64> {
     let (m, w) = (evidence.microbatches() as f64, ranks as f64);
     let mut means = vec![1.0, m, w, m * w];
@@ -70,8 +71,9 @@ fn means(evidence: &Evidence<'_>, ranks: usize) -> Vec<f64> {
     means
 }
 
-/// Over which tokens a job may count, the usual ones first, and how many groups of ranks do so for
-/// themselves: the ranks of the whole step, each rank, or those along some of the mesh's axes.
+/// The spans of tokens that a job may count together, the usual ones first, and how many groups of
+/// ranks each count for themselves: all ranks, each rank, or the ranks along some of the mesh's
+/// axes.
 fn spans(evidence: &Evidence<'_>) -> Vec<(Span, usize)> {
     let all = evidence.ranks();
     let usual = [Scope::Microbatch, Scope::Rank, Scope::Global].map(Span::from);

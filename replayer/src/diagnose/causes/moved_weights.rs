@@ -1,5 +1,5 @@
-//! Weights of tokens that are taken of their neighbours: a mask that was shifted once too often, or
-//! not at all.
+//! Tokens that have their neighbours' weights: a mask that was shifted once too often, or not at
+//! all.
 
 use std::collections::BTreeMap;
 
@@ -12,15 +12,15 @@ use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
 
-/// Places that weights may be off by.
+/// By how many positions weights may be shifted.
 const MOVES: [isize; 4] = [1, -1, 2, -2];
 
-/// Weights of the loss and of all gradients.
-struct MovedTokens {
+/// Other weights in the loss and in all gradients, `[T]` by microbatch.
+struct ShiftedWeights {
     weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
-impl World for MovedTokens {
+impl World for ShiftedWeights {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         if let Some(weights) = self.weights.get(&inputs.microbatch) {
             inputs.weights.clone_from(weights);
@@ -28,8 +28,9 @@ impl World for MovedTokens {
     }
 }
 
-/// Each neighbour's weights in sequences, ranks' tokens and the batch, where weights differ and the
-/// rows of dq that hold something, if there are any, are those that the moved weights count.
+/// One hypothesis for each shift, inside sequences, ranks' tokens and the batch. Only where weights
+/// differ, and the failing rows of dq, if there are any, are nonzero exactly where the shifted
+/// weights are.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let differ = |one: &MicrobatchInputs| one.weights.iter().any(|x| *x != one.weights[0]);
     let fails = evidence.fails_any(&[&Stage::GRADIENTS[..], &[Stage::Loss]].concat());
@@ -70,10 +71,10 @@ fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> O
         if around { "around the end" } else { "none beyond the end" },
     );
     let words = format!("with the weight of the token {of} it in {name}, {ends}");
-    Some(Hypothesis::new(MovedTokens { weights }, vec![("each token counts", words)]))
+    Some(Hypothesis::new(ShiftedWeights { weights }, vec![("each token counts", words)]))
 }
 
-/// Whether the rows of dq that fail hold something just where these weights count.
+/// Whether the failing rows of dq are nonzero exactly where these weights are.
 fn shows(evidence: &Evidence<'_>, one: &MicrobatchInputs, weights: &[f64]) -> bool {
     let of = |key: &&Key| key.stage == Stage::Dq && key.microbatch == one.microbatch;
     let all: Vec<_> = evidence.failing.iter().filter(of).collect();

@@ -1,10 +1,9 @@
 //! `rank-mean-vs-sum`: gradients are W or 1/W of what they should be, because ranks were
 //! averaged where their sum was declared, or the other way round, or twice.
 //!
-//! Detectors: D6, one factor in every microbatch and on every rank of a stage; W is the number
-//! of ranks, or of those along some axes of the mesh. Or a piece of the reduced dk that is the
-//! mean of its addends where the rest is their sum.
-//! Emulation: the factor.
+//! Detectors: one factor in every microbatch and on every rank of a stage; W is the number of
+//! ranks, or of those along some axes of the mesh. Or a segment of the reduced dk that is the mean
+//! of its addends while the rest is their sum. Emulation: the factor.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +16,7 @@ use crate::diagnose::worlds::{Scaled, scaled};
 /// The catalogue's entry.
 pub struct RankMeanVsSum;
 
-/// Axes of a mesh whose subsets are looked at; real meshes have four or five.
+/// Subsets of at most this many axes of the mesh are tried; real meshes have four or five.
 const AXES: usize = 8;
 
 impl Cause for RankMeanVsSum {
@@ -52,13 +51,13 @@ impl Cause for RankMeanVsSum {
             [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().flat_map(one).collect::<Vec<_>>()
         };
         let mut found: Vec<Hypothesis> = sizes.iter().flat_map(of).collect();
-        found.extend(of_pieces(evidence, &sizes));
+        found.extend(of_segments(evidence, &sizes));
         found
     }
 }
 
-/// Pieces of the reduced dk that are the mean over ranks, where the rest is the sum.
-fn of_pieces(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypothesis> {
+/// Segments of the reduced dk that are the mean over ranks while the rest is the sum.
+fn of_segments(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypothesis> {
     let mut found = Vec::new();
     for of in segments(evidence) {
         let near =
@@ -74,7 +73,8 @@ fn of_pieces(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypo
     found
 }
 
-/// Sizes of groups of ranks that a gradient may be reduced over, each with its name.
+/// The sizes of the groups of ranks that a gradient may be reduced over, each with its name in
+/// words.
 fn group_sizes(evidence: &Evidence<'_>) -> BTreeMap<u32, String> {
     let manifest = &evidence.step.dump.manifest;
     let mut found = BTreeMap::from([(manifest.world_size, "all ranks".to_string())]);

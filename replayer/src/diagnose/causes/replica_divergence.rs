@@ -1,7 +1,7 @@
 //! `replica-divergence`: ranks that should hold the same bits of a tensor do not.
 //!
-//! It is seen, not emulated: the recorded bytes of the ranks differ. Where the versions are
-//! sums of different gradients, or parts of one sum, those causes name it.
+//! It is observed without a trial: the recorded bytes of the ranks differ. Where the versions are
+//! sums of different gradients, or parts of one sum, other causes name it.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use crate::diagnose::evidence::Evidence;
 use crate::dump::name_ranks;
 use crate::head::Stage;
 
-/// What it is called.
+/// Its id.
 pub const ID: &str = "replica-divergence";
 
 /// The catalogue's entry.
@@ -42,7 +42,7 @@ impl Cause for ReplicaDivergence {
         let (told, rest): (Vec<&Versions>, Vec<&Versions>) = all
             .iter()
             .partition(|of| of.as_sums(evidence).is_some() || of.is_parts_of_dq(evidence));
-        // Ranks whose dk are different sums work out different norms of it.
+        // Ranks whose dk are different sums compute different gradient norms.
         let follows = |of: &Versions| of.role == Some(Role::GradNorm) && !told.is_empty();
         let of = rest.into_iter().find(|of| !follows(of))?;
         let ranks: BTreeSet<Rank> = of.odd().into_iter().collect();

@@ -1,6 +1,6 @@
-//! Labels that the job shifted inside other runs than sequences: over their ends, as where rows were
-//! flattened before the shift and the last token of a sequence takes the first label of the next
-//! one, or inside the part of a sequence that a rank holds.
+//! Labels that the job shifted inside other runs of tokens than sequences. Either across the ends
+//! of sequences, because rows were flattened before the shift and the last token of a sequence
+//! takes the first label of the next one; or only inside the part of a sequence that a rank holds.
 
 use std::collections::BTreeMap;
 
@@ -14,8 +14,8 @@ use crate::diagnose::evidence::Evidence;
 use crate::head::MicrobatchInputs;
 use crate::kernels::matrix::IGNORED;
 
-/// The head declares labels that it shifts inside each sequence; the job shifted them, and their
-/// weights, inside other runs.
+/// The hypotheses, where the head declares that it shifts labels inside each sequence: the job
+/// shifted labels and their weights inside other runs.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let kinds = evidence.inputs.first().map_or(0, |one| runs(evidence, one).len());
     if evidence.step.options.declared.labels_shifted {
@@ -43,7 +43,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// Runs inside which labels may have been shifted, other than sequences.
+/// The divisions into runs, other than sequences, inside which labels may have been shifted.
 fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<TokenRuns> {
     let mut found = known(evidence.step, inputs);
     let sequences = found.remove(0);
@@ -59,7 +59,7 @@ fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<TokenRuns> {
     found
 }
 
-/// Labels and weights of every microbatch after a shift by one inside some runs.
+/// Labels and weights of every microbatch after a shift by one inside the runs of one division.
 struct Shifted {
     labels: Labels,
     weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
@@ -67,21 +67,21 @@ struct Shifted {
 }
 
 fn shifted(evidence: &Evidence<'_>, kind: usize, wraps: bool) -> Option<Shifted> {
-    let mut found =
+    let mut shifted =
         Shifted { labels: Labels::new(), weights: BTreeMap::new(), name: String::new() };
-    for one in evidence.inputs {
-        let (n, extent) = (one.tokens(), runs(evidence, one).into_iter().nth(kind)?);
+    for inputs in evidence.inputs {
+        let (n, runs_of_tokens) = (inputs.tokens(), runs(evidence, inputs).into_iter().nth(kind)?);
         let from: Vec<Option<usize>> = match wraps {
-            true => extent.rolled(n, 1).into_iter().map(Some).collect(),
-            false => extent.shifted(n, 1),
+            true => runs_of_tokens.rolled(n, 1).into_iter().map(Some).collect(),
+            false => runs_of_tokens.shifted(n, 1),
         };
-        let labels = evidence.step.recorded_labels(one)?;
+        let labels = evidence.step.recorded_labels(inputs)?;
         let labels = from.iter().map(|from| from.map_or(IGNORED, |from| labels[from]));
-        found.labels.insert(one.microbatch, labels.collect());
-        let weights = evidence.step.recorded_weights(one)?;
+        shifted.labels.insert(inputs.microbatch, labels.collect());
+        let weights = evidence.step.recorded_weights(inputs)?;
         let weights = from.iter().map(|from| from.map_or(0.0, |from| weights[from]));
-        found.weights.insert(one.microbatch, weights.collect());
-        found.name = extent.name;
+        shifted.weights.insert(inputs.microbatch, weights.collect());
+        shifted.name = runs_of_tokens.name;
     }
-    Some(found)
+    Some(shifted)
 }

@@ -1,11 +1,10 @@
 //! `softcap-mismatch`: the softcap of the logits is missing, another one, or without its
 //! derivative, in the forward, in the backward, or in both.
 //!
-//! Detectors: D1 (a missing derivative makes the column sum zero); another cap is fitted
-//! to the captured lse and label logits, or to rows of dq.
-//! Emulation: the other cap; where only the backward has it, it starts from the lse of the
-//! declared forward. The derivative may be missing in both parts, in the softmax part, or in
-//! the label's part alone.
+//! Detectors: a missing derivative makes columns of dlogits add up to zero; another cap is fitted
+//! to the captured lse and label logits, or to rows of dq. Emulation: the other cap; where only the
+//! backward has it, it starts from the lse of the declared forward. The derivative may be missing
+//! in both parts, in the softmax part, or in the label's part alone.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +26,8 @@ use crate::replay::world::{UnitTokens, World};
 /// The catalogue's entry.
 pub struct SoftcapMismatch;
 
-/// Caps that a fit looks between: below, all logits are one; above, none is capped.
+/// The range of caps that is searched: below it all logits would be nearly equal, above it none
+/// would be capped.
 const CAPS: (f64, f64) = (0.5, 2000.0);
 
 impl Cause for SoftcapMismatch {
@@ -72,7 +72,8 @@ impl Cause for SoftcapMismatch {
     }
 }
 
-/// The derivative is left out of the label's part alone, or of the softmax part alone.
+/// The hypotheses that the derivative is left out of the label's part alone, or of the softmax part
+/// alone.
 fn of_one_part(evidence: &Evidence<'_>, cap: f64) -> Vec<Hypothesis> {
     let bend = |inputs: &MicrobatchInputs| {
         let (direct, scale) =
@@ -118,7 +119,7 @@ impl World for OfOnePart {
     }
 }
 
-/// Caps that fit what was captured of some tokens much better than the declared one: the fitted
+/// Caps that fit the captured values of some tokens much better than the declared one: the fitted
 /// number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
@@ -128,7 +129,7 @@ pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     found.map_or(Vec::new(), |found| readings(found, u64::MAX))
 }
 
-/// Another cap in the forward and the backward, and in the backward alone.
+/// Another cap in the forward and the backward, and in either alone.
 fn capped(evidence: &Evidence<'_>, cap: Option<f64>, fitted: usize) -> Vec<Hypothesis> {
     let change = move |options: &mut HeadOptions| options.transform.softcap = cap;
     let declared = evidence.step.options.transform.softcap;

@@ -1,9 +1,8 @@
 //! `sync-wrong-microbatch`: gradients were reduced over ranks at the wrong microbatch, so
 //! that the sum holds other microbatches of some ranks than of others.
 //!
-//! Detector: the reduced dk solved for the weights of every rank's every microbatch, where
-//! those are whole and depend on both.
-//! Emulation: those weights.
+//! Detector: the reduced dk is solved for the weight of each microbatch on each rank; the weights
+//! are whole numbers and depend on both. Emulation: those weights.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,11 +55,12 @@ impl Cause for SyncWrongMicrobatch {
         solved(evidence).into_iter().filter(mixed).map(one).collect()
     }
 
-    /// Copies of the reduced gradient that are sums of different gradients.
+    /// Shows where ranks' copies of the reduced gradient are sums of different gradients.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
         let (of, sums) = all.iter().find_map(|of| Some((of, of.as_sums(evidence)?)))?;
-        // Versions that hold all of some ranks, and nothing of the rest, were not reduced.
+        // Versions that contain all microbatches of some ranks and none of the others were not
+        // reduced, which is `partial-not-reduced`.
         if sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
             return None;
         }
@@ -87,8 +87,8 @@ impl Cause for SyncWrongMicrobatch {
     }
 }
 
-/// Whether a sum holds every microbatch of some ranks, or of some of a rank's devices, alike and none
-/// of the others.
+/// Whether a sum contains all microbatches of some ranks (or of some devices of a rank) with one
+/// weight, and none of the others.
 pub(super) fn holds_ranks(addends: &[Addend]) -> bool {
     let mut of: BTreeMap<(Option<Rank>, &Option<String>), BTreeSet<u64>> = BTreeMap::new();
     for addend in addends {

@@ -2,9 +2,8 @@
 //! inverse temperature): not at all, by its inverse, twice, by another one, or not where
 //! the backward passes through it.
 //!
-//! Detectors: D6 for the factor of the backward; another factor is fitted to the captured
-//! lse and label logits, or to rows of dq.
-//! Emulation: the other factor.
+//! Detectors: one factor on all gradients, for a factor missing in the backward; another factor is
+//! fitted to the captured lse and label logits, or to rows of dq. Emulation: the other factor.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::common_factor::{BACKWARD, stages_times};
@@ -72,7 +71,7 @@ impl Cause for TemperatureMismatch {
     }
 }
 
-/// Factors of the logits that fit what was captured of some tokens much better than the declared
+/// Factors of the logits that fit the captured values of some tokens much better than the declared
 /// one: the fitted number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
@@ -84,8 +83,8 @@ pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     found.map_or(Vec::new(), |x| readings(x, u64::MAX)).into_iter().map(|x| sign * x).collect()
 }
 
-/// Another factor of the logits: everywhere, without its share in the backward, and in
-/// the backward alone.
+/// Another factor of the logits: everywhere, everywhere without its derivative in dlogits, and in
+/// the forward or the backward alone.
 fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis> {
     let declared = evidence.step.options.transform.scale;
     let change = move |options: &mut HeadOptions| options.transform.scale = other;

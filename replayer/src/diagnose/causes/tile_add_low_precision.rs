@@ -1,16 +1,15 @@
 //! `tile-add-low-precision`: a fused kernel adds each tile's part of dq and dk to a buffer
 //! of few bits.
 //!
-//! Real: Apple's CCE adds tiles with atomics in the inputs' dtype (ml-cross-entropy 14 and
-//! 18). dq and dk are both off, dq by the number of vocabulary tiles, dk by that of token
-//! tiles. With atomics the order is another one each time: then nothing here fits, and
-//! the cause stays unknown.
+//! Real: Apple's CCE adds tiles with atomics in the inputs' dtype (ml-cross-entropy 14 and 18). dq
+//! and dk are both off, dq by the number of vocabulary tiles, dk by that of token tiles. With
+//! atomics the order changes from run to run: then no hypothesis fits, and the cause stays unknown.
 //!
-//! Detectors: dq or dk fails; a few rows of dq (and of dk) summed again in tiles of some size fit
-//! much better than one sum in f32 does (`detectors::sampled_sums`).
-//! Emulation: `acc = round(acc + round(tile))` for dq over the vocabulary, for dk over the
-//! tokens. Where dq does not show it, tiles of tokens are what chunks are, and both names
-//! are tied.
+//! Detectors: dq fails; a few rows of dq (and of dk, where that fails too) summed again in tiles of
+//! some size fit much better than one sum in f32 does (`detectors::sampled_sums`). Emulation: `acc
+//! = round(acc + round(tile))` for dq over the vocabulary, for dk over the tokens. Where only dk
+//! fails, tiles of tokens cannot be told from chunks, and only `chunk-accumulator-low-precision` is
+//! tried.
 
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
@@ -53,14 +52,14 @@ impl Cause for TileAddLowPrecision {
         if !has_products(evidence) || evidence.is_beyond_rounding(&all) {
             return Vec::new();
         }
-        // Tiles of tokens are chunks as far as dk alone shows.
+        // In dk alone, tiles of tokens cannot be told from chunks, which another cause tries.
         if !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
             return Vec::new();
         }
         let mut found = Vec::new();
         for precision in formats_below(roundings.narrowest.tile_add, &roundings) {
             for base in bases(&roundings) {
-                // The label's part lies in a tile, or is added after all of them.
+                // The label's part may be in its tile, or be added after all tiles.
                 found.extend(of(evidence, (&roundings, &base), precision, true));
                 if fused {
                     found.extend(of(evidence, (&roundings, &base), precision, false));
@@ -71,7 +70,7 @@ impl Cause for TileAddLowPrecision {
     }
 }
 
-/// Tiles of dq, and beside each of dk where that fails too.
+/// The hypotheses of tiles of dq, each with the best tiles of dk where that fails too.
 fn of(
     evidence: &Evidence<'_>,
     (roundings, base): (&Roundings, &Policy),
@@ -85,7 +84,7 @@ fn of(
         let stage = failing([Stage::DqLse, Stage::Dq])?;
         let unit = evidence.worst_unit(&[stage])?;
         let sums = SampledSums::of_dq(evidence, unit, stage, base, whole)?;
-        // Vocabulary tiles are of one size in what is emulated.
+        // The emulation has vocabulary tiles of one size only.
         let wanted = Wanted { precision, declared: vocab, sequence: 0, equal: true };
         Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };
