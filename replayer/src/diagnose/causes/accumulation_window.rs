@@ -1,13 +1,12 @@
-//! `accumulation-window`: the sum over microbatches does not hold each of them once: only
+//! `accumulation-window`: the sum over microbatches does not contain each of them once: it has only
 //! some, only the last, or earlier ones doubled each time another is added.
 //!
-//! Detectors: the captured sum is solved for weights of the captured addends, by least
-//! squares; they must be whole numbers, up to one common factor of counts. A microbatch's
-//! gradient that holds another's beside its own, because a buffer was not cleared, is solved
-//! for likewise. Where sums alone were recorded, they are solved for their tokens: all of a
-//! rank's microbatch alike.
-//! Emulation: the sum with these weights. Or the gradient with what the other microbatch's
-//! tensor holds.
+//! Detectors: the captured sum is solved for the weights of the captured addends, by least squares;
+//! they must be whole numbers, times a common factor that counts explain. A microbatch's gradient
+//! that contains another's too, because a buffer was not cleared, is solved for likewise. Where
+//! only sums were recorded, they are solved for the weight of each token: all tokens of a rank's
+//! microbatch must have one. Emulation: the sum with these weights; or the gradient plus the other
+//! microbatch's captured tensor.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -31,9 +30,9 @@ use crate::replay::world::{Expectation, World};
 /// The catalogue's entry.
 pub struct AccumulationWindow;
 
-/// Elements of dk that the weights are solved on, evenly spread.
+/// The weights are solved from at most this many evenly spaced elements of dk.
 const ELEMENTS: usize = 1 << 17;
-/// Microbatches up to which the weights are solved: the system is as large as their square.
+/// The weights of more microbatches than this are not solved: the system grows with their square.
 const MOST: usize = 256;
 /// How far from a whole number a weight may lie.
 const NEAR: f64 = 0.02;
@@ -65,8 +64,8 @@ impl Cause for AccumulationWindow {
     }
 }
 
-/// Sums that hold some ranks' microbatches otherwise than once, solved for their tokens: ranks that
-/// hold tokens together have no addend of their own.
+/// The hypothesis of sums that contain some ranks' microbatches more or less often than once, from
+/// the weights of their tokens, as ranks that share tokens have no addend of their own.
 fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let found = CountedSums::of(evidence, Of::Whole)?;
     if !found.of_parts || found.parts.is_empty() {
@@ -78,7 +77,7 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(found, vec![("holds", words)]).fitted(fitted))
 }
 
-/// Sums over microbatches that hold each of them otherwise.
+/// Hypotheses of sums over microbatches with other weights than 1.
 fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let count = evidence.microbatches();
     if !(2..=MOST).contains(&count) {
@@ -92,7 +91,7 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let (held, found): (Vec<usize>, Vec<f64>) = found.into_iter().unzip();
         let divisor = divisor(evidence, key);
         let whole = whole(&found, divisor);
-        // Weights that are no whole numbers were fitted, one for each microbatch.
+        // Weights that are no whole numbers count as fitted, one for each microbatch.
         fitted = if whole.is_some() { fitted } else { held.len() };
         let Some(solved) = whole.or_else(|| raw(&found, divisor)) else { continue };
         let mut of = vec![1.0; count];
@@ -112,8 +111,8 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     vec![Hypothesis::new(Window { ids, weights }, parameters).fitted(fitted)]
 }
 
-/// Gradients of microbatches that hold those of other microbatches too: the buffer that they were
-/// recorded from was not cleared.
+/// The hypothesis that gradients of microbatches contain those of other microbatches too, because
+/// the buffer that they were recorded from was not cleared.
 fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut world = Uncleared { of: BTreeMap::new() };
     let mut words = Vec::new();
@@ -169,10 +168,11 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
-/// Gradients that are told in words.
+/// The report lists at most this many gradients.
 const TOLD: usize = 4;
 
-/// Captured gradients that others hold beside their own.
+/// Captured gradients of other microbatches that are added to a gradient: how often, the number of
+/// columns, and the values.
 struct Uncleared {
     of: BTreeMap<Key, Vec<(f64, usize, Vec<f64>)>>,
 }
@@ -194,23 +194,23 @@ fn short(x: f64) -> String {
     format!("{}", (x * 1e4).round() / 1e4 + 0.0)
 }
 
-/// Weights in a captured sum of each microbatch's addend that is not zero, by which it is; none
-/// where they cannot be told.
+/// The weight in a captured sum of each microbatch whose addend is not zero, with the microbatch's
+/// index; none where they cannot be solved for.
 fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(usize, f64)>> {
     let step = evidence.step;
     let reduced = key.stage == Stage::Reduce;
     if reduced && step.find_reduced(Role::Dk, false).is_some() {
-        return None; // Reduced from sums that were captured: they have no microbatches.
+        return None; // The addends are ranks' captured sums over microbatches.
     }
     let of = step.find_reduced(Role::Dk, reduced)?;
-    let total = held(evidence, of, key.rank.filter(|_| !reduced))?;
+    let total = values_of(evidence, of, key.rank.filter(|_| !reduced))?;
     let stride = total.len().div_ceil(ELEMENTS).max(1);
     let chosen = |all: Vec<f64>| all.into_iter().step_by(stride).collect::<Vec<f64>>();
     let size = total.len();
     let total = chosen(total);
     let part = |inputs: &crate::head::MicrobatchInputs| {
         let of = step.find(Role::Dk, inputs.microbatch)?;
-        let whole = held(evidence, of, key.rank.filter(|_| !reduced))?;
+        let whole = values_of(evidence, of, key.rank.filter(|_| !reduced))?;
         Some(whole).filter(|whole| whole.len() == size).map(chosen)
     };
     let recorded = evidence.inputs.iter().map(part).collect::<Option<Vec<Vec<f64>>>>();
@@ -226,7 +226,7 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(usize, f64)>> {
         };
         Some(evidence.inputs.iter().map(of).collect())
     })?;
-    // A rank without tokens in a microbatch adds nothing: how often is all the same.
+    // A rank without tokens in a microbatch adds zeros, of which no weight can be solved.
     let held: Vec<usize> =
         (0..parts.len()).filter(|&at| parts[at].iter().any(|&x| x != 0.0)).collect();
     let all: Vec<&[f64]> = held.iter().map(|&at| &parts[at][..]).collect();
@@ -234,8 +234,8 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(usize, f64)>> {
     Some(held.into_iter().zip(found).collect())
 }
 
-/// A tensor's addend of one rank, at its place in the whole, or the sum of all.
-fn held(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<Vec<f64>> {
+/// One rank's addend of a tensor, at its place in the whole tensor, or the sum of all addends.
+fn values_of(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<Vec<f64>> {
     let step = evidence.step;
     if step.tensors[key].partial.is_none() {
         return numbers(&step.assemble(key).ok()?);
@@ -246,20 +246,21 @@ fn held(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<
     Some(sum.total)
 }
 
-/// Weights over declared ones as they were solved; none where all are alike: that is a scale.
+/// The weights relative to the declared ones, as solved; none where all are equal, which is one
+/// factor on the sum.
 fn raw(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
     let all: Vec<f64> = found.iter().map(|x| rounded(x * divisor, 3)).collect();
     let differs = |x: &f64| (x - all[0]).abs() > NEAR * all[0].abs();
     all.iter().any(differs).then_some(all)
 }
 
-/// Whole numbers times one factor of counts, as weights over declared ones; none where
-/// they are no such numbers, or all alike: that is a scale, not a window.
+/// The weights relative to the declared ones, as whole numbers times one factor that counts
+/// explain; none where they are not, or all are equal, which is one factor on the sum.
 fn whole(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
     let count = found.len() as f64;
     let weights: Vec<f64> = found.iter().map(|x| x * divisor).collect();
     let held = weights.iter().filter(|x| x.abs() > NEAR).count() as f64;
-    // A window that is divided by what it holds, by all, or not at all.
+    // The sum may be divided by the number of microbatches in it, by that of all, or not at all.
     let factors = [1.0, 1.0 / count, count, 1.0 / held, count / held];
     let nearest = |factor: f64| {
         let one = |x: &f64| {
@@ -281,7 +282,7 @@ struct Window {
 
 impl World for Window {
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
-        // The reduction is one sum, whichever rank an addend comes from.
+        // The sum over ranks is one sum, from whichever rank an addend comes.
         let rank = rank.filter(|_| stage == Stage::Accumulate);
         let at = self.ids.iter().position(|id| *id == microbatch && id.is_some());
         let weights = self.weights.get(&(stage, rank));

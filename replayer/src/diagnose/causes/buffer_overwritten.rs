@@ -1,12 +1,12 @@
-//! `buffer-overwritten`: a tensor was recorded, or read again, after another one was written
-//! over it: logits that hold gradients, a gradient that holds an activation, a q that holds that of
-//! another microbatch by the time dk is made of it.
+//! `buffer-overwritten`: a tensor was recorded, or read again, after another one had been written
+//! over it: logits that hold gradients, a gradient that holds an activation, a q that is another
+//! microbatch's by the time dk is computed from it.
 //!
-//! Detectors: a captured tensor that fails is another stage's reference, or an input, row by
-//! row, or its gradient times one factor; or all that follows logits is made of those of q and k,
-//! and not of the recorded ones; or the q that dk was made with is solved for, and is that of another
-//! microbatch. Emulation: that one in its place, with what follows made of the right one; and the
-//! backward of the overwritten logits, which is what a second backward computes.
+//! Detectors: a failing tensor equals another stage's reference, or an input, or its own gradient
+//! times one factor; or everything after the logits was computed from q and k, and not from the
+//! recorded logits; or dk is solved for the q that it was computed with, and that is another
+//! microbatch's. Emulation: that tensor in its place, while what follows is computed from the right
+//! one; and the backward of the overwritten logits, which is what a second backward computes.
 
 use std::collections::BTreeMap;
 
@@ -52,7 +52,7 @@ impl Cause for BufferOverwritten {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mut found = of_logits(evidence);
-        found.extend(of_rows(evidence));
+        found.extend(of_gradients(evidence));
         found.extend(of_columns(evidence));
         found.extend(
             of_other_q(evidence)
@@ -64,8 +64,8 @@ impl Cause for BufferOverwritten {
     }
 }
 
-/// A gradient that is an input, or another part of itself.
-fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+/// The hypothesis that a gradient's buffer holds an input, or another part of the same gradient.
+fn of_gradients(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let stages = Stage::PRODUCTS;
     let mut world = ReplacedValues::default();
     let mut words: Vec<String> = Vec::new();
@@ -83,7 +83,7 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found.then(one).into_iter().collect()
 }
 
-/// What a captured gradient is, if it is not itself.
+/// The input or the other gradient that a captured gradient equals: its name and values.
 fn other_rows(evidence: &Evidence<'_>, key: Key, captured: &Values) -> Option<(String, Vec<f64>)> {
     let inputs = evidence.inputs_of(key.microbatch)?;
     let head = inputs.head(evidence.step)?;
@@ -110,7 +110,7 @@ fn other_rows(evidence: &Evidence<'_>, key: Key, captured: &Values) -> Option<(S
     })
 }
 
-/// A column of one number a token that is another one.
+/// The hypothesis that lse or the label logits hold another quantity of one number per token.
 fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut world = ReplacedValues { distrusts: Vec::new(), ..ReplacedValues::default() };
     let mut words: Vec<String> = Vec::new();
@@ -151,9 +151,10 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found.then(one).into_iter().collect()
 }
 
-/// A second backward over logits that the first one wrote its gradients over.
+/// The hypothesis of a second backward that reads logits over which the first one wrote their
+/// gradient.
 fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    // What shows it on a few tokens.
+    // The gradients whose rows show it on a few tokens.
     let gradients = [Stage::Dlogits, Stage::Dq];
     let small = |inputs: &MicrobatchInputs| {
         let head = inputs.head(evidence.step);
@@ -182,11 +183,11 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         ("tensor", "logits".to_string()),
         ("holds", "their gradient, when a second backward reads them".to_string()),
     ];
-    vec![Hypothesis::new(Again { of: all }, parameters)]
+    vec![Hypothesis::new(SecondBackward { of: all }, parameters)]
 }
 
-/// Logits of some tokens that hold their gradient: raw, so that the head's transform gives
-/// them back, and their log-sum-exp.
+/// Logits of some tokens that hold their own gradient, before the head's transform, which gives
+/// them back; and their log-sum-exp.
 struct Overwritten {
     raw: Vec<f64>,
     lse: Vec<f64>,
@@ -224,8 +225,7 @@ fn overwritten(
     Some(found)
 }
 
-/// Whether rows of dq, or dk's energy, are what a second backward gives: p is nearly the
-/// same for every class.
+/// Whether the captured rows of dq or dlogits are what a second backward gives.
 fn shows(
     evidence: &Evidence<'_>,
     (mb, tokens): (Option<Microbatch>, &[usize]),
@@ -264,11 +264,11 @@ fn shows(
     shown().unwrap_or(false)
 }
 
-struct Again {
+struct SecondBackward {
     of: Tokens<Overwritten>,
 }
 
-impl World for Again {
+impl World for SecondBackward {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         if let Some(of) = self.of.get(&inputs.microbatch) {
             inputs.reads = Some(Misread { q: None, k: None, scores: Some(of.raw.clone()) });

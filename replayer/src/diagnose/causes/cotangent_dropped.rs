@@ -1,12 +1,11 @@
-//! `cotangent-dropped`: the backward starts from 1 in place of the upstream gradient, or
-//! leaves the tokens' weights out; often in only one of dq and dk. Where a kernel returns the
-//! sum of the losses, the upstream gradient holds the division of their mean as well.
+//! `cotangent-dropped`: the backward starts from 1 in place of the upstream gradient, or leaves the
+//! tokens' weights out; often in only one of dq and dk. Where a kernel returns the sum of the
+//! losses, its upstream gradient includes the division by the number of tokens.
 //!
-//! Detectors: D6 for a cotangent of the whole loss, D3 for those of tokens; which of dq and
-//! dk fails.
-//! Emulation: cotangents of 1, divisors of 1, weights of 1, or several of them, in all that
-//! follows from the loss, in the gradients alone, or in those of one side; the denominator
-//! as it was or counted with the weights of 1.
+//! Detectors: one factor of a whole stage for a cotangent of the whole loss, a factor of each token
+//! for those of tokens; and which of dq and dk fails. Emulation: cotangents, divisors or weights of
+//! 1, or several of these, in everything that follows from the loss, in the gradients alone, or in
+//! those of one side; the divisor as declared, or counted with weights of 1.
 
 use std::collections::BTreeMap;
 
@@ -70,7 +69,7 @@ impl Cause for CotangentDropped {
 /// Where something is left out.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
-    /// In the loss as well.
+    /// In the loss and in the gradients.
     Everywhere,
     Gradients,
     OfQ,
@@ -89,7 +88,8 @@ impl Place {
     }
 }
 
-/// Where it may be, by what fails: one side alone where the other is right.
+/// The places that the failing stages allow: one side alone only where the other side agrees or
+/// both fail.
 fn places(evidence: &Evidence<'_>) -> Vec<Place> {
     let of = |part: Part| {
         let here = |key: &&Key| Part::of(key.stage) == part;
@@ -106,14 +106,14 @@ fn places(evidence: &Evidence<'_>) -> Vec<Place> {
     }
 }
 
-/// What the backward takes of the tokens' weights.
+/// How the backward uses the tokens' weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Weights {
     /// As declared.
     Kept,
-    /// Only which of them are 0.
+    /// Only whether a weight is 0.
     Mask,
-    /// Nothing.
+    /// Not at all.
     Dropped,
 }
 
@@ -121,22 +121,22 @@ enum Weights {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct LeftOut {
     cotangent: bool,
-    /// What the sum of the losses is divided by.
+    /// The division of the mean by the number of tokens.
     mean: bool,
     weights: Weights,
 }
 
 impl LeftOut {
-    /// Every combination of what a head has.
+    /// Every combination that would change something for this head.
     fn there(evidence: &Evidence<'_>) -> Vec<LeftOut> {
         let any = |of: fn(&MicrobatchInputs) -> &[f64]| {
             let not_one = |(&x, &label): (&f64, &u32)| label != IGNORED && x != 1.0;
             evidence.inputs.iter().any(|one| of(one).iter().zip(&one.labels).any(not_one))
         };
         let cotangent = evidence.step.options.cotangent != 1.0 || any(|one| &one.cotangent);
-        // The weights of a policy loss are its mask: without it other tokens count.
+        // The weights of a policy loss are its mask: without them other tokens count.
         let weights = any(|one| &one.weights);
-        // Tokens of no weight stay out, or without their weight they count as well.
+        // Without weights, tokens of weight 0 may count like the others, or stay out.
         let masked = evidence.inputs.iter().any(|one| one.weights.contains(&0.0));
         let mean = declared(evidence).values().flatten().any(|&n| n != 1.0);
         let mut found = Vec::new();
@@ -163,7 +163,7 @@ impl LeftOut {
     }
 }
 
-/// Denominators of each microbatch.
+/// The divisors of each microbatch's groups of tokens.
 type Denominators = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 fn declared(evidence: &Evidence<'_>) -> Denominators {
@@ -179,22 +179,23 @@ fn declared(evidence: &Evidence<'_>) -> Denominators {
 struct Dropped {
     out: LeftOut,
     place: Place,
-    /// The declared denominators of each microbatch, where they are kept.
+    /// The declared divisors of each microbatch; empty where they are counted anew with weights of
+    /// 1.
     kept: Denominators,
 }
 
 impl Dropped {
-    /// Whether the factors that were measured allow it.
+    /// Whether the measured factors are compatible with this hypothesis.
     fn is_possible(&self, evidence: &Evidence<'_>) -> bool {
         let LeftOut { cotangent, mean, weights } = self.out;
         if self.place == Place::Everywhere {
-            // A loss whose sum is not divided has another count.
+            // A loss that is not divided has another count, which is another cause.
             return !mean;
         }
         if weights != Weights::Kept && !mean {
             return true;
         }
-        // A factor shows before anything is emulated.
+        // A factor can be checked before any trial.
         let options = &evidence.step.options;
         let common = if cotangent { 1.0 / options.cotangent } else { 1.0 };
         let wanted = |key: &Key| {

@@ -1,10 +1,9 @@
 //! `duplicate-batch`: a microbatch's or a rank's gradients are those of another one's data,
 //! or one microbatch is in the sum twice and another is not.
 //!
-//! Detectors: what was captured of one microbatch, or of one rank's tokens, equals what was
-//! captured of another, or of the same rank in another microbatch; the sum over microbatches
-//! solved for their weights.
-//! Emulation: the other's inputs; those weights.
+//! Detectors: the captured rows of one microbatch, or of one rank's tokens, equal those of another,
+//! or of the same rank in another microbatch; or the sum over microbatches is solved for their
+//! weights. Emulation: the other's inputs; or the sum with those weights.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -49,18 +48,20 @@ impl Cause for DuplicateBatch {
     }
 }
 
-/// How many times the energy that rounding is expected to make may be off in a part that is right.
+/// A part is right if its squared error is at most this many times what rounding is expected to
+/// cause.
 const ROUNDED: f64 = 16.0;
-/// Stages with a row for each token, the first one that can fail first.
+/// Stages with one row per token, in the order in which they are computed.
 const OF_TOKENS: [Stage; 6] =
     [Stage::Lse, Stage::LabelLogits, Stage::Logprobs, Stage::DqLse, Stage::DqLabel, Stage::Dq];
 
-/// Whether two captured tensors are one but for rounding.
+/// Whether two captured tensors are equal up to rounding.
 fn same(a: &[f64], b: &[f64]) -> bool {
     a.len() == b.len() && energy(a) > 0.0 && distance(a, b) <= 1e-6 * energy(a)
 }
 
-/// What fails of a microbatch was captured of another one too.
+/// The hypothesis that a microbatch used another one's inputs: its failing tensor equals that of
+/// another microbatch, which passes.
 fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut from = BTreeMap::new();
     for inputs in evidence.inputs.iter().filter(|one| one.microbatch.is_some()) {
@@ -85,12 +86,12 @@ fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (!from.is_empty()).then(|| Hypothesis::new(ReadFromElsewhere { from }, parameters))
 }
 
-/// What was captured of the tokens of each rank.
+/// A captured stage of a microbatch, by the ranks that hold its tokens.
 struct ByRank {
-    /// In words, and the tokens.
+    /// The ranks in words, and their tokens.
     ranks: Vec<(String, Vec<usize>)>,
     captured: Rc<Values>,
-    /// Whether it is what it should be, as far as its rows were looked at.
+    /// Whether each rank's rows are right, as far as the sample shows.
     right: Vec<bool>,
 }
 
@@ -124,7 +125,8 @@ impl ByRank {
     }
 }
 
-/// Rows of dq of one rank's tokens are those of another rank's.
+/// The hypothesis that one rank's tokens are another rank's: its rows of a gradient equal those of
+/// the other.
 fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut all: BTreeMap<Option<Microbatch>, Vec<usize>> = BTreeMap::new();
     let mut pairs: Vec<String> = Vec::new();
@@ -153,11 +155,11 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (!all.is_empty()).then(|| Hypothesis::new(MovedTokens { from: all }, parameters))
 }
 
-/// What was captured of one rank's tokens in a microbatch is that of the same rank in another one.
+/// The hypothesis that one rank used its inputs of another microbatch.
 fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut from = BTreeMap::new();
     let mut pairs: Vec<String> = Vec::new();
-    // Each is read once, however many ranks and microbatches are compared with it.
+    // Each stage of a microbatch is read once, however many others are compared with it.
     let mut read: BTreeMap<(Stage, Option<Microbatch>), Option<Rc<ByRank>>> = BTreeMap::new();
     let mut by_rank = |inputs: &MicrobatchInputs, stage: Stage| {
         let of = || ByRank::of(evidence, inputs, stage).map(Rc::new);
@@ -183,7 +185,7 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let place = from.entry(inputs.microbatch);
             let (of, tokens) = place.or_insert((other.microbatch, Some(Vec::new())));
             if *of != other.microbatch {
-                return None; // ranks that each read another microbatch: no one buffer was stale
+                return None; // The ranks read different microbatches, so it is no single stale buffer.
             }
             tokens.iter_mut().for_each(|tokens| tokens.extend(&own.ranks[to].1));
             let word = |mb: Option<Microbatch>| mb.map_or("all".into(), |mb| mb.to_string());
@@ -196,7 +198,7 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (!from.is_empty()).then(|| Hypothesis::new(ReadFromElsewhere { from }, parameters))
 }
 
-/// Sums in which one microbatch is twice and another is not.
+/// The hypothesis that sums contain one microbatch twice and another not at all.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let twice = |found: &Solved| {
         let weights: Vec<f64> = found.addends.iter().map(|of| of.weight).collect();

@@ -1,10 +1,10 @@
-//! `index-overflow-32`: a flat index `t V + v` does not fit its integer: from row `2^n / V` on
-//! another element is read or written, or none.
+//! `index-overflow-32`: a flat index `t V + v` does not fit into its integer of n bits: from row
+//! `2^n / V` on, another element is read or written, or none.
 //!
-//! Detectors: label logits, or label parts of dq, are wrong from a row on that is such a
-//! border and right before it; rows of dq are zeros from there on. The number of bits is any.
-//! Emulation: the index as an integer of so many bits holds it, counted from the start of
-//! each rank's own tensor or of all; negative ones count from the end, or are dropped.
+//! Detectors: label logits, or label parts of dq, are right up to such a row and wrong from there
+//! on; or rows of dq are zeros from there on. Every number of bits is tried. Emulation: the index
+//! wrapped to that many bits, counted from the start of each rank's own tensor; negative indices
+//! count from the end, or are dropped.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -23,12 +23,12 @@ use crate::kernels::matrix::IGNORED;
 /// The catalogue's entry.
 pub struct IndexOverflow32;
 
-/// Bits of integers that an index may be held in: an index shares a word with something else in
-/// some kernels. Those whose border no token's index crosses are no hypotheses.
+/// The numbers of bits that are tried: in some kernels an index shares a word with something else.
+/// Numbers of bits that no token's index exceeds give no hypothesis.
 const BITS: RangeInclusive<u32> = 8..=32;
-/// Where dlogits are kept in this, their rounding is not seen.
+/// dlogits in this format are taken as unrounded.
 const FULL: Precision = Precision::F32;
-/// Share of the tokens that must be where an index says.
+/// Share of the tokens that the wrapped index must explain.
 const FITS: f64 = 0.9;
 
 impl Cause for IndexOverflow32 {
@@ -63,8 +63,8 @@ impl Cause for IndexOverflow32 {
                     let index = Index { bits, signed, negative };
                     let before = found.len();
                     found.extend(of_labels(evidence, index, None));
-                    // What dlogits may be kept in: -g alone in its entry rounds alike for
-                    // all tokens, where p and -g together do not.
+                    // dlogits may be stored in few bits. A stray entry `-g` rounds alike for all
+                    // tokens, while p - g together does not, so the rounding matters.
                     let seen = evidence.roundings().filter(|_| found.len() > before);
                     let kept = seen.map(|of| of.widest.dlogits);
                     let few = kept.filter(|&of| of.unit_roundoff() > FULL.unit_roundoff());
@@ -77,7 +77,7 @@ impl Cause for IndexOverflow32 {
     }
 }
 
-/// What becomes of a negative index.
+/// How a negative index is treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Negative {
     FromTheEnd,
@@ -101,8 +101,9 @@ impl Index {
         1i128 << (self.bits - u32::from(self.signed))
     }
 
-    /// Where an index of a buffer of this size ends up; `None` where nowhere.
-    fn held(self, index: usize, size: usize) -> Option<usize> {
+    /// The element that a wrapped index addresses in a buffer of this size; `None` where it is
+    /// dropped.
+    fn wrapped(self, index: usize, size: usize) -> Option<usize> {
         let (whole, index, size) = (1i128 << self.bits, index as i128, size as i128);
         let half = if self.signed { whole / 2 } else { 0 };
         let held = (index + half).rem_euclid(whole) - half;
@@ -114,16 +115,17 @@ impl Index {
     }
 }
 
-/// Tokens of a run whose label's index does not fit: token, and where its entry is.
-type MovedTokens = Vec<(usize, Option<(usize, usize)>)>;
+/// The tokens whose label's index does not fit, each with the token and class that the wrapped
+/// index addresses.
+type WrappedTokens = Vec<(usize, Option<(usize, usize)>)>;
 
 fn moved(
     inputs: &MicrobatchInputs,
     runs: &[Vec<usize>],
     vocab: usize,
     index: Index,
-) -> MovedTokens {
-    let mut found = MovedTokens::new();
+) -> WrappedTokens {
+    let mut found = WrappedTokens::new();
     for run in runs {
         let size = run.len() * vocab;
         for (at, &t) in run.iter().enumerate() {
@@ -132,14 +134,14 @@ fn moved(
             if label == IGNORED || (flat as i128) < index.border() {
                 continue;
             }
-            let to = index.held(flat, size).map(|to| (run[to / vocab], to % vocab));
+            let to = index.wrapped(flat, size).map(|to| (run[to / vocab], to % vocab));
             found.push((t, to));
         }
     }
     found
 }
 
-/// Label logits and label entries that are read and written elsewhere.
+/// The hypothesis that label logits and label entries are read and written at the wrapped index.
 fn of_labels(
     evidence: &Evidence<'_>,
     index: Index,
@@ -147,7 +149,7 @@ fn of_labels(
 ) -> Option<Hypothesis> {
     let mut world = Strays::rounded(rounded);
     let (mut shown, mut rows) = (false, String::new());
-    // A forward that agrees read its labels' logits where they are.
+    // Where the forward agrees, label logits were read in the right place.
     let forward = evidence.fails_any(&Stage::FORWARD) || !evidence.captured_forward();
     for inputs in evidence.inputs {
         let head = inputs.head(evidence.step)?;
@@ -190,7 +192,8 @@ fn of_labels(
     shown.then(|| Hypothesis::new(world, parameters))
 }
 
-/// How far the logit that an index reads may be off: its product is another token's.
+/// How far the logit at the wrapped index may be off through rounding, which is that of another
+/// token's product.
 fn off(evidence: &Evidence<'_>, direct: &Direct<'_>, to: Option<(usize, usize)>) -> f64 {
     let (Some((token, class)), Some(roundings)) = (to, evidence.roundings()) else { return 0.0 };
     let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
@@ -198,24 +201,25 @@ fn off(evidence: &Evidence<'_>, direct: &Direct<'_>, to: Option<(usize, usize)>)
     let (z, slope) = direct.logit_at(token, class);
     let kept = roundings.widest.logits.unit_roundoff();
     let (sum, compute) = ((q.len() as f64 * squares).sqrt(), roundings.compute());
-    // Three standard deviations of the sum, and each result on the way to the logit.
+    // Three standard deviations of the sum, plus the rounding of each operation on the way to the
+    // logit.
     3.0 * compute * (slope * sum + 2.0 * z.abs()) + kept * z.abs()
 }
 
-/// The logit that an index reads.
+/// The logit at the wrapped index; 0 where it is dropped.
 fn read(direct: &Direct<'_>, to: Option<(usize, usize)>) -> f64 {
     to.map_or(0.0, |(token, class)| direct.logit_at(token, class).0)
 }
 
-/// Whether the tokens beyond the border show it: their label logit is another element's, or
-/// their row of dq lacks the label's part.
+/// Whether the tokens beyond the border show it: their label logit is the one at the wrapped index,
+/// or their row of dq or dlogits lacks the label's part.
 fn shows(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
     direct: &Direct<'_>,
-    moved: &MovedTokens,
+    moved: &WrappedTokens,
 ) -> bool {
-    // A label's logit is a token's own, whatever it weighs.
+    // Label logits show it for every token, also for one of weight 0.
     let looked: Vec<usize> = match evidence.fails(Stage::LabelLogits) {
         true => (0..inputs.tokens()).collect(),
         false => tokens(evidence, inputs),
@@ -263,7 +267,7 @@ fn shows(
     })
 }
 
-/// Rows of dq that are zeros from a border on.
+/// Hypotheses that rows of dq are zeros from a border on.
 fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut found = Vec::new();
     for bits in BITS {
@@ -278,7 +282,7 @@ fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             if from.is_empty() {
                 continue;
             }
-            // 2^15 and 2^31 are where a sign bit is met.
+            // 2^15 and 2^31 are the borders of signed 16- and 32-bit integers.
             let name = match bits {
                 15 | 31 => format!("int{}", bits + 1),
                 _ => format!("uint{bits}"),
@@ -290,7 +294,7 @@ fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// The rows of a dq that is zeros exactly from the border on, and the border.
+/// The rows of dq, if those from the border on are zeros and those before are not; and the border.
 fn hole(
     evidence: &Evidence<'_>,
     key: Key,
@@ -326,10 +330,10 @@ mod tests {
     fn an_index_beyond_the_border_is_negative_where_the_integer_has_a_sign() {
         let index = |signed, negative| Index { bits: 16, signed, negative };
         let signed = index(true, Negative::FromTheEnd);
-        assert_eq!(signed.held(32_767, 50_000), Some(32_767));
-        assert_eq!(signed.held(32_768, 50_000), Some(50_000 - 32_768));
-        assert_eq!(index(true, Negative::Dropped).held(32_768, 50_000), None);
-        assert_eq!(index(false, Negative::FromTheEnd).held(65_537, 70_000), Some(1));
+        assert_eq!(signed.wrapped(32_767, 50_000), Some(32_767));
+        assert_eq!(signed.wrapped(32_768, 50_000), Some(50_000 - 32_768));
+        assert_eq!(index(true, Negative::Dropped).wrapped(32_768, 50_000), None);
+        assert_eq!(index(false, Negative::FromTheEnd).wrapped(65_537, 70_000), Some(1));
         assert_eq!(signed.border(), 32_768);
     }
 }

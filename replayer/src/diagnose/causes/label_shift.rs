@@ -1,14 +1,14 @@
 //! `label-shift`: the loss was taken against the labels of other positions.
 //!
-//! Detectors: which shift the failing rows of dq, or label logits, fit token by token; the
-//! tokens that do not fit are the ends of runs, and say how long the runs are and what
-//! became of their ends. Where the recorded labels fit all tokens but regular ends, the shift was
-//! made inside runs. Where no row of a token was captured, the usual shifts are tried. Where the
-//! head shifts the labels inside each sequence, a shift over a rank's tokens or over the batch is
-//! tried, by which the last token of a sequence takes the first label of the next one, and one
-//! inside each rank's part of a sequence.
-//! Emulation: the recorded labels rolled inside runs, with ends wrapped, ignored, kept, or
-//! read off the captured rows (a copy task's first label is no recorded one).
+//! Detectors: the shift is the one that most failing rows of dq, or label logits, fit. The tokens
+//! that do not fit are ends of runs: they give the length of the runs and the labels at their ends.
+//! Where the recorded labels fit all tokens but ends at regular distances, the shift was made
+//! inside runs. Where no rows were captured, the usual shifts are tried. Where the head shifts the
+//! labels inside each sequence, two more are tried: a shift over a rank's tokens or the batch, by
+//! which the last token of a sequence takes the first label of the next one, and one inside each
+//! rank's part of a sequence. Emulation: the recorded labels rolled inside runs, with ends wrapped,
+//! ignored, kept, or read off the captured rows (where an end's label is none of the recorded
+//! ones).
 
 use std::collections::BTreeMap;
 
@@ -27,11 +27,11 @@ use crate::replay::world::World;
 /// The catalogue's entry.
 pub struct LabelShift;
 
-/// Positions that labels are off by at most.
+/// The largest shift that is tried, in positions.
 const MOST: isize = 8;
-/// Positions that are tried where no token's row shows the shift.
+/// The shifts that are tried where no row shows the shift.
 const USUAL: [isize; 4] = [1, -1, 2, -2];
-/// Share of the tokens that must fit a shift before it is tried: the rest are ends.
+/// Share of the tokens that must fit a shift for it to be tried: the rest are ends.
 const FITS: f64 = 0.6;
 
 impl Cause for LabelShift {
@@ -72,7 +72,8 @@ impl Cause for LabelShift {
     }
 }
 
-/// The head declares labels that it shifts; the job took them as they are.
+/// The hypothesis that the job used the labels as recorded although the head declares that it
+/// shifts them.
 fn unshifted(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let shifts = !evidence.step.options.declared.labels_shifted;
     shifts.then(|| {
@@ -81,8 +82,9 @@ fn unshifted(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     })
 }
 
-/// The recorded labels are right but at the ends of runs, where a run's last token takes its first
-/// id: the job shifted them inside the runs, as a rank does that holds a part of each sequence.
+/// The hypothesis that labels are right except at the ends of runs, where the last token of a run
+/// takes its first id: the job shifted them inside the runs, as a rank does that holds a part of
+/// each sequence.
 fn inside_runs(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let labels = evidence.labels_of_rows()?;
     let length = length_of_runs(evidence, labels)?;
@@ -104,7 +106,7 @@ impl World for AsRecorded {
     }
 }
 
-/// The usual shifts, where nothing shows which.
+/// The hypotheses of the usual shifts, where no row shows which it is.
 fn usual(asked: &SuspectTokens<'_>) -> Vec<Hypothesis> {
     let Some(first) = asked.evidence.inputs.first() else { return Vec::new() };
     let mut found = Vec::new();
@@ -120,13 +122,13 @@ fn usual(asked: &SuspectTokens<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// What became of the labels at the ends of runs.
+/// Which label the token at the end of a run has.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Ends {
     Wrapped,
     Ignored,
     Kept,
-    /// A label that stands nowhere near: read off the captured row.
+    /// A label that is none of those near it; it is read off the captured row.
     Read(u32),
 }
 
@@ -141,7 +143,7 @@ impl Ends {
     }
 }
 
-/// The shift that the captured rows show.
+/// The hypotheses of the shift that the captured rows show.
 fn seen(
     asked: &SuspectTokens<'_>,
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
@@ -177,14 +179,14 @@ fn seen(
     found
 }
 
-/// Tokens that are looked at: enough to tell, few enough to be cheap.
+/// The suspect tokens that are compared: at most about 256, evenly spaced.
 fn looked_at(asked: &SuspectTokens<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
     let all = asked.tokens(inputs);
     let step = all.len().div_ceil(256).max(1);
     all.into_iter().step_by(step).collect()
 }
 
-/// The runs inside which labels may have been shifted: those that are known, and those
+/// The divisions into runs inside which labels may have been shifted: the known ones, and the one
 /// whose ends are the tokens that do not fit.
 fn extents(
     asked: &SuspectTokens<'_>,
@@ -202,7 +204,7 @@ fn extents(
     all
 }
 
-/// The longest run of which all tokens that do not fit are ends.
+/// The largest length of runs for which all tokens that do not fit are at ends of runs.
 fn run_length(
     asked: &SuspectTokens<'_>,
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
@@ -233,7 +235,8 @@ fn run_length(
     (reach + 1..longest).rev().find(fits).filter(|_| !ends.is_empty())
 }
 
-/// What an end's captured row shows.
+/// The labels that the captured rows at the ends of runs show; `ends`: each end, and the token that
+/// it would take its label from if labels wrapped around.
 fn end_of(
     asked: &SuspectTokens<'_>,
     test: &LabelTest<'_>,
@@ -261,7 +264,7 @@ fn end_of(
 
 type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<TokenRuns> + 'a;
 
-/// The labels of a shift; `end` says what a run's end takes.
+/// The labels after a shift; `end` gives the label at the end of a run.
 fn shifted(
     asked: &SuspectTokens<'_>,
     inputs: &MicrobatchInputs,
@@ -285,8 +288,7 @@ fn shifted(
     (0..n).map(one).collect()
 }
 
-/// One way to treat all ends, with the denominators that follow and, where those are
-/// others, with the declared ones.
+/// The hypotheses of a shift with one way to treat all ends.
 fn hypotheses(
     asked: &SuspectTokens<'_>,
     by: isize,
@@ -308,6 +310,8 @@ fn hypotheses(
     with_denominators(asked, labels, parameters, 0)
 }
 
+/// The hypotheses of these labels: divided by the count of these labels and, where it differs, of the
+/// recorded ones.
 fn with_denominators(
     asked: &SuspectTokens<'_>,
     labels: Labels,
@@ -337,11 +341,12 @@ fn with_denominators(
     found
 }
 
-/// What the labels at the ends of runs are, by the run's place.
+/// Gives the labels at the ends of runs; see [`end_of`].
 type EndsOf<'a> =
     dyn Fn(&MicrobatchInputs, &[(usize, usize)]) -> Option<BTreeMap<usize, Ends>> + 'a;
 
-/// What each end of each run shows, where no one way explains them all.
+/// The hypotheses of a shift with the label that each end of a run shows, where no single way
+/// explains them all.
 fn with_read_ends(
     asked: &SuspectTokens<'_>,
     by: isize,

@@ -3,11 +3,11 @@
 //!
 //! Real: ISEEKYAN/Megatron-LM 149; gradient buffers in the parameters' dtype.
 //!
-//! Detectors: `accumulate` or `reduce` fails, or its elements are what partial sums in few
-//! bits give where that differs from one rounding of the sum.
-//! Emulation: `acc = round(acc + round(dk))` over microbatches, over ranks, or both, from
-//! either end, divided before or after; other orders (trees, groups, rings) and bits that are
-//! cut off are looked for in the bits of the sum.
+//! Detectors: `accumulate` or `reduce` fails; or its elements equal partial sums in few bits
+//! wherever those differ from the sum rounded once. Emulation: `acc = round(acc + round(dk))` over
+//! microbatches, over ranks, or both, from either end, divided before or after; other orders
+//! (trees, groups, rings) and truncation in the place of rounding are recognised by the bits of the
+//! sum.
 
 use backtape::head::MicrobatchReduction;
 
@@ -75,7 +75,7 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
     }
 }
 
-/// Sums in few bits in an order that their bits show.
+/// The hypothesis of sums in few bits, in an order that is recognised by their bits.
 fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
     let (mut world, mut parameters, mut fitted) = (ReplacedValues::default(), Vec::new(), 0);
     for (key, _) in evidence.failing_of(&Stage::SUMS) {
@@ -93,7 +93,7 @@ fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
     (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
-/// A sum, how it is made in words, and the columns of a row.
+/// A sum, words for how it was taken, and the number of columns.
 type Ordered = (Found, Vec<(&'static str, String)>, usize);
 
 fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered> {
@@ -105,7 +105,7 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
     }
     let addends: Vec<Vec<f64>> = match ring {
         true => sum.by(|addend| addend.rank).into_values().collect(),
-        // Several ranks' microbatches are not told apart in the sum over all of them.
+        // In the sum over all ranks, the order of microbatches within one rank does not show.
         false if sum.parts.iter().any(|(of, _)| of.rank != sum.parts[0].0.rank) => return None,
         false => sum.parts.iter().map(|(_, values)| values.clone()).collect(),
     };
@@ -118,11 +118,11 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
     Some((found, words, sum.captured.columns.max(1)))
 }
 
-/// Tries of an order that looking for one counts as, for each element.
+/// The work of looking for an order, as multiply-adds per element and addend.
 const SOME: usize = 8;
 
-/// Addends that are rounded to a format of few bits on their way, as a compressing hook sends
-/// them, and are added in enough.
+/// The hypothesis that addends are rounded to few bits before they are sent, as a compressing
+/// communication hook does, and added in enough bits.
 fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     [Precision::Bf16, Precision::F16].into_iter().find_map(|precision| {
         let mut world = ReplacedValues::default();
@@ -151,11 +151,11 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     })
 }
 
-/// Share of the error that rounded addends may leave to be worth a trial: the rest may be the
-/// rounding of the sum itself.
+/// Share of the squared error that rounded addends may leave to be worth a trial: the rest may be
+/// the rounding of the sum itself.
 const HELPS: f64 = 0.5;
 
-/// What is added in few bits.
+/// Which sums are taken in few bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Over {
     Microbatches,

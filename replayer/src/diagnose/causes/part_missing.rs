@@ -3,10 +3,11 @@
 //!
 //! Real: a detached lse or label logit (`stop_gradient` around one of them), `p + onehot`.
 //!
-//! Detectors: dq and dk are a softmax part and a label part, solved for how often each is in
-//! what was captured, and for a multiple of k beside them. So is a multiple of k in the sums
-//! of dk, and where sums alone were recorded either part of each rank's and microbatch's tokens.
-//! Emulation: the cotangents of lse and of the label's logit times what was found.
+//! Detectors: the captured dq and dk are solved for the factors of their softmax part and their
+//! label part, and dk also for a multiple of k. The sums of dk are solved for a multiple of k and,
+//! where only sums were recorded, for either part of each rank's and microbatch's tokens.
+//! Emulation: the cotangents of lse and of the label's logit times those factors, and the multiple
+//! of k added.
 
 use std::collections::BTreeMap;
 
@@ -25,9 +26,10 @@ use crate::replay::world::{Expectation, UnitTokens, World};
 /// The catalogue's entry.
 pub struct PartMissing;
 
-/// A part is there so many times, within this.
+/// How far a fitted factor may be from a whole number, or multiples of k from each other,
+/// relatively.
 const NEAR: f64 = 0.03;
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 0.02;
 
 impl Cause for PartMissing {
@@ -67,7 +69,8 @@ impl Cause for PartMissing {
     }
 }
 
-/// One of the terms that sums of dk lack, or hold twice, of some ranks' microbatches.
+/// Hypotheses that sums of dk lack one of the two parts for some microbatches or ranks, or contain
+/// it twice.
 fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let one = |(of, name): (Of, &'static str)| {
         let found = CountedSums::of(evidence, of)?;
@@ -83,7 +86,7 @@ fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     terms.into_iter().filter_map(one).collect()
 }
 
-/// How often a term is there, in words.
+/// The factor of a term in words.
 fn often(x: f64) -> String {
     match x {
         0.0 => "left out".to_string(),
@@ -93,7 +96,7 @@ fn often(x: f64) -> String {
     }
 }
 
-/// A multiple of k in the sums of dk, as coupled weight decay adds it.
+/// The hypothesis of a multiple of k in the sums of dk, as coupled weight decay adds it.
 fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut times: Option<f64> = None;
     let k = evidence.inputs.first()?.head(evidence.step)?.k;
@@ -122,7 +125,7 @@ fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(Added { keys, of_k, rows }, parameters).fitted(1))
 }
 
-/// A multiple of k in some sums.
+/// A multiple of k is added to some sums.
 struct Added {
     keys: Vec<Key>,
     of_k: f64,
@@ -141,19 +144,19 @@ impl World for Added {
     }
 }
 
-/// How often a gradient holds each of its terms.
+/// The factors of a gradient's terms.
 #[derive(Clone, Debug)]
 struct Terms {
     parts: Vec<Part>,
     softmax: f64,
     label: f64,
-    /// What of k is in dk beside them.
+    /// The multiple of k that is added to dk.
     of_k: f64,
     /// k of the valid classes, where a multiple of it is there.
     k: BTreeMap<usize, Vec<f64>>,
 }
 
-/// The terms of a gradient, the same in all its comparisons that fail.
+/// The factors of a gradient's terms, where they are the same in all its failing comparisons.
 fn solved(evidence: &Evidence<'_>, stage: Stage) -> Option<Terms> {
     let mut found: Option<Terms> = None;
     for (key, _) in evidence.failing_of(&[stage]) {
@@ -192,11 +195,11 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
     let times = multiples(&all, &captured.values)?;
     let (softmax, label) = (times[0].round(), times[1].round());
     let of_k = times.get(2).map_or(0.0, |&x| rounded(x, 3));
-    // A multiple of k that is a rounding of nothing is none.
+    // A multiple of k that is small beside dk is only noise.
     let share = |x: f64| x * x * energy(&plane.k.values);
     let of_k = if share(of_k) < 1e-4 * energy(&captured.values) { 0.0 } else { of_k };
     let near = (times[0] - softmax).abs() <= NEAR && (times[1] - label).abs() <= NEAR;
-    // Both alike are a factor of the whole.
+    // Equal factors are one factor on the whole gradient, which is another cause.
     let as_declared = softmax == label && (of_k == 0.0 || softmax != 1.0);
     if !near || as_declared || softmax.abs() > 2.0 || label.abs() > 2.0 {
         return None;

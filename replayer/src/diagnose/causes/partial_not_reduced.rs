@@ -1,14 +1,13 @@
-//! `partial-not-reduced`: one rank's share is taken for the whole: of dq the part of one
-//! vocabulary shard, of lse that of one shard or the sum taken once more over all of them,
-//! of dk the addend of one rank.
+//! `partial-not-reduced`: one rank's part is taken for the whole: the part of one vocabulary shard
+//! for dq or lse, one rank's addend for dk; or lse is summed over the shards once too often.
 //!
-//! Detectors: a token's row of dq against the running sums of its terms over the vocabulary, and
-//! each of its rows against the part of each shard;
-//! lse off by one constant log n; dk solved for its addends. A piece of the reduced dk that
-//! holds other addends than the rest, or each of them more often, is solved for by itself. Copies
-//! of it that differ are each solved for the ranks that they hold, or for the devices where a rank
-//! has several, in the piece in which they differ.
-//! Emulation: rows of k outside the shard add nothing; lse + log n; addends of weight 0.
+//! Detectors: a token's row of dq is compared with the sums of its terms over every shard of the
+//! vocabulary, for all tokens alike or row by row; lse is off by one constant log n; dk is solved
+//! for the weights of its addends. A segment of the reduced dk with other weights of the addends
+//! than the rest is solved separately. Copies of the reduced dk that differ from rank to rank are
+//! each solved, in the segment in which they differ, for the ranks (or devices of a rank) whose
+//! gradients they contain. Emulation: rows of k outside the shard add nothing; lse + log n; addends
+//! of weight 0.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -59,13 +58,13 @@ impl Cause for PartialNotReduced {
         found.extend(of_rows_of_dq(evidence));
         found.extend(of_lse(evidence));
         found.extend(of_sums(evidence));
-        found.extend(of_pieces(evidence));
+        found.extend(of_segments(evidence));
         found.extend(of_devices(evidence));
         found
     }
 
-    /// dq that every tensor-parallel rank holds its own part of, or a reduced dk of which groups of
-    /// ranks hold their own sums.
+    /// Shows where every tensor-parallel rank holds its own part of dq, or groups of ranks hold
+    /// their own sums for the reduced dk.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
         if let Some(found) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
@@ -82,7 +81,8 @@ impl Cause for PartialNotReduced {
     }
 }
 
-/// Versions of a reduced dk that are each the sum of some ranks' gradients alone.
+/// The observation that the versions of a reduced dk are each the sum of only some ranks'
+/// gradients.
 fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
     let sums = of.as_sums(evidence)?;
     if !sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
@@ -110,7 +110,7 @@ fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
     Some(Observed { evidence: words, stages: vec![Stage::Reduce], parameters })
 }
 
-/// Rows of dq, not all of them, that hold one shard's part.
+/// The hypothesis that some rows of dq hold one shard's part.
 fn of_rows_of_dq(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let found = rows_of_shards(evidence)?;
     let told = |tokens: &[usize]| match (tokens.iter().min(), tokens.iter().max()) {
@@ -128,7 +128,7 @@ fn of_rows_of_dq(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(found.world, parameters).fitted(1))
 }
 
-/// dq as one shard's part.
+/// Hypotheses that dq of a microbatch is one shard's part.
 fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut found: Vec<Hypothesis> = Vec::new();
     let mut seen: Vec<Range<usize>> = Vec::new();
@@ -148,7 +148,7 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ("shard", shard.number.to_string()),
             ("vocabulary", format!("{}..{}", shard.range.start, shard.range.end)),
         ];
-        // Other microbatches may hold the whole.
+        // Only the microbatches whose dq fails have one shard's part.
         let mut lse = evidence.reference().lse.clone();
         lse.retain(|mb, _| {
             evidence.inputs.iter().any(|one| one.microbatch == *mb && failing(&one))
@@ -158,7 +158,7 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// The shard whose part the rows of a few tokens are.
+/// The shard whose part of the sum over classes explains the rows of a few tokens.
 fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Shard> {
     let direct = Direct::new(evidence, inputs)?;
     let reference = evidence.reference();
@@ -176,7 +176,7 @@ fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Sha
         let cotangents = *reference.cotangents.get(&inputs.microbatch)?.get(&t)?;
         let q = direct.q(Row::From(t));
         let width = q.len();
-        // Running sums of d_tv k_v over the vocabulary.
+        // Prefix sums over classes v of the entry of dlogits times row v of k.
         let mut sums = vec![vec![0.0; width]];
         for v in 0..direct.head.valid_vocab {
             let k = direct.k(Row::From(v));
@@ -203,7 +203,7 @@ fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Sha
 
 struct OneShard {
     range: Range<usize>,
-    /// That of the whole, of the microbatches whose dq is one shard's.
+    /// lse over the whole vocabulary, for the microbatches whose dq is one shard's part.
     lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
@@ -221,14 +221,14 @@ impl World for OneShard {
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        // The whole softmax: only the product with k is one shard's.
+        // The softmax is over the whole vocabulary; only the product with k is one shard's.
         if let Some(own) = self.lse.get(&inputs.microbatch).filter(|_| pass == Pass::Backward) {
             lse.copy_from_slice(own);
         }
     }
 }
 
-/// lse of which log n is too much, or which is one shard's.
+/// Hypotheses that lse is too large by log n, or that of one shard.
 fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if !evidence.fails(Stage::Lse) && !evidence.fails_any(&Stage::GRADIENTS) {
         return Vec::new();
@@ -256,7 +256,7 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if off < -1e-3 { one_shards_lse(evidence) } else { Vec::new() }
 }
 
-/// lse over one shard's classes.
+/// The hypothesis that lse is taken over one shard's classes.
 fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(first) = evidence.inputs.iter().find(|one| !implied_lse(evidence, one).is_empty())
     else {
@@ -299,7 +299,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     vec![Hypothesis::new(OtherLse { lse, captured }, parameters)]
 }
 
-/// Reduced dk that lacks whole ranks' addends: the sum of a step, or those of its microbatches.
+/// Hypotheses that a reduced dk, of the step or of its microbatches, lacks whole ranks' addends.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut all: Vec<(BTreeSet<Option<Rank>>, Vec<Solved>)> = Vec::new();
     for found in solved(evidence) {
@@ -325,7 +325,7 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     all.into_iter().map(one).collect()
 }
 
-/// Sums of dk that lack what some of a rank's devices should add.
+/// The hypothesis that sums of dk lack the gradients of some of a rank's devices.
 fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let found = CountedSums::of(evidence, Of::Whole).filter(|found| found.is_of_devices())?;
     let of = "dk over devices".to_string();
@@ -333,9 +333,9 @@ fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(found, parameters).fitted(1))
 }
 
-/// Pieces of the reduced dk that hold other addends than the rest; those that are the mean of
-/// them have another name.
-fn of_pieces(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+/// Hypotheses of segments of the reduced dk with other weights than the rest; segments that are a
+/// mean are `rank-mean-vs-sum`.
+fn of_segments(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let all = segments(evidence).into_iter();
     let other = all.filter(|found| !found.factor().is_some_and(|factor| factor < 1.0));
     let one = |found: Segments| {

@@ -1,15 +1,15 @@
-//! `smoothing-mismatch`: the labels are smoothed otherwise than declared: not at all, with
-//! another ε, by the other formula, or only in a part of the gradient.
+//! `smoothing-mismatch`: labels are not smoothed as declared: not at all, with another ε, by the
+//! other formula, or only in a part of the gradient.
 //!
-//! Real, too: tensor ranks that smooth over their own classes (Megatron-LM 737): every class
-//! is counted among K/n, and the loss holds the mean of one rank's logits.
+//! Real, too: tensor-parallel ranks that smooth over their own classes (Megatron-LM 737): ε is
+//! spread over K/n classes, and the loss has the mean of one rank's logits.
 //!
-//! Detectors: D3; gradients and loss are linear in ε, which is fitted to all that fails, as is
-//! how often each of its two parts is there; the axes of the mesh say how many ranks may have
-//! cut the vocabulary.
-//! Emulation: the other smoothing; forward and backward are judged apart. Also ε spread over
-//! the padding's columns, with the entries that these then have, or without; and how often each part
-//! is there, solved for, and held against what another number of classes makes of it.
+//! Detectors: gradients and loss are linear in ε, which is fitted to everything that fails, as are
+//! the factors of its two parts (the label's factor 1 - ε, and the spread ε/K); the axes of the
+//! mesh give how many ranks may have cut the vocabulary. Emulation: the other smoothing; forward
+//! and backward are judged separately. Also ε spread over the padding's columns, with or without
+//! the entries that these then have; and solved factors of the parts, compared with those that
+//! another number of classes gives.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -30,11 +30,11 @@ use crate::replay::world::{Read, UnitTokens, World};
 /// The catalogue's entry.
 pub struct SmoothingMismatch;
 
-/// A usual ε, to start a fit with.
+/// A usual ε, as the step of a fit.
 const USUAL: f64 = 0.1;
-/// How near a fitted number must be to a count of ranks to stand for it.
+/// How near, relatively, a fitted factor must be to a number of ranks to stand for it.
 const NEAR: f64 = 0.03;
-/// A fitted number below this is none: the part is left out.
+/// A fitted factor below this counts as 0: the part is left out.
 const NONE: f64 = 0.05;
 
 impl Cause for SmoothingMismatch {
@@ -72,7 +72,7 @@ impl Cause for SmoothingMismatch {
             for part in [Part::Label, Part::Spread] {
                 found.extend(part.hypotheses(evidence));
             }
-            found.extend(local(evidence));
+            found.extend(over_one_ranks_classes(evidence));
             found.extend(smoothing_parts::hypotheses(evidence));
             found.extend(over_padding::hypotheses(evidence));
         }
@@ -110,8 +110,8 @@ fn hypothesis(
     Hypothesis::new(smoothed(epsilon, formula), parameters).fitted(fitted)
 }
 
-/// Smoothing over the classes of one of several ranks that cut the vocabulary.
-fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+/// Hypotheses of smoothing over the classes of one of several ranks that cut the vocabulary.
+fn over_one_ranks_classes(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut found = Vec::new();
     for ranks in cuts(evidence) {
         let whose = if evidence.fails(Stage::Loss) { ranks.min(SHOWN) } else { 1 };
@@ -134,14 +134,14 @@ fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// How many ranks may have cut the vocabulary.
+/// The numbers of ranks that may have cut the vocabulary.
 pub(super) fn cuts(evidence: &Evidence<'_>) -> BTreeSet<usize> {
     let manifest = &evidence.step.dump.manifest;
     let sizes = manifest.mesh.0.iter().map(|(_, size)| *size).chain([manifest.world_size]);
     sizes.map(|size| size as usize).filter(|&n| n > 1).collect()
 }
 
-/// Ranks whose loss may have been recorded that are tried.
+/// The loss of at most this many ranks is tried for the recorded one.
 const SHOWN: usize = 4;
 
 #[derive(Clone)]
@@ -173,7 +173,7 @@ impl Local {
 /// Mean of all logits and of those of some classes, of each token, by microbatch.
 pub(super) type Means = BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>;
 
-/// Those that a loss needs; `None` where that is too much to work out.
+/// Computes them where the loss fails; `None` where that takes too much work.
 pub(super) fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means> {
     let mut found = Means::new();
     for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
@@ -216,13 +216,13 @@ impl World for Local {
 /// One of the two changes that smoothing makes to dlogits.
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
-    /// `-g (1 - s)` of the label, which is `-g` without it.
+    /// The label's entry `-g (1 - s)`, which is `-g` without smoothing.
     Label,
-    /// `-g s / K` of every class.
+    /// The entry `-g s / K` of every class.
     Spread,
 }
 
-/// A part that is so many times what it should be.
+/// A part is multiplied by a factor.
 struct Times {
     part: Part,
     times: f64,
@@ -238,8 +238,8 @@ impl Part {
         }
     }
 
-    /// Left out, or so many times what it should be: as often as ranks may have cut the vocabulary,
-    /// where it is near such a number.
+    /// The hypotheses that this part is left out, or multiplied by a fitted factor: by a number of
+    /// ranks that may have cut the vocabulary, where the factor is near one.
     fn hypotheses(self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let options = &evidence.step.options;
         let valid = evidence.inputs.iter().find_map(|one| one.head(evidence.step));

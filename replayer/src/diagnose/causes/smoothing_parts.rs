@@ -1,9 +1,10 @@
-//! How often the softmax part, the label's part and the spread of smoothed labels are in dq, solved
-//! for: what another number of classes makes of them, in the formula or in the spread, or none.
+//! Solves dq for the factors of its three parts under label smoothing: the softmax part, the
+//! label's part and the part that is spread over all classes. Factors that another number of
+//! classes would give, in the formula of s or in the spread, are recognised.
 //!
-//! With s the share of the target that is spread and K the classes, a token's dlogits are
-//! `g (A p - B (1 - s) onehot - C s / K)` and its loss `A lse - B (1 - s) z_y - C s mean(z)`;
-//! A, B and C are 1 as declared.
+//! With s the share of the target that is spread and K the number of classes, a token's dlogits are
+//! `g (A p - B (1 - s) onehot - C s / K)` and its loss `A lse - B (1 - s) z_y - C s mean(z)`; A, B
+//! and C are 1 as declared.
 
 use std::sync::Arc;
 
@@ -17,14 +18,14 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Read, UnitTokens, World};
 
-/// Share of the error of dq that may be left to be worth a trial.
+/// Share of the squared error of dq that may be left to be worth a trial.
 const LEFT: f64 = 0.02;
-/// How far a fitted part may be from the one that it stands for.
+/// How far, relatively, a fitted factor may be from the one that a rule gives.
 const NEAR: f64 = 0.01;
-/// What a part must be off by to be another one.
+/// A factor must differ from 1 by more than this to be wrong.
 const OFF: f64 = 1e-4;
 
-/// The parts as dq has them, or as what they are near to makes them.
+/// The hypotheses: if a rule gives nearly these factors, those of the rule, else the fitted ones.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(parts) = solved(evidence) else { return Vec::new() };
     let Some(head) = evidence.inputs.iter().find_map(|one| one.head(evidence.step)) else {
@@ -43,7 +44,8 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             if other.iter().zip(&parts).all(near) && is_off(&other) {
                 let mut parameters = words(&other);
                 parameters.push(("as if the classes were", format!("{classes}, not {valid}")));
-                // The loss may hold another share of lse than the gradient has of its own.
+                // In the loss the factor of lse may differ from that of the softmax part in the
+                // gradient.
                 let [_, b, c] = other;
                 let total = [b * (1.0 - spread) + c * spread, b, c];
                 let losses = [other, [1.0, b, c], total].into_iter();
@@ -66,8 +68,8 @@ fn words(parts: &[f64; 3]) -> Vec<(&'static str, String)> {
     names.into_iter().zip(parts.iter().map(times)).collect()
 }
 
-/// A, B and C where another number of classes stands in the formula of s, in the spread, or in
-/// both, and where the softmax part is or is not what the target adds up to.
+/// A, B and C where another number of classes is used in the formula of s, in the spread, or in
+/// both; each with A = 1, and with A the sum of the target that results.
 fn rules(evidence: &Evidence<'_>, [classes, valid]: [usize; 2], spread: f64) -> Vec<[f64; 3]> {
     let formula = evidence.step.options.smoothing(classes);
     let k = [classes, valid].map(|n| n as f64);
@@ -82,7 +84,8 @@ fn rules(evidence: &Evidence<'_>, [classes, valid]: [usize; 2], spread: f64) -> 
     found
 }
 
-/// A, B and C by least squares; `None` where they leave more of dq, or are as declared.
+/// A, B and C by least squares; `None` where they leave more than [`LEFT`] of the error of dq, or
+/// are all 1.
 fn solved(evidence: &Evidence<'_>) -> Option<[f64; 3]> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Dq]).map(|(key, _)| key).collect();
     let [mut softmax, mut label, mut spread, mut captured] = [(); 4].map(|()| Vec::new());
@@ -106,7 +109,7 @@ fn solved(evidence: &Evidence<'_>) -> Option<[f64; 3]> {
     (explains && energy(&captured) > 0.0 && is_off(&parts)).then_some(parts)
 }
 
-/// Entries of the softmax part, of the label and of the spread, `[n, V]` each.
+/// Entries of dlogits of the softmax part, the label's part and the spread, `[n, V]` each.
 fn apart(evidence: &Evidence<'_>, plane: &Plane, key: Key) -> Option<[Rows; 3]> {
     let of_key = |rank| rank == key.rank || key.rank.is_none();
     let mut units = evidence.units().iter();
@@ -117,7 +120,7 @@ fn apart(evidence: &Evidence<'_>, plane: &Plane, key: Key) -> Option<[Rows; 3]> 
     for (at, to) in spread.iter_mut().enumerate() {
         let row = at / cols.max(1);
         let whole = a[row] * plane.p.values[at] + c[row];
-        // The entry over this is the slope of the logit.
+        // The quotient of the entry and `whole` is the derivative of the logit.
         *to = if whole == 0.0 { 0.0 } else { c[row] * plane.dense.values[at] / whole };
     }
     let softmax = plane.dense.values.iter().zip(&spread).map(|(x, c)| x - c).collect();

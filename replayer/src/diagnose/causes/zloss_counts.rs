@@ -1,6 +1,6 @@
-//! The z-loss divided by another count of tokens than the rest of the loss: the mean of means of
-//! microbatches or ranks, or a mean over all tokens where the others are not counted; or summed over
-//! the tokens that take no part, too.
+//! The z-loss divided by another count of tokens than the rest of the loss: a mean of the means of
+//! microbatches or ranks, or a mean over all tokens although the loss counts only some; or the
+//! z-loss summed also over tokens that take no part.
 
 use std::collections::BTreeMap;
 
@@ -16,10 +16,10 @@ use crate::head::MicrobatchInputs;
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Read, UnitTokens, World};
 
-/// How often each token's term counts, `[T]` by microbatch.
+/// The factor of each token's z-loss, `[T]` by microbatch.
 type Times = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// Every other count, once each.
+/// The hypotheses: every other count, each once.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let declared = &evidence.step.options.declared;
     let Some(divisors) = Divisors::of(evidence).filter(|_| declared.z_loss != 0.0) else {
@@ -58,8 +58,8 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     found
 }
 
-/// The term of the tokens that take no part is there as well, divided as declared, or as a mean over
-/// all tokens is.
+/// Hypotheses that tokens that take no part have a z-loss too, divided as declared or by the number
+/// of all tokens.
 pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let options = &evidence.step.options;
     let left_out = |one: &MicrobatchInputs| (0..one.tokens()).any(|t| !takes_part(one, t));
@@ -98,10 +98,10 @@ fn takes_part(of: &MicrobatchInputs, token: usize) -> bool {
     of.labels[token] != IGNORED && of.weights[token] != 0.0
 }
 
-/// The term is there of every token.
+/// Every token has a z-loss.
 struct OfAll {
     divided: Divided,
-    /// The upstream gradient of a token that takes no part, as if it did.
+    /// The upstream gradient that a token would have if it took part.
     alone: Times,
     /// Each rank's tokens, by microbatch.
     ranks: BTreeMap<Option<Microbatch>, Vec<Vec<usize>>>,
@@ -121,7 +121,8 @@ impl World for OfAll {
         }
     }
 
-    /// A loss is the sum over the tokens that take part: one of each rank's has what the others add.
+    /// The replay sums the loss over tokens that take part. So the z-loss of a rank's other tokens
+    /// is added to the first that does.
     fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
         self.divided.nll(inputs, read, nll);
         let mb = inputs.microbatch;
@@ -140,7 +141,7 @@ impl World for OfAll {
     }
 }
 
-/// How often the term of each token is there: what the loss is divided by over what it is.
+/// The factor of each token's z-loss: the declared divisor over the one that it has in this world.
 fn times(evidence: &Evidence<'_>, divisors: &Divisors<'_>, world: &Counted) -> Option<Times> {
     let groups = divisors.groups(&world.span)?;
     let policy = evidence.step.is_policy_loss();
