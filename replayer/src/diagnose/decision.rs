@@ -97,7 +97,7 @@ fn ratio(one: f64, other: f64) -> f64 {
 /// where that takes more than [`MOST`].
 pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<Key>, Decision)>> {
     let mut left = keys.clone();
-    let mut found = Vec::new();
+    let mut parts = Vec::new();
     while !left.is_empty() {
         let gain = |one: &Tried<'_>| one.explains.intersection(&left).count();
         let most = tried.iter().map(gain).max().filter(|&most| most > 0)?;
@@ -111,12 +111,12 @@ pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<
         let part: BTreeSet<Key> = best.explains.intersection(&left).copied().collect();
         let decision = decide(tried, &part)?;
         left.retain(|key| !part.contains(key));
-        found.push((part, decision));
-        if found.len() > MOST {
+        parts.push((part, decision));
+        if parts.len() > MOST {
             return None;
         }
     }
-    Some(found)
+    Some(parts)
 }
 
 /// A step is not believed to have more causes than this at once.

@@ -244,9 +244,9 @@ impl<'a> Evidence<'a> {
         'a: 's,
     {
         let residuals = search.residuals(&[])?;
-        let found = Evidence::new(self.step, self.outcome, self.inputs, residuals, Vec::new());
+        let evidence = Evidence::new(self.step, self.outcome, self.inputs, residuals, Vec::new());
         let (failing, rows) = (self.failing.clone(), search.rows.clone());
-        Some(Evidence { failing, rows, ..found.searched_by(search) })
+        Some(Evidence { failing, rows, ..evidence.searched_by(search) })
     }
 
     /// Forward passes that trials share.
@@ -286,8 +286,8 @@ impl<'a> Evidence<'a> {
 
     /// The background's comparisons over the few rows of a glance; none where there are no glances.
     pub(super) fn glance(&self) -> Option<&Residuals> {
-        let found = || self.search.and_then(|search| search.glance(&self.background));
-        self.glance.get_or_init(found).as_ref()
+        let compared = || self.search.and_then(|search| search.glance(&self.background));
+        self.glance.get_or_init(compared).as_ref()
     }
 
     /// The comparisons of a glance in a world on top of the background.
@@ -462,7 +462,7 @@ mod tests {
     fn one(energy: f64, floor: f64, reference: f64, passes: bool) -> Residuals {
         let rest = (reference, 1.0, 1, 1.0, 0, 1.0);
         let (captured, factor, elements, rows, nonfinite, overshoot) = rest;
-        let found = Residual {
+        let residual = Residual {
             energy,
             floor,
             reference,
@@ -474,7 +474,7 @@ mod tests {
             passes,
             overshoot,
         };
-        [(KEY, found)].into_iter().collect()
+        [(KEY, residual)].into_iter().collect()
     }
 
     /// Goal: a hypothesis that leaves the error as it was and passes in wider bounds is no
@@ -482,16 +482,16 @@ mod tests {
     #[test]
     fn wider_bounds_alone_explain_nothing() {
         let before = one(1.2, 1.0, 100.0, false);
-        let passes = |mut found: Residuals| {
-            reject_wider_bounds(&mut found, &before);
-            (found[&KEY].passes, found[&KEY].floor)
+        let passes = |mut residuals: Residuals| {
+            reject_wider_bounds(&mut residuals, &before);
+            (residuals[&KEY].passes, residuals[&KEY].floor)
         };
         assert_eq!(passes(one(1.2, 5.0, 100.0, true)), (false, 1.0));
         assert_eq!(passes(one(0.5, 5.0, 100.0, true)), (true, 5.0), "it is hardly there any more");
         assert_eq!(passes(one(0.9, 1.0, 100.0, true)), (true, 1.0), "the bound is the same");
         assert_eq!(passes(one(12.0, 10.0, 1000.0, true)), (true, 10.0), "all of it is larger");
-        let mut found = one(1.2, 5.0, 100.0, true);
-        reject_wider_bounds(&mut found, &one(1.2, 1.0, 100.0, true));
-        assert!(found[&KEY].passes, "it passed before");
+        let mut residuals = one(1.2, 5.0, 100.0, true);
+        reject_wider_bounds(&mut residuals, &one(1.2, 1.0, 100.0, true));
+        assert!(residuals[&KEY].passes, "it passed before");
     }
 }

@@ -311,14 +311,14 @@ fn twice<T>(
     search: impl Fn(&[&dyn Cause]) -> T,
     is_nothing: impl Fn(&T) -> bool,
 ) -> T {
-    let found = search(catalogue);
-    let again = if is_nothing(&found) { meter.lends() } else { BTreeSet::new() };
+    let first = search(catalogue);
+    let again = if is_nothing(&first) { meter.lends() } else { BTreeSet::new() };
     if again.is_empty() {
-        return found;
+        return first;
     }
     let cut_off = catalogue.iter().copied().filter(|cause| again.contains(cause.id()));
     let more = search(&cut_off.collect::<Vec<_>>());
-    if is_nothing(&more) { found } else { more }
+    if is_nothing(&more) { first } else { more }
 }
 
 /// The causes that are found by trying their worlds, in contrast to those that are observed.

@@ -181,16 +181,16 @@ impl<'a> Search<'a> {
             let of = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
             groups.entry(of).or_default().insert(stage);
         }
-        let mut found = Residuals::new();
+        let mut compared = Residuals::new();
         for (of, stages) in groups {
             let all: Vec<&dyn World> = of.iter().map(|&at| worlds[at]).collect();
             let with = (rows, Some(&*self.cache), self.meter as &dyn Progress);
             let outcome = counted_trial(self.step, &self.compared, &all, with).ok()?;
             self.meter.looked_at(&outcome);
-            found
+            compared
                 .extend(residuals(&outcome).into_iter().filter(|(k, _)| stages.contains(&k.stage)));
         }
-        Some(found)
+        Some(compared)
     }
 
     /// The same search, comparing only some stages.

@@ -57,24 +57,24 @@ impl Cause for AccumulationWindow {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = windows(evidence);
-        found.extend(uncleared(evidence));
-        found.extend(of_parts(evidence));
-        found
+        let mut hypotheses = windows(evidence);
+        hypotheses.extend(uncleared(evidence));
+        hypotheses.extend(of_parts(evidence));
+        hypotheses
     }
 }
 
 /// The hypothesis of sums that contain some ranks' microbatches more or less often than once, from
 /// the weights of their tokens, as ranks that share tokens have no addend of their own.
 fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = CountedSums::of(evidence, Of::Whole)?;
-    if !found.of_parts || found.parts.is_empty() {
+    let sums = CountedSums::of(evidence, Of::Whole)?;
+    if !sums.of_parts || sums.parts.is_empty() {
         return None;
     }
     let often = |(words, often): &(String, f64)| format!("{words} {often} times");
-    let words = found.parts.iter().map(often).collect::<Vec<_>>().join(", ");
-    let fitted = found.parts.len();
-    Some(Hypothesis::new(found, vec![("holds", words)]).fitted(fitted))
+    let words = sums.parts.iter().map(often).collect::<Vec<_>>().join(", ");
+    let fitted = sums.parts.len();
+    Some(Hypothesis::new(sums, vec![("holds", words)]).fitted(fitted))
 }
 
 /// Hypotheses of sums over microbatches with other weights than 1.
@@ -139,12 +139,12 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             return None;
         }
         let all: Vec<&[f64]> = std::iter::once(&own).chain(&seen).map(|x| &x[..]).collect();
-        let found = multiples(&all, &rows(&captured))?;
+        let weights = multiples(&all, &rows(&captured))?;
         let near = |x: f64| (x - x.round()).abs() <= 2.0 * NEAR && x.round() <= 2.0;
-        if found.len() < 2 || found[0].round() != 1.0 || !found.iter().all(|&x| near(x)) {
+        if weights.len() < 2 || weights[0].round() != 1.0 || !weights.iter().all(|&x| near(x)) {
             return None;
         }
-        let held = others.iter().zip(&found[1..]).filter(|(_, x)| x.round() > 0.0);
+        let held = others.iter().zip(&weights[1..]).filter(|(_, x)| x.round() > 0.0);
         let held: Vec<(f64, Key, Rc<Values>)> =
             held.map(|((of, values), x)| (x.round(), *of, values.clone())).collect();
         if held.is_empty() {
@@ -256,9 +256,9 @@ fn raw(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
 
 /// The weights relative to the declared ones, as whole numbers times one factor that counts
 /// explain; none where they are not, or all are equal, which is one factor on the sum.
-fn whole(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
-    let count = found.len() as f64;
-    let weights: Vec<f64> = found.iter().map(|x| x * divisor).collect();
+fn whole(solved: &[f64], divisor: f64) -> Option<Vec<f64>> {
+    let count = solved.len() as f64;
+    let weights: Vec<f64> = solved.iter().map(|x| x * divisor).collect();
     let held = weights.iter().filter(|x| x.abs() > NEAR).count() as f64;
     // The sum may be divided by the number of microbatches in it, by that of all, or not at all.
     let factors = [1.0, 1.0 / count, count, 1.0 / held, count / held];
@@ -270,8 +270,8 @@ fn whole(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
         };
         weights.iter().map(one).collect::<Option<Vec<f64>>>()
     };
-    let found = factors.into_iter().find_map(nearest)?;
-    found.iter().any(|x| *x != found[0]).then_some(found)
+    let solved = factors.into_iter().find_map(nearest)?;
+    solved.iter().any(|x| *x != solved[0]).then_some(solved)
 }
 
 /// Weights of each microbatch in a sum, by stage and rank.

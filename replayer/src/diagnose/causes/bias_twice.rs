@@ -37,7 +37,7 @@ impl Cause for BiasTwice {
         if !biased || !(gradients || evidence.fails_any(&Stage::FORWARD)) {
             return Vec::new();
         }
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for times in [0.0, 2.0] {
             // Automatic differentiation of a bias that is added twice gives twice its gradient.
             let own: &[f64] = if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
@@ -51,28 +51,28 @@ impl Cause for BiasTwice {
                     let lse = lse.clone();
                     Hypothesis::new(Biased { times, lse, gradient }, parameters)
                 };
-                found.extend(own.iter().map(of));
+                hypotheses.extend(own.iter().map(of));
             }
             if let Some(world) = ForwardOnly::of(evidence, &|_| {}, times) {
                 let parameters =
                     vec![("times", times.to_string()), ("in", FORWARD_ONLY.to_string())];
-                found.push(Hypothesis::new(world, parameters));
+                hypotheses.push(Hypothesis::new(world, parameters));
             }
             let stages = stages_times(evidence, times, &[Stage::Dbias]);
             if !stages.is_empty() || (times == 0.0 && is_zero(evidence, Stage::Dbias)) {
                 let stages = [Stage::Dbias].into();
                 let parameters =
                     vec![("times", times.to_string()), ("in", "its gradient".to_string())];
-                found.push(Hypothesis::new(Scaled { factor: times, stages }, parameters));
+                hypotheses.push(Hypothesis::new(Scaled { factor: times, stages }, parameters));
             }
         }
         // dq and dk compute their label's part themselves, so they agree if only dbias lacks it.
         let others = |key: &Key| key.stage.is_gradient() && key.stage != Stage::Dbias;
         if evidence.fails(Stage::Dbias) && !evidence.failing.iter().any(others) {
             let parameters = vec![("left out of its gradient", "the label's part".to_string())];
-            found.push(Hypothesis::new(Unlabelled, parameters));
+            hypotheses.push(Hypothesis::new(Unlabelled, parameters));
         }
-        found
+        hypotheses
     }
 }
 

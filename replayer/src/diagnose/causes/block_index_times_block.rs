@@ -56,7 +56,7 @@ impl Cause for BlockIndexTimesBlock {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let mut found = written(evidence);
+        let mut offered = written(evidence);
         if let Some(failing_tokens) = FailingTokens::new(evidence) {
             for operand in [Operand::K, Operand::Q] {
                 let shown = if operand == Operand::K {
@@ -68,7 +68,7 @@ impl Cause for BlockIndexTimesBlock {
                     for beyond in BEYOND {
                         let map = Map::BlockTwice { size, beyond };
                         let parameters = parameters(operand, size, beyond);
-                        found.extend(hypotheses(
+                        offered.extend(hypotheses(
                             evidence,
                             &failing_tokens,
                             (operand, map),
@@ -78,9 +78,9 @@ impl Cause for BlockIndexTimesBlock {
                 }
             }
         }
-        found.extend(block_of_dk::hypothesis(evidence));
-        found.extend(strict(evidence));
-        found
+        offered.extend(block_of_dk::hypothesis(evidence));
+        offered.extend(strict(evidence));
+        offered
     }
 }
 
@@ -145,7 +145,7 @@ fn strict(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// Hypotheses that blocks of dq are written at `i * b * b`, while the rows where they belong keep
 /// the zeros they had.
 fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for size in sizes(evidence, Operand::Q) {
         let mut from = BTreeMap::new();
         let mut fits = false;
@@ -171,10 +171,10 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
         if fits && !from.is_empty() {
             let parameters = vec![("operand", "dq".to_string()), ("block", size.to_string())];
-            found.push(Hypothesis::new(MovedRows { from }, parameters));
+            hypotheses.push(Hypothesis::new(MovedRows { from }, parameters));
         }
     }
-    found
+    hypotheses
 }
 
 /// The content of each row after blocks were written at `i * b * b` in memory that was zero.

@@ -66,44 +66,44 @@ impl Cause for BlockMiscounted {
 
 /// Tokens that count more or less often than once in everything that is summed over tokens.
 fn of_tokens(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = CountedTokens::of(evidence)?;
-    let stages: Vec<&str> = found.stages.iter().map(|stage| stage.name()).collect();
+    let counted = CountedTokens::of(evidence)?;
+    let stages: Vec<&str> = counted.stages.iter().map(|stage| stage.name()).collect();
     let parameters = vec![
         ("of", stages.join(", ")),
         ("what", "tokens".to_string()),
-        ("which", found.said.join(", ")),
+        ("which", counted.said.join(", ")),
     ];
-    let fitted = 1 + found.said.len();
-    (found.said.len() <= TOLD).then(|| Hypothesis::new(found, parameters).fitted(fitted))
+    let fitted = 1 + counted.said.len();
+    (counted.said.len() <= TOLD).then(|| Hypothesis::new(counted, parameters).fitted(fitted))
 }
 
 /// Classes that are in the softmax more or less often than once.
 fn of_classes(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = CountedClasses::of(evidence).filter(|found| found.said.len() <= TOLD)?;
+    let counted = CountedClasses::of(evidence).filter(|counted| counted.said.len() <= TOLD)?;
     let parameters = vec![
         ("of", "the softmax, forward and backward".to_string()),
         ("what", "classes".to_string()),
-        ("which", found.said.join(", ")),
+        ("which", counted.said.join(", ")),
     ];
-    let fitted = 1 + found.said.len();
-    Some(Hypothesis::new(found, parameters).fitted(fitted))
+    let fitted = 1 + counted.said.len();
+    Some(Hypothesis::new(counted, parameters).fitted(fitted))
 }
 
 /// Tokens that are in sums of dk more or less often than once, unless all of a rank's or a
 /// microbatch's tokens have one weight.
 fn of_sums(evidence: &Evidence<'_>, of: Of, what: What) -> Option<Hypothesis> {
-    let found = CountedSums::of(evidence, of)?;
-    if found.of_parts || found.is_of_devices() {
+    let counted = CountedSums::of(evidence, of)?;
+    if counted.of_parts || counted.is_of_devices() {
         return None;
     }
     let words = words_of(what, true);
     let parameters = vec![
         ("of", "the sums of dk".to_string()),
         ("what", words.to_string()),
-        ("which", found.said.join(", ")),
+        ("which", counted.said.join(", ")),
     ];
-    let fitted = 1 + found.said.len();
-    (found.said.len() <= TOLD).then(|| Hypothesis::new(found, parameters).fitted(fitted))
+    let fitted = 1 + counted.said.len();
+    (counted.said.len() <= TOLD).then(|| Hypothesis::new(counted, parameters).fitted(fitted))
 }
 
 fn words_of(what: What, of_k: bool) -> &'static str {

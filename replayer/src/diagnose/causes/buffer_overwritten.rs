@@ -51,16 +51,16 @@ impl Cause for BufferOverwritten {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = of_logits(evidence);
-        found.extend(of_gradients(evidence));
-        found.extend(of_columns(evidence));
-        found.extend(
+        let mut hypotheses = of_logits(evidence);
+        hypotheses.extend(of_gradients(evidence));
+        hypotheses.extend(of_columns(evidence));
+        hypotheses.extend(
             of_other_q(evidence)
                 .or_else(|| of_other_q_in_sums(evidence))
                 .map(|(world, said)| Hypothesis::new(world, vec![("tensor", said.join("; "))])),
         );
-        found.extend(second_backward(evidence));
-        found
+        hypotheses.extend(second_backward(evidence));
+        hypotheses
     }
 }
 
@@ -78,9 +78,9 @@ fn of_gradients(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    let found = !world.of.is_empty();
+    let is_any = !world.of.is_empty();
     let one = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
-    found.then(one).into_iter().collect()
+    is_any.then(one).into_iter().collect()
 }
 
 /// The input or the other gradient that a captured gradient equals: its name and values.
@@ -146,9 +146,9 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    let found = !world.of.is_empty();
+    let is_any = !world.of.is_empty();
     let one = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
-    found.then(one).into_iter().collect()
+    is_any.then(one).into_iter().collect()
 }
 
 /// The hypothesis of a second backward that reads logits over which the first one wrote their
@@ -205,7 +205,7 @@ fn overwritten(
     let options = &evidence.step.options;
     let transform = direct.head.transform;
     let (vocab, valid) = (direct.head.k.rows, inputs.valid_vocab);
-    let mut found =
+    let mut overwritten =
         Overwritten { raw: vec![0.0; inputs.tokens() * vocab], lse: vec![0.0; inputs.tokens()] };
     for &t in tokens {
         let q = direct.q(Row::From(t));
@@ -216,13 +216,13 @@ fn overwritten(
                 Held::Gradient.of(of, lse[t], upstream, inputs.labels[t] as usize == v)
             })
             .collect();
-        found.lse[t] = direct.lse(&held);
+        overwritten.lse[t] = direct.lse(&held);
         for (v, &x) in held.iter().enumerate() {
             let bias = direct.head.bias.map_or(0.0, |bias| bias[v]);
-            found.raw[t * vocab + v] = transform.undone(x) - bias;
+            overwritten.raw[t * vocab + v] = transform.undone(x) - bias;
         }
     }
-    Some(found)
+    Some(overwritten)
 }
 
 /// Whether the captured rows of dq or dlogits are what a second backward gives.

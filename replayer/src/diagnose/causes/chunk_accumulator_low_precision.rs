@@ -67,7 +67,7 @@ pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypot
     let fused = roundings.widest.path == Path::Fused;
     let declared = evidence.step.options.declared.tiles.and_then(|tiles| tiles.tokens);
     let declared = declared.map(|size| size as usize);
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for precision in formats_below(roundings.narrowest.chunk_add, roundings) {
         for base in bases(roundings) {
             // The label's part is in a chunk's product, or a fused head adds it separately.
@@ -80,11 +80,11 @@ pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypot
                 true => searched(evidence, &base, precision, declared),
                 false => Vec::new(),
             };
-            found.extend(inside.iter().map(|of| hypothesis(&whole, of, declared, false)));
-            found.extend(apart.iter().map(|of| hypothesis(&base, of, declared, true)));
+            hypotheses.extend(inside.iter().map(|of| hypothesis(&whole, of, declared, false)));
+            hypotheses.extend(apart.iter().map(|of| hypothesis(&base, of, declared, true)));
         }
     }
-    found
+    hypotheses
 }
 
 fn searched(
@@ -129,14 +129,14 @@ pub(super) fn parameters(pieces: &Pieces) -> Vec<(&'static str, String)> {
         (0, first) => format!("{} {of}, the first of {first}", pieces.size),
         (parts, _) => format!("one of {parts} equal parts of the {of}"),
     };
-    let mut found = vec![
+    let mut parameters = vec![
         ("accumulator", pieces.total.name().to_string()),
         ("chunk", size),
         ("a chunk's part rounded to", pieces.addend.name().to_string()),
         ("order", order.to_string()),
     ];
     if shards > 1 {
-        found.push(("shards", shards.to_string()));
+        parameters.push(("shards", shards.to_string()));
     }
-    found
+    parameters
 }

@@ -200,8 +200,8 @@ fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
 
 /// The number of two digits that a norm is near, if there is one.
 fn round(norm: f64) -> Option<f64> {
-    let found = rounded(norm, 2);
-    ((norm - found).abs() <= ROUND * norm).then_some(found)
+    let two_digits = rounded(norm, 2);
+    ((norm - two_digits).abs() <= ROUND * norm).then_some(two_digits)
 }
 
 /// The one factor of all comparisons: the mean of theirs, weighted by their precision; none where

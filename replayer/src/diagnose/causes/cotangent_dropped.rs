@@ -54,15 +54,15 @@ impl Cause for CotangentDropped {
             let there = &there;
             there.iter().map(move |&out| Dropped { out, place, kept: declared(evidence) })
         });
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for one in all.filter(|one| one.is_possible(evidence)) {
             if one.out.weights != Weights::Kept && !one.out.mean {
                 let counted = Dropped { kept: Denominators::new(), ..one.clone() };
-                found.push(counted.hypothesis());
+                hypotheses.push(counted.hypothesis());
             }
-            found.push(one.hypothesis());
+            hypotheses.push(one.hypothesis());
         }
-        found
+        hypotheses
     }
 }
 
@@ -139,16 +139,16 @@ impl LeftOut {
         // Without weights, tokens of weight 0 may count like the others, or stay out.
         let masked = evidence.inputs.iter().any(|one| one.weights.contains(&0.0));
         let mean = declared(evidence).values().flatten().any(|&n| n != 1.0);
-        let mut found = Vec::new();
+        let mut combinations = Vec::new();
         for cotangent in [false, true].into_iter().take(1 + usize::from(cotangent)) {
             for mean in [false, true].into_iter().take(1 + usize::from(mean)) {
                 let of = |weights| LeftOut { cotangent, mean, weights };
-                found.extend((cotangent || mean).then(|| of(Weights::Kept)));
-                found.extend(weights.then(|| of(Weights::Dropped)));
-                found.extend((weights && masked).then(|| of(Weights::Mask)));
+                combinations.extend((cotangent || mean).then(|| of(Weights::Kept)));
+                combinations.extend(weights.then(|| of(Weights::Dropped)));
+                combinations.extend((weights && masked).then(|| of(Weights::Mask)));
             }
         }
-        found
+        combinations
     }
 
     fn words(self) -> String {
@@ -169,8 +169,8 @@ type Denominators = BTreeMap<Option<Microbatch>, Vec<f64>>;
 fn declared(evidence: &Evidence<'_>) -> Denominators {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let one = |own: &MicrobatchInputs| {
-        let found = evidence.step.denominators(&all, own).ok()?;
-        Some((own.microbatch, found.into_iter().map(|(_, n)| n).collect()))
+        let divisors = evidence.step.denominators(&all, own).ok()?;
+        Some((own.microbatch, divisors.into_iter().map(|(_, n)| n).collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()
 }

@@ -37,9 +37,9 @@ impl Cause for DroppedBatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found: Vec<Hypothesis> = silent(evidence).into_iter().collect();
-        found.extend(lacking(evidence));
-        found
+        let mut hypotheses: Vec<Hypothesis> = silent(evidence).into_iter().collect();
+        hypotheses.extend(lacking(evidence));
+        hypotheses
     }
 }
 

@@ -40,11 +40,11 @@ impl Cause for DuplicateBatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found: Vec<Hypothesis> = of_microbatches(evidence).into_iter().collect();
-        found.extend(of_ranks_data(evidence));
-        found.extend(of_ranks_microbatches(evidence));
-        found.extend(of_sums(evidence));
-        found
+        let mut hypotheses: Vec<Hypothesis> = of_microbatches(evidence).into_iter().collect();
+        hypotheses.extend(of_ranks_data(evidence));
+        hypotheses.extend(of_ranks_microbatches(evidence));
+        hypotheses.extend(of_sums(evidence));
+        hypotheses
     }
 }
 

@@ -51,13 +51,13 @@ impl Cause for GemmLowPrecision {
             return Vec::new();
         }
         let declared = roundings.widest.input.unit_roundoff();
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for precision in [Precision::Tf32, Precision::Bf16, Precision::F16] {
             if precision.unit_roundoff() > declared {
-                found.extend(of(evidence, &roundings, precision));
+                hypotheses.extend(of(evidence, &roundings, precision));
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -77,7 +77,7 @@ fn on_path(
     let narrowest = Policy { path, ..roundings.narrowest };
     let base = Policy { input: precision, ..narrowest };
     let last = Policy { operand: precision, ..narrowest };
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     let mut offer = |products: &str, base: &Policy, forward: Forward, dlogits: Precision| {
         let parameters = vec![
             ("operands rounded to", precision.name().to_string()),
@@ -85,7 +85,7 @@ fn on_path(
             ("dlogits rounded to", dlogits.name().to_string()),
         ];
         let policy = Some((Policy { dlogits, ..*base }, roundings.tiles));
-        found.push(Hypothesis::new(Emulated { policy, forward }, parameters));
+        hypotheses.push(Hypothesis::new(Emulated { policy, forward }, parameters));
     };
     // dlogits are an operand too; where a kernel computes them inside, they may not be rounded.
     let entries = [precision, narrowest.dlogits];
@@ -114,5 +114,5 @@ fn on_path(
             offer(words, &autocast, forward(evidence, &autocast, true), precision);
         }
     }
-    found
+    hypotheses
 }

@@ -53,7 +53,7 @@ impl Cause for IndexOverflow32 {
         if !evidence.fails_any(&stages) {
             return Vec::new();
         }
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for bits in BITS {
             for signed in [true, false] {
                 for negative in [Negative::FromTheEnd, Negative::Dropped] {
@@ -61,19 +61,19 @@ impl Cause for IndexOverflow32 {
                         continue;
                     }
                     let index = Index { bits, signed, negative };
-                    let before = found.len();
-                    found.extend(of_labels(evidence, index, None));
+                    let before = hypotheses.len();
+                    hypotheses.extend(of_labels(evidence, index, None));
                     // dlogits may be stored in few bits. A stray entry `-g` rounds alike for all
                     // tokens, while p - g together does not, so the rounding matters.
-                    let seen = evidence.roundings().filter(|_| found.len() > before);
+                    let seen = evidence.roundings().filter(|_| hypotheses.len() > before);
                     let kept = seen.map(|of| of.widest.dlogits);
                     let few = kept.filter(|&of| of.unit_roundoff() > FULL.unit_roundoff());
-                    found.extend(few.and_then(|of| of_labels(evidence, index, Some(of))));
+                    hypotheses.extend(few.and_then(|of| of_labels(evidence, index, Some(of))));
                 }
             }
         }
-        found.extend(unwritten(evidence));
-        found
+        hypotheses.extend(unwritten(evidence));
+        hypotheses
     }
 }
 
@@ -125,7 +125,7 @@ fn moved(
     vocab: usize,
     index: Index,
 ) -> WrappedTokens {
-    let mut found = WrappedTokens::new();
+    let mut wrapped = WrappedTokens::new();
     for run in runs {
         let size = run.len() * vocab;
         for (at, &t) in run.iter().enumerate() {
@@ -135,10 +135,10 @@ fn moved(
                 continue;
             }
             let to = index.wrapped(flat, size).map(|to| (run[to / vocab], to % vocab));
-            found.push((t, to));
+            wrapped.push((t, to));
         }
     }
-    found
+    wrapped
 }
 
 /// The hypothesis that label logits and label entries are read and written at the wrapped index.
@@ -269,7 +269,7 @@ fn shows(
 
 /// Hypotheses that rows of dq are zeros from a border on.
 fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for bits in BITS {
         for of_vocabulary in [true, false] {
             let (mut from, mut words) = (BTreeMap::new(), String::new());
@@ -288,10 +288,10 @@ fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 _ => format!("uint{bits}"),
             };
             let parameters = vec![("index", name), ("rows", words)];
-            found.push(Hypothesis::new(MovedRows { from }, parameters));
+            hypotheses.push(Hypothesis::new(MovedRows { from }, parameters));
         }
     }
-    found
+    hypotheses
 }
 
 /// The rows of dq, if those from the border on are zeros and those before are not; and the border.

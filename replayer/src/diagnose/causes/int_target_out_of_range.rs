@@ -48,19 +48,19 @@ impl Cause for IntTargetOutOfRange {
         if all.iter().all(|out_of_range| out_of_range.labels.is_empty()) {
             return Vec::new();
         }
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for (softmax, entry) in [(false, true), (true, false), (true, true)] {
             for to in formats(evidence).into_iter().filter(|to| entry || to.keeps_f32()) {
-                found.extend(stray(evidence, &all, (softmax, entry), to));
+                hypotheses.extend(stray(evidence, &all, (softmax, entry), to));
             }
         }
         for clamp in [Clamp::First, Clamp::Last, Clamp::FromTheEnd, Clamp::FromThePadding] {
-            found.extend(clamped(evidence, &all, clamp));
+            hypotheses.extend(clamped(evidence, &all, clamp));
             for to in formats(evidence) {
-                found.extend(label_of_clamped(evidence, &all, clamp, to));
+                hypotheses.extend(label_of_clamped(evidence, &all, clamp, to));
             }
         }
-        found
+        hypotheses
     }
 
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {

@@ -59,13 +59,13 @@ impl Cause for LabelProbRoundedEarly {
             return Vec::new();
         }
         let logits = label_logits(evidence);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for base in bases(&roundings).into_iter().filter(|base| !base.dlogits.keeps_f32()) {
             let Some(label_logits) = logits.clone() else { break };
             let policy = Policy { path: whole(base.path), ..base };
             let world = Twice { policy, tiles: roundings.tiles, label_logits, rounds: Rounds::Gp };
             let of = ("g p rounded to", base.dlogits.name().to_string());
-            found.push(Hypothesis::new(world, vec![of]));
+            hypotheses.push(Hypothesis::new(world, vec![of]));
         }
         // A kernel may keep p in either format, whatever format its operands have.
         for p in [Precision::Bf16, Precision::F16] {
@@ -81,13 +81,13 @@ impl Cause for LabelProbRoundedEarly {
                     let world = Twice { policy, tiles, label_logits, rounds: Rounds::P };
                     let again = ("p - 1 rounded to", p.name().to_string());
                     let parameters = [&parameters[..], &[again]].concat();
-                    found.push(Hypothesis::new(world, parameters));
+                    hypotheses.push(Hypothesis::new(world, parameters));
                 }
                 let world = Emulated::backward(policy, roundings.tiles);
-                found.push(Hypothesis::new(world, parameters));
+                hypotheses.push(Hypothesis::new(world, parameters));
             }
         }
-        found
+        hypotheses
     }
 }
 

@@ -54,7 +54,7 @@ impl Cause for LabelScatterLowPrecision {
         }
         // Where the parts of dk were captured, their values show what they were rounded to.
         let apart = evidence.residuals.keys().any(|key| key.stage == Stage::DkLabel);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         let declared = roundings.narrowest.sums.label_scatter.precision;
         for precision in formats_below(declared, &roundings) {
             for (shards, join, order) in cuts(evidence, precision) {
@@ -63,12 +63,12 @@ impl Cause for LabelScatterLowPrecision {
                 for parts in [precision, Precision::F32].into_iter().skip(usize::from(shown)) {
                     for product in [precision, Precision::F32] {
                         let of = Scatter { precision, product, parts, shards, join, order };
-                        found.push(of.hypothesis(&roundings));
+                        hypotheses.push(of.hypothesis(&roundings));
                     }
                 }
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -77,9 +77,9 @@ impl Cause for LabelScatterLowPrecision {
 fn is_everywhere(evidence: &Evidence<'_>) -> bool {
     let (mut rare, mut frequent) = ((0.0, 0.0), (0.0, 0.0));
     for (key, _) in evidence.failing_of(&[Stage::DkLabel, Stage::Dk]) {
-        let found = evidence.outcome.stage(key.stage).comparisons.iter();
+        let comparisons = evidence.outcome.stage(key.stage).comparisons.iter();
         let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        for class in found.filter(of).flat_map(|one| &one.by_hits) {
+        for class in comparisons.filter(of).flat_map(|one| &one.by_hits) {
             let to = match class.hits_from {
                 0 | 1 => &mut rare,
                 2 | 3 => continue,

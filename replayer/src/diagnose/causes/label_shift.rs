@@ -55,9 +55,9 @@ impl Cause for LabelShift {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let mut found: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
-        found.extend(inside_runs(evidence));
-        found.extend(shifted_in_runs::hypotheses(evidence));
+        let mut hypotheses: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
+        hypotheses.extend(inside_runs(evidence));
+        hypotheses.extend(shifted_in_runs::hypotheses(evidence));
         let asked = SuspectTokens::of(evidence);
         let tests: Vec<(LabelTest<'_>, &MicrobatchInputs)> = evidence
             .inputs
@@ -65,10 +65,10 @@ impl Cause for LabelShift {
             .filter_map(|inputs| Some((LabelTest::new(evidence, inputs)?, inputs)))
             .collect();
         match tests.is_empty() {
-            true => found.extend(usual(&asked)),
-            false => found.extend(seen(&asked, &tests)),
+            true => hypotheses.extend(usual(&asked)),
+            false => hypotheses.extend(seen(&asked, &tests)),
         }
-        found
+        hypotheses
     }
 }
 
@@ -109,17 +109,17 @@ impl World for AsRecorded {
 /// The hypotheses of the usual shifts, where no row shows which it is.
 fn usual(asked: &SuspectTokens<'_>) -> Vec<Hypothesis> {
     let Some(first) = asked.evidence.inputs.first() else { return Vec::new() };
-    let mut found = Vec::new();
+    let mut offered = Vec::new();
     for extent in 0..known(asked.evidence.step, first).len() {
         for by in USUAL {
             let of =
                 |inputs: &MicrobatchInputs| known(asked.evidence.step, inputs).get(extent).cloned();
             for ends in [Ends::Ignored, Ends::Wrapped, Ends::Kept] {
-                found.extend(hypotheses(asked, by, &of, &|_, _| ends));
+                offered.extend(hypotheses(asked, by, &of, &|_, _| ends));
             }
         }
     }
-    found
+    offered
 }
 
 /// Which label the token at the end of a run has.
@@ -162,7 +162,7 @@ fn seen(
     let shifts = (-MOST..=MOST).filter(|&by| by != 0).map(|by| (share(by), by));
     let best = shifts.max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.abs().cmp(&a.1.abs())));
     let Some((_, by)) = best.filter(|&(share, _)| share >= FITS) else { return Vec::new() };
-    let mut found = Vec::new();
+    let mut offered = Vec::new();
     let candidates = tests.first().map(|(_, inputs)| extents(asked, tests, by, inputs).len());
     for extent in 0..candidates.unwrap_or(0) {
         let of = |inputs: &MicrobatchInputs| extents(asked, tests, by, inputs).get(extent).cloned();
@@ -172,11 +172,11 @@ fn seen(
             end_of(asked, test, inputs, ends)
         };
         for ends in [Ends::Wrapped, Ends::Ignored, Ends::Kept] {
-            found.extend(hypotheses(asked, by, &of, &|_, _| ends));
+            offered.extend(hypotheses(asked, by, &of, &|_, _| ends));
         }
-        found.extend(with_read_ends(asked, by, &of, &end));
+        offered.extend(with_read_ends(asked, by, &of, &end));
     }
-    found
+    offered
 }
 
 /// The suspect tokens that are compared: at most about 256, evenly spaced.
@@ -244,7 +244,7 @@ fn end_of(
     ends: &[(usize, usize)],
 ) -> Option<BTreeMap<usize, Ends>> {
     let looked = asked.tokens(inputs);
-    let mut found = BTreeMap::new();
+    let mut shown = BTreeMap::new();
     let mut left = test.readable();
     for &(t, wrapped) in ends.iter().filter(|(t, _)| looked.binary_search(t).is_ok()) {
         let of = if test.fits(t, inputs.labels[wrapped]) {
@@ -257,9 +257,9 @@ fn end_of(
             left = left.checked_sub(1)?;
             Ends::Read(test.read(t)?)
         };
-        found.insert(t, of);
+        shown.insert(t, of);
     }
-    Some(found)
+    Some(shown)
 }
 
 type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<TokenRuns> + 'a;
@@ -324,7 +324,7 @@ fn with_denominators(
     });
     let mut parameters = parameters;
     parameters.extend(asked.place().map(|place| ("only in", place)));
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for keeps in [false, true] {
         if keeps && same {
             continue;
@@ -336,9 +336,9 @@ fn with_denominators(
             parameters.push(("count", word.to_string()));
         }
         let world = Relabelled { labels: labels.clone(), counts, ..Relabelled::default() };
-        found.push(Hypothesis::new(world, parameters).fitted(fitted));
+        hypotheses.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
-    found
+    hypotheses
 }
 
 /// Gives the labels at the ends of runs; see [`end_of`].
@@ -361,9 +361,9 @@ fn with_read_ends(
         let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
         let ends: Vec<(usize, usize)> =
             (0..n).filter(|&t| inside[t].is_none()).map(|t| (t, around[t])).collect();
-        let found = end(inputs, &ends).unwrap_or_default();
-        kinds.extend(found.values().map(|end| end.name()));
-        let of_end = |t: usize| found.get(&t).copied().unwrap_or(Ends::Wrapped);
+        let read_ends = end(inputs, &ends).unwrap_or_default();
+        kinds.extend(read_ends.values().map(|end| end.name()));
+        let of_end = |t: usize| read_ends.get(&t).copied().unwrap_or(Ends::Wrapped);
         labels.insert(inputs.microbatch, shifted(asked, inputs, &extent, by, &of_end));
         name = extent.name;
     }

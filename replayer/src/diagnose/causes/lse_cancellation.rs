@@ -63,7 +63,7 @@ impl Cause for LseCancellation {
             return Vec::new();
         }
         let most = Arc::new(largest_logits(evidence));
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for precision in [Precision::Bf16, Precision::F16] {
             let lse = evidence.fails(Stage::Lse);
             // Gradients may fail only where a rounded lse was captured that the job's backward did
@@ -76,14 +76,14 @@ impl Cause for LseCancellation {
                 if known && lse == (what == What::KeptLse) {
                     let parameters =
                         vec![("rounded", words.to_string()), ("to", precision.name().to_string())];
-                    found.push(Hypothesis::new(
+                    hypotheses.push(Hypothesis::new(
                         Rounded::new(what, precision, most.clone()),
                         parameters,
                     ));
                 }
             }
         }
-        found
+        hypotheses
     }
 }
 

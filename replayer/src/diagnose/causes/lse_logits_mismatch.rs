@@ -54,26 +54,26 @@ impl Cause for LseLogitsMismatch {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for precision in [Precision::Bf16, Precision::F16] {
             if evidence.fails_any(&Stage::GRADIENTS) {
-                found.push(kept(precision));
-                found.extend(backward(evidence, &roundings, precision));
+                hypotheses.push(kept(precision));
+                hypotheses.extend(backward(evidence, &roundings, precision));
             }
             // Where lse was captured, the replay's backward starts from it, so another forward
             // would change no gradient.
             let captured =
                 |one: &MicrobatchInputs| evidence.step.find(Role::Lse, one.microbatch).is_some();
             if evidence.fails(Stage::Lse) {
-                found.extend([true, false].map(|loss| stored(precision, loss)));
+                hypotheses.extend([true, false].map(|loss| stored(precision, loss)));
             }
             let changes =
                 evidence.fails_any(&Stage::GRADIENTS) && !evidence.inputs.iter().all(captured);
             if has_products(evidence) && (evidence.fails_any(&Stage::FORWARD) || changes) {
-                found.extend(forwards(evidence, &roundings, precision));
+                hypotheses.extend(forwards(evidence, &roundings, precision));
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -132,7 +132,7 @@ fn backward(
     precision: Precision,
 ) -> Vec<Hypothesis> {
     let finer = |base: &Policy| precision.unit_roundoff() > base.logits.unit_roundoff();
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for base in bases(roundings).into_iter().filter(finer) {
         for logits_when in ways(evidence) {
             let parameters = vec![
@@ -141,10 +141,11 @@ fn backward(
                 ("dlogits rounded to", base.dlogits.name().to_string()),
             ];
             let policy = Policy { logits: precision, logits_when, ..base };
-            found.push(Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters));
+            hypotheses
+                .push(Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters));
         }
     }
-    found
+    hypotheses
 }
 
 /// At which points logits may be rounded; only one where nothing follows the GEMM.

@@ -87,8 +87,8 @@ mod tests {
             let tokens: Vec<(Vec<f64>, f64)> = (0..12).map(token).collect();
             assert_eq!(width(&tokens), Some(width_of_tiles));
             for (probabilities, wanted) in &tokens {
-                let found = ratio(probabilities, width_of_tiles);
-                assert!((found / wanted - 1.0).abs() < 1e-12, "{found} {wanted}");
+                let computed = ratio(probabilities, width_of_tiles);
+                assert!((computed / wanted - 1.0).abs() < 1e-12, "{computed} {wanted}");
             }
             let right: Vec<_> =
                 tokens.iter().map(|(probabilities, _)| (probabilities.clone(), 1.0)).collect();

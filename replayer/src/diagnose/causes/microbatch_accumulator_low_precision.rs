@@ -49,9 +49,9 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
         let options = &evidence.step.options;
         let mean = options.microbatch_reduction == MicrobatchReduction::Mean;
         let several = evidence.microbatches() > 1;
-        let mut found: Vec<Hypothesis> = sent(evidence).into_iter().collect();
+        let mut hypotheses: Vec<Hypothesis> = sent(evidence).into_iter().collect();
         let all = [Over::Microbatches, Over::Ranks, Over::Both];
-        found.extend(all.into_iter().filter_map(|over| ordered(evidence, over)));
+        hypotheses.extend(all.into_iter().filter_map(|over| ordered(evidence, over)));
         for precision in [Precision::Bf16, Precision::F16] {
             for descending in [false, true] {
                 for divides_first in [false, true].into_iter().filter(|&first| mean || !first) {
@@ -65,13 +65,13 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
                             Over::Both => ranks && several && evidence.ranks() > 1,
                         };
                         if possible {
-                            found.extend(chains.map(|chain| hypothesis(chain, over)));
+                            hypotheses.extend(chains.map(|chain| hypothesis(chain, over)));
                         }
                     }
                 }
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -82,12 +82,12 @@ fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
         if key.stage == Stage::Accumulate && over != Over::Microbatches {
             return None;
         }
-        let (found, words, columns) = ordered_sum(evidence, key, over)?;
+        let (order, words, columns) = ordered_sum(evidence, key, over)?;
         if !parameters.is_empty() && parameters != words {
             return None;
         }
-        (parameters, fitted) = (words, found.pieces);
-        let rows = found.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
+        (parameters, fitted) = (words, order.pieces);
+        let rows = order.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
         world = world.rows(key, rows);
     }
     (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
@@ -112,10 +112,10 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
     let (wide, divisors) = (sum.total(), divisors(sum.divisor, addends.len()));
     let of =
         reductions::Summed { captured, addends: &addends, wide: &wide, divisors: &divisors, ring };
-    let found = of.in_few_bits()?;
-    let mut words = found.steps.words();
-    words.extend([("over", over.words().to_string()), ("order", found.order.clone())]);
-    Some((found, words, sum.captured.columns.max(1)))
+    let order = of.in_few_bits()?;
+    let mut words = order.steps.words();
+    words.extend([("over", over.words().to_string()), ("order", order.order.clone())]);
+    Some((order, words, sum.captured.columns.max(1)))
 }
 
 /// The work of looking for an order, as multiply-adds per element and addend.

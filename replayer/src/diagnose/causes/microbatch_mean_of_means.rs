@@ -42,7 +42,7 @@ impl Cause for MicrobatchMeanOfMeans {
         let counts = Count::declared_and_usual(options);
         let Some(divisors) = Divisors::of(evidence) else { return Vec::new() };
         let sums = sums(evidence);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for (span, ranks) in spans(evidence) {
             let groups = if span == options.scope { None } else { divisors.groups(&span) };
             let Some(groups) = groups else { continue };
@@ -54,10 +54,10 @@ impl Cause for MicrobatchMeanOfMeans {
                     continue;
                 }
                 let fit = means(evidence, ranks).into_iter().filter(|&n| divisors.fit(&ratios, n));
-                found.extend(fit.map(|means| hypothesis(Counted { means, ..world.clone() })));
+                hypotheses.extend(fit.map(|means| hypothesis(Counted { means, ..world.clone() })));
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -77,9 +77,9 @@ fn means(evidence: &Evidence<'_>, ranks: usize) -> Vec<f64> {
 fn spans(evidence: &Evidence<'_>) -> Vec<(Span, usize)> {
     let all = evidence.ranks();
     let usual = [Scope::Microbatch, Scope::Rank, Scope::Global].map(Span::from);
-    let mut found: Vec<(Span, usize)> = usual.map(|span| (span, all)).into();
+    let mut spans: Vec<(Span, usize)> = usual.map(|span| (span, all)).into();
     let sequences = Sequences::All;
-    found.push((Span { ranks: Ranks::One, microbatches: Microbatches::All, sequences }, all));
+    spans.push((Span { ranks: Ranks::One, microbatches: Microbatches::All, sequences }, all));
     let Mesh(axes) = &evidence.step.dump.manifest.mesh;
     let axes: Vec<&(String, u32)> = axes.iter().filter(|(_, size)| *size > 1).take(AXES).collect();
     for chosen in 1..(1usize << axes.len()).saturating_sub(1) {
@@ -89,10 +89,10 @@ fn spans(evidence: &Evidence<'_>) -> Vec<(Span, usize)> {
         let names: Vec<String> = inside.iter().map(|&at| axes[at].0.clone()).collect();
         for microbatches in [Microbatches::All, Microbatches::One] {
             let ranks = Ranks::Axes(names.clone());
-            found.push((Span { ranks, microbatches, sequences }, groups));
+            spans.push((Span { ranks, microbatches, sequences }, groups));
         }
     }
-    found
+    spans
 }
 
 fn hypothesis(world: Counted) -> Hypothesis {

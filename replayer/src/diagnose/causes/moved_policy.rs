@@ -94,24 +94,24 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let held = |role: &Role| evidence.step.tensors.values().any(|info| info.role == Some(*role));
     let columns = [Role::Advantages, Role::OldLogprobs, Role::RefLogprobs];
     let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for of in columns.into_iter().filter(held) {
         // Where the loss agrees, only the backward is wrong, and `policy_terms` tries another ratio
         // there.
         if of != Role::Advantages && evidence.fails(Stage::Loss) {
-            found.extend(with_other_policys_logprobs(evidence, of));
+            hypotheses.extend(with_other_policys_logprobs(evidence, of));
         }
         for kind in 0..kinds {
             for by in MOVES {
-                found.extend(neighbours(evidence, of, (kind, by, true)));
-                found.extend(neighbours(evidence, of, (kind, by, false)));
+                hypotheses.extend(neighbours(evidence, of, (kind, by, true)));
+                hypotheses.extend(neighbours(evidence, of, (kind, by, false)));
             }
             for order in Order::ALL {
-                found.extend(sequences(evidence, of, (kind, order)));
+                hypotheses.extend(sequences(evidence, of, (kind, order)));
             }
         }
     }
-    found
+    hypotheses
 }
 
 fn hypothesis(of: Role, from: From, words: String) -> Hypothesis {

@@ -38,15 +38,15 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         return Vec::new();
     }
     let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for kind in 0..kinds {
         for by in MOVES {
             for around in [false, true] {
-                found.extend(moved(evidence, (kind, by, around)));
+                hypotheses.extend(moved(evidence, (kind, by, around)));
             }
         }
     }
-    found
+    hypotheses
 }
 
 fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> Option<Hypothesis> {

@@ -50,8 +50,8 @@ impl Cause for OtherLabels {
         let words = told(evidence, labels);
         let (words, follows_a_rule) = words;
         let world = Relabelled { labels: labels.clone(), g, ..Relabelled::default() };
-        let found = Hypothesis::new(world, vec![("labels", words)]);
-        vec![if follows_a_rule { found.fitted(1) } else { found.with_number_per_token() }]
+        let hypothesis = Hypothesis::new(world, vec![("labels", words)]);
+        vec![if follows_a_rule { hypothesis.fitted(1) } else { hypothesis.with_number_per_token() }]
     }
 }
 

@@ -77,13 +77,13 @@ fn backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         return Vec::new();
     }
     let Some(implied) = ImpliedLse::of(evidence) else { return Vec::new() };
-    let mut found: Vec<Hypothesis> = implied.rules(evidence).into_iter().collect();
-    if found.is_empty() && evidence.fails(Stage::Dk) {
+    let mut hypotheses: Vec<Hypothesis> = implied.rules(evidence).into_iter().collect();
+    if hypotheses.is_empty() && evidence.fails(Stage::Dk) {
         let words = "one that the dump does not explain".to_string();
         let world = Read { lse: implied.lse };
-        found.push(Hypothesis::new(world, vec![("lse", words)]).with_number_per_token());
+        hypotheses.push(Hypothesis::new(world, vec![("lse", words)]).with_number_per_token());
     }
-    found
+    hypotheses
 }
 
 /// The hypothesis that the forward's sum of exponentials lacks some classes, has them twice, or was
@@ -322,7 +322,7 @@ impl ImpliedLse {
         // If the loss fails too, it was computed with this lse, unless a recorded forward shows
         // otherwise.
         let forward = evidence.fails(Stage::Loss) && !evidence.captured_forward();
-        let found = match forward {
+        let hypothesis = match forward {
             true => {
                 let words = words + ", in the forward and the backward";
                 let world = OtherLse { lse: lse.clone(), captured: Vec::new() };
@@ -330,8 +330,8 @@ impl ImpliedLse {
             }
             false => Hypothesis::new(Read { lse: lse.clone() }, vec![("lse", words)]),
         };
-        let found = found.fitted(fitted);
-        self.are(&lse).then_some(found)
+        let hypothesis = hypothesis.fitted(fitted);
+        self.are(&lse).then_some(hypothesis)
     }
 
     /// Whether these lse are the implied ones.
@@ -353,11 +353,11 @@ fn are_mixed(evidence: &Evidence<'_>) -> Option<bool> {
         let inputs = evidence.inputs_of(key.microbatch)?;
         let direct = Direct::new(evidence, inputs)?;
         for (&t, row) in table.iter().filter(|(t, _)| inputs.labels[**t] != IGNORED) {
-            let (found, k) = (captured.row(t), direct.k(Row::From(inputs.labels[t] as usize)));
-            let Some(times) = multiples(&[row, &k], found) else { continue };
+            let (row_of_dq, k) = (captured.row(t), direct.k(Row::From(inputs.labels[t] as usize)));
+            let Some(times) = multiples(&[row, &k], row_of_dq) else { continue };
             let mixed = row.iter().zip(&k).map(|(row, k)| times[0] * row + times[1] * k);
-            left += distance(found, &mixed.collect::<Vec<f64>>());
-            before += distance(found, row);
+            left += distance(row_of_dq, &mixed.collect::<Vec<f64>>());
+            before += distance(row_of_dq, row);
         }
     }
     Some(left <= LEFT * before)

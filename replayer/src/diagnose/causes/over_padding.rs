@@ -60,21 +60,21 @@ impl Sums {
     /// `tokens`: entry and row of q of each token; `unit`: unit roundoff of a partial sum. Each of
     /// n addends passes through at most n roundings.
     fn of(tokens: &[(f64, Vec<f64>)], width: usize, unit: f64) -> Sums {
-        let mut found = Sums { products: vec![0.0; width], noise: vec![0.0; width], entries: 0.0 };
+        let mut sums = Sums { products: vec![0.0; width], noise: vec![0.0; width], entries: 0.0 };
         for (entry, q) in tokens {
-            found.entries += entry;
-            for ((to, noise), q) in found.products.iter_mut().zip(&mut found.noise).zip(q) {
+            sums.entries += entry;
+            for ((to, noise), q) in sums.products.iter_mut().zip(&mut sums.noise).zip(q) {
                 *to += entry * q;
                 *noise += (unit * entry * q).powi(2) * tokens.len() as f64 / 3.0;
             }
         }
-        found
+        sums
     }
 }
 
 /// Computes them; `None` where the padding of k has NaN, or there are too many rows.
 fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
-    let mut found = Entries::new();
+    let mut of_microbatches = Entries::new();
     let roundings = evidence.roundings()?;
     let unit_roundoff = roundings.compute();
     for inputs in evidence.inputs {
@@ -102,9 +102,9 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
             let of = Sums::of(&tokens, k.len(), unit_roundoff);
             sums.insert((inputs.microbatch, unit.rank()), of);
         }
-        found.insert(inputs.microbatch, Padding { entries, k, sums });
+        of_microbatches.insert(inputs.microbatch, Padding { entries, k, sums });
     }
-    Some(found)
+    Some(of_microbatches)
 }
 
 struct OverPadding {

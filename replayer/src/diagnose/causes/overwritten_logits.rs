@@ -83,9 +83,9 @@ pub(super) type Tokens<T> = BTreeMap<Option<Microbatch>, T>;
 /// The hypotheses for captured logits that fail.
 pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Logits]).map(|(key, _)| key).collect();
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     if keys.is_empty() {
-        return found;
+        return hypotheses;
     }
     // The values that the job computed before the buffer was overwritten: with the lse of the right
     // logits, not of the captured ones.
@@ -111,11 +111,11 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             holds.push_str(&format!(", times {}", rounded(times, 3)));
         }
         let parameters = vec![("tensor", "logits".to_string()), ("holds", holds)];
-        found.push(Hypothesis::new(world, parameters).fitted(usize::from(times != 1.0)));
-        return found;
+        hypotheses.push(Hypothesis::new(world, parameters).fitted(usize::from(times != 1.0)));
+        return hypotheses;
     }
-    found.extend(not_theirs(evidence, &keys, &right));
-    found
+    hypotheses.extend(not_theirs(evidence, &keys, &right));
+    hypotheses
 }
 
 /// The power of two that a factor is near, or the factor itself. A loss scale is a power of two,

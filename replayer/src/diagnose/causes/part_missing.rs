@@ -73,14 +73,14 @@ impl Cause for PartMissing {
 /// it twice.
 fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let one = |(of, name): (Of, &'static str)| {
-        let found = CountedSums::of(evidence, of)?;
-        if !found.of_parts || found.parts.is_empty() {
+        let counted = CountedSums::of(evidence, of)?;
+        if !counted.of_parts || counted.parts.is_empty() {
             return None;
         }
         let told = |(words, x): &(String, f64)| format!("{} in {words}", often(*x));
-        let words = found.parts.iter().map(told).collect::<Vec<_>>().join(", ");
-        let (fitted, of) = (found.parts.len(), "the sums of dk".to_string());
-        Some(Hypothesis::new(found, vec![("of", of), (name, words)]).fitted(fitted))
+        let words = counted.parts.iter().map(told).collect::<Vec<_>>().join(", ");
+        let (fitted, of) = (counted.parts.len(), "the sums of dk".to_string());
+        Some(Hypothesis::new(counted, vec![("of", of), (name, words)]).fitted(fitted))
     };
     let terms = [(Of::Softmax, "the softmax part"), (Of::Label, "the label's part")];
     terms.into_iter().filter_map(one).collect()
@@ -109,13 +109,15 @@ fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
         let pairs = sum.captured.values.iter().zip(sum.total());
         let error: Vec<f64> = pairs.map(|(captured, sum)| captured - sum).collect();
-        let found = rounded(multiple(&error, &values).times, 3);
-        let left: f64 = error.iter().zip(&values).map(|(e, k)| (e - found * k).powi(2)).sum();
-        let alike = times.is_none_or(|other| (other - found).abs() <= NEAR * found.abs());
-        if !alike || found == 0.0 || !(left <= LEFT * energy(&error)) {
+        let multiple_of_k = rounded(multiple(&error, &values).times, 3);
+        let left: f64 =
+            error.iter().zip(&values).map(|(e, k)| (e - multiple_of_k * k).powi(2)).sum();
+        let alike =
+            times.is_none_or(|other| (other - multiple_of_k).abs() <= NEAR * multiple_of_k.abs());
+        if !alike || multiple_of_k == 0.0 || !(left <= LEFT * energy(&error)) {
             return None;
         }
-        times = times.or(Some(found));
+        times = times.or(Some(multiple_of_k));
         keys.push(key);
     }
     let of_k = times?;
@@ -158,7 +160,7 @@ struct Terms {
 
 /// The factors of a gradient's terms, where they are the same in all its failing comparisons.
 fn solved(evidence: &Evidence<'_>, stage: Stage) -> Option<Terms> {
-    let mut found: Option<Terms> = None;
+    let mut terms: Option<Terms> = None;
     for (key, _) in evidence.failing_of(&[stage]) {
         let own = of_gradient(evidence, key)?;
         let same = |other: &Terms| {
@@ -166,12 +168,12 @@ fn solved(evidence: &Evidence<'_>, stage: Stage) -> Option<Terms> {
                 && other.label == own.label
                 && (other.of_k - own.of_k).abs() <= NEAR * own.of_k.abs()
         };
-        if !found.as_ref().is_none_or(same) {
+        if !terms.as_ref().is_none_or(same) {
             return None;
         }
-        found = Some(own);
+        terms = Some(own);
     }
-    found
+    terms
 }
 
 fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {

@@ -54,21 +54,21 @@ impl Cause for PartialNotReduced {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = of_dq(evidence);
-        found.extend(of_rows_of_dq(evidence));
-        found.extend(of_lse(evidence));
-        found.extend(of_sums(evidence));
-        found.extend(of_segments(evidence));
-        found.extend(of_devices(evidence));
-        found
+        let mut hypotheses = of_dq(evidence);
+        hypotheses.extend(of_rows_of_dq(evidence));
+        hypotheses.extend(of_lse(evidence));
+        hypotheses.extend(of_sums(evidence));
+        hypotheses.extend(of_segments(evidence));
+        hypotheses.extend(of_devices(evidence));
+        hypotheses
     }
 
     /// Shows where every tensor-parallel rank holds its own part of dq, or groups of ranks hold
     /// their own sums for the reduced dk.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
-        if let Some(found) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
-            return Some(found);
+        if let Some(observed) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
+            return Some(observed);
         }
         let of = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
         let words = format!(
@@ -112,25 +112,25 @@ fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
 
 /// The hypothesis that some rows of dq hold one shard's part.
 fn of_rows_of_dq(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = rows_of_shards(evidence)?;
+    let rows = rows_of_shards(evidence)?;
     let told = |tokens: &[usize]| match (tokens.iter().min(), tokens.iter().max()) {
         (Some(first), Some(last)) => format!("{} tokens between {first} and {last}", tokens.len()),
         _ => String::new(),
     };
-    let tokens: Vec<String> = found.tokens.values().map(|tokens| told(tokens)).collect();
-    let shards: Vec<String> = found.tokens.keys().map(ToString::to_string).collect();
+    let tokens: Vec<String> = rows.tokens.values().map(|tokens| told(tokens)).collect();
+    let shards: Vec<String> = rows.tokens.keys().map(ToString::to_string).collect();
     let parameters = vec![
         ("of", "some rows of dq".to_string()),
-        ("shards", found.of.to_string()),
+        ("shards", rows.of.to_string()),
         ("shard", shards.join(", ")),
         ("which", tokens.join(", ")),
     ];
-    Some(Hypothesis::new(found.world, parameters).fitted(1))
+    Some(Hypothesis::new(rows.world, parameters).fitted(1))
 }
 
 /// Hypotheses that dq of a microbatch is one shard's part.
 fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found: Vec<Hypothesis> = Vec::new();
+    let mut hypotheses: Vec<Hypothesis> = Vec::new();
     let mut seen: Vec<Range<usize>> = Vec::new();
     let failing = |inputs: &&MicrobatchInputs| {
         let of = |key: &&Key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch;
@@ -153,9 +153,9 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         lse.retain(|mb, _| {
             evidence.inputs.iter().any(|one| one.microbatch == *mb && failing(&one))
         });
-        found.push(Hypothesis::new(OneShard { range: shard.range, lse }, parameters));
+        hypotheses.push(Hypothesis::new(OneShard { range: shard.range, lse }, parameters));
     }
-    found
+    hypotheses
 }
 
 /// The shard whose part of the sum over classes explains the rows of a few tokens.
@@ -327,10 +327,10 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// The hypothesis that sums of dk lack the gradients of some of a rank's devices.
 fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = CountedSums::of(evidence, Of::Whole).filter(|found| found.is_of_devices())?;
+    let sums = CountedSums::of(evidence, Of::Whole).filter(|sums| sums.is_of_devices())?;
     let of = "dk over devices".to_string();
-    let parameters = vec![("of", of), ("holds only", found.devices.join(" and "))];
-    Some(Hypothesis::new(found, parameters).fitted(1))
+    let parameters = vec![("of", of), ("holds only", sums.devices.join(" and "))];
+    Some(Hypothesis::new(sums, parameters).fitted(1))
 }
 
 /// Hypotheses of segments of the reduced dk with other weights than the rest; segments that are a

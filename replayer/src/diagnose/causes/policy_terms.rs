@@ -37,12 +37,12 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if !fails || !evidence.step.is_policy_loss() {
         return Vec::new();
     }
-    let mut found = of_options(evidence);
+    let mut hypotheses = of_options(evidence);
     if let Some(derivative) = Derivative::of(evidence) {
-        found.extend(of_ratio(evidence, &derivative));
-        found.extend(of_terms(&derivative));
+        hypotheses.extend(of_ratio(evidence, &derivative));
+        hypotheses.extend(of_terms(&derivative));
     }
-    found
+    hypotheses
 }
 
 /// The name in reports of the parameter that describes a token's factor.
@@ -121,7 +121,7 @@ impl Derivative {
         let open = other.grpo.get_or_insert_default();
         (open.clip_low, open.clip_high, open.dual_clip) = (1.0, f64::MAX, None);
         let open = of_other(&other)?;
-        let mut found = Derivative {
+        let mut derivative = Derivative {
             unclipped: OfTokens::new(),
             passed: OfTokens::new(),
             kl: OfTokens::new(),
@@ -136,22 +136,22 @@ impl Derivative {
             let old = evidence.step.optional(Role::OldLogprobs, mb, one.tokens()).ok()??;
             let logp = logprobs(evidence, one)?;
             let share = |(part, open): (&f64, &f64)| if *open == 0.0 { 0.0 } else { part / open };
-            found.unclipped.insert(mb, open.iter().map(|g| -g).collect());
-            found.passed.insert(mb, part.iter().zip(open).map(share).collect());
-            found.kl.insert(mb, all.iter().zip(part).map(|(g, part)| part - g).collect());
+            derivative.unclipped.insert(mb, open.iter().map(|g| -g).collect());
+            derivative.passed.insert(mb, part.iter().zip(open).map(share).collect());
+            derivative.kl.insert(mb, all.iter().zip(part).map(|(g, part)| part - g).collect());
             let ratio_to = |other: Vec<f64>| -> Vec<f64> {
                 logp.iter().zip(other).map(|(p, other)| (p - other).exp()).collect()
             };
             let other = evidence.step.optional(Role::RefLogprobs, mb, one.tokens()).ok().flatten();
-            found.to_reference = found.to_reference.zip(other).map(|(mut all, other)| {
+            derivative.to_reference = derivative.to_reference.zip(other).map(|(mut all, other)| {
                 all.insert(mb, ratio_to(other));
                 all
             });
-            found.ratio.insert(mb, ratio_to(old));
+            derivative.ratio.insert(mb, ratio_to(old));
             let shown = shown(evidence, one, all);
-            found.captured.extend(shown.map(|shown| (mb, shown)));
+            derivative.captured.extend(shown.map(|shown| (mb, shown)));
         }
-        (!found.captured.is_empty()).then_some(found)
+        (!derivative.captured.is_empty()).then_some(derivative)
     }
 
     /// The numbers that a rule gives in the place of the tokens' ratios.
@@ -331,19 +331,19 @@ fn clipped(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<(String, OfT
         ),
         ("with the clipped ratio as a constant factor", &|r, _, _| r.clamp(low, high)),
     ];
-    let mut found: Vec<(String, OfTokens)> =
+    let mut ratios: Vec<(String, OfTokens)> =
         rules.into_iter().map(|(words, of)| (words.to_string(), derivative.each(of))).collect();
     let clips = |r: f64, up: bool| if up { r > high } else { r < low };
     let inverse = derivative.each(&|r, up, _| none_if(clips(1.0 / r, up), 1.0 / r));
-    found.push(("with the inverse of the ratio".to_string(), inverse));
+    ratios.push(("with the inverse of the ratio".to_string(), inverse));
     if let Some(mut other) = derivative.to_reference.clone() {
         for (mb, own) in &mut other {
             let up = derivative.unclipped[mb].iter().map(|x| *x < 0.0);
             own.iter_mut().zip(up).for_each(|(r, up)| *r = none_if(clips(*r, up), *r));
         }
-        found.push(("with the ratio to the reference policy".to_string(), other));
+        ratios.push(("with the ratio to the reference policy".to_string(), other));
     }
-    found
+    ratios
 }
 
 /// The ratio of each token's neighbour in the runs of one division, and the name of that division.

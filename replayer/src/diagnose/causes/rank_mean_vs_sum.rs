@@ -50,15 +50,15 @@ impl Cause for RankMeanVsSum {
             };
             [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().flat_map(one).collect::<Vec<_>>()
         };
-        let mut found: Vec<Hypothesis> = sizes.iter().flat_map(of).collect();
-        found.extend(of_segments(evidence, &sizes));
-        found
+        let mut hypotheses: Vec<Hypothesis> = sizes.iter().flat_map(of).collect();
+        hypotheses.extend(of_segments(evidence, &sizes));
+        hypotheses
     }
 }
 
 /// Segments of the reduced dk that are the mean over ranks while the rest is the sum.
 fn of_segments(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for of in segments(evidence) {
         let near =
             |size: &&u32| of.factor().is_some_and(|x| (x * f64::from(**size) - 1.0).abs() < 1e-9);
@@ -68,23 +68,23 @@ fn of_segments(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hy
             ("ranks", format!("{size} ({})", sizes[size])),
             ("where", of.places()),
         ];
-        found.push(Hypothesis::new(of.world(), parameters).fitted(of.of.len()));
+        hypotheses.push(Hypothesis::new(of.world(), parameters).fitted(of.of.len()));
     }
-    found
+    hypotheses
 }
 
 /// The sizes of the groups of ranks that a gradient may be reduced over, each with its name in
 /// words.
 fn group_sizes(evidence: &Evidence<'_>) -> BTreeMap<u32, String> {
     let manifest = &evidence.step.dump.manifest;
-    let mut found = BTreeMap::from([(manifest.world_size, "all ranks".to_string())]);
+    let mut sizes = BTreeMap::from([(manifest.world_size, "all ranks".to_string())]);
     let axes = &manifest.mesh.0[..manifest.mesh.0.len().min(AXES)];
     for subset in 1u32..1 << axes.len() {
         let chosen = || axes.iter().enumerate().filter(|(at, _)| subset >> at & 1 == 1);
         let size = chosen().map(|(_, (_, size))| size).product();
         let names: Vec<&str> = chosen().map(|(_, (name, _))| name.as_str()).collect();
-        found.entry(size).or_insert_with(|| format!("axis {}", names.join(" x ")));
+        sizes.entry(size).or_insert_with(|| format!("axis {}", names.join(" x ")));
     }
-    found.retain(|&size, _| size > 1);
-    found
+    sizes.retain(|&size, _| size > 1);
+    sizes
 }

@@ -21,7 +21,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if evidence.step.options.declared.labels_shifted {
         return Vec::new();
     }
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for (kind, wraps) in (0..kinds).flat_map(|kind| [(kind, false), (kind, true)]) {
         let Some(Shifted { labels, weights, name }) = shifted(evidence, kind, wraps) else {
             continue;
@@ -37,16 +37,16 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ];
             let (labels, weights) = (labels.clone(), weights.clone());
             let world = Relabelled { labels, counts, weights, ..Relabelled::default() };
-            found.push(Hypothesis::new(world, parameters));
+            hypotheses.push(Hypothesis::new(world, parameters));
         }
     }
-    found
+    hypotheses
 }
 
 /// The divisions into runs, other than sequences, inside which labels may have been shifted.
 fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<TokenRuns> {
-    let mut found = known(evidence.step, inputs);
-    let sequences = found.remove(0);
+    let mut divisions = known(evidence.step, inputs);
+    let sequences = divisions.remove(0);
     let length = inputs.sequence.max(1);
     let mut parts = Vec::new();
     for run in of_ranks(evidence.step, inputs) {
@@ -55,8 +55,8 @@ fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<TokenRuns> {
     }
     let cut = parts.len() > sequences.runs.len();
     let name = "each rank's part of each sequence".to_string();
-    found.extend(cut.then_some(TokenRuns { name, runs: parts }));
-    found
+    divisions.extend(cut.then_some(TokenRuns { name, runs: parts }));
+    divisions
 }
 
 /// Labels and weights of every microbatch after a shift by one inside the runs of one division.

@@ -223,8 +223,8 @@ mod tests {
         let x = 0.0123f32;
         let flip = |bit: u32| f64::from(f32::from_bits(x.to_bits() ^ (1 << bit)));
         for bit in [22, 24, 27, 30, 31] {
-            let found = flipped(&values(32, false), &at(flip(bit), f64::from(x) * 1.001));
-            assert_eq!(found, Some(bit));
+            let bit_found = flipped(&values(32, false), &at(flip(bit), f64::from(x) * 1.001));
+            assert_eq!(bit_found, Some(bit));
         }
         let off = at(f64::from(x) * 1.04, f64::from(x));
         assert_eq!(flipped(&values(32, false), &off), None, "a ratio is no bit");

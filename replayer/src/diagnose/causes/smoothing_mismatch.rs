@@ -61,27 +61,27 @@ impl Cause for SmoothingMismatch {
         }
         let declared = &evidence.step.options.declared;
         let (epsilon, formula) = (declared.label_smoothing, declared.smoothing_formula);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         if epsilon > 0.0 {
             let other = match formula {
                 SmoothingFormula::Uniform => SmoothingFormula::Megatron,
                 SmoothingFormula::Megatron => SmoothingFormula::Uniform,
             };
-            found.push(hypothesis(evidence, 0.0, formula, 0));
-            found.push(hypothesis(evidence, epsilon, other, 0));
+            hypotheses.push(hypothesis(evidence, 0.0, formula, 0));
+            hypotheses.push(hypothesis(evidence, epsilon, other, 0));
             for part in [Part::Label, Part::Spread] {
-                found.extend(part.hypotheses(evidence));
+                hypotheses.extend(part.hypotheses(evidence));
             }
-            found.extend(over_one_ranks_classes(evidence));
-            found.extend(smoothing_parts::hypotheses(evidence));
-            found.extend(over_padding::hypotheses(evidence));
+            hypotheses.extend(over_one_ranks_classes(evidence));
+            hypotheses.extend(smoothing_parts::hypotheses(evidence));
+            hypotheses.extend(over_padding::hypotheses(evidence));
         }
         let world = |x: f64| -> Box<dyn World> { Box::new(smoothed(x, formula)) };
         let from = (epsilon, if epsilon > 0.0 { epsilon / 2.0 } else { USUAL });
         let fitted = linear(evidence, (&stages, Wanted::Part), from, &world).unwrap_or_default();
         let sound = fitted.into_iter().filter(|x| (0.0..1.0).contains(x));
-        found.extend(sound.map(|x| hypothesis(evidence, x, formula, 1)));
-        found
+        hypotheses.extend(sound.map(|x| hypothesis(evidence, x, formula, 1)));
+        hypotheses
     }
 }
 
@@ -112,7 +112,7 @@ fn hypothesis(
 
 /// Hypotheses of smoothing over the classes of one of several ranks that cut the vocabulary.
 fn over_one_ranks_classes(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for ranks in cuts(evidence) {
         let whose = if evidence.fails(Stage::Loss) { ranks.min(SHOWN) } else { 1 };
         for rank in 0..whose {
@@ -125,13 +125,13 @@ fn over_one_ranks_classes(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 parameters.push(("in", "the loss; gradients have the declared smoothing".into()));
                 let spread = [world.spread[0]; 2];
                 let world = Local { spread, in_loss_alone: true, ..world.clone() };
-                found.push(Hypothesis::new(world, parameters.clone()));
+                hypotheses.push(Hypothesis::new(world, parameters.clone()));
             }
             let world = Local { in_loss_alone: evidence.agrees(Stage::Dq), ..world };
-            found.push(Hypothesis::new(world, parameters));
+            hypotheses.push(Hypothesis::new(world, parameters));
         }
     }
-    found
+    hypotheses
 }
 
 /// The numbers of ranks that may have cut the vocabulary.
@@ -175,7 +175,7 @@ pub(super) type Means = BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>;
 
 /// Computes them where the loss fails; `None` where that takes too much work.
 pub(super) fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means> {
-    let mut found = Means::new();
+    let mut means = Means::new();
     for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
         let direct = Direct::new(evidence, inputs)?;
         if direct.work().saturating_mul(inputs.tokens()) > WORK {
@@ -186,9 +186,9 @@ pub(super) fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means>
             let mean = |z: &[f64]| z.iter().sum::<f64>() / z.len() as f64;
             [mean(&z), mean(&z[own.clone()])]
         };
-        found.insert(inputs.microbatch, (0..inputs.tokens()).map(of).collect());
+        means.insert(inputs.microbatch, (0..inputs.tokens()).map(of).collect());
     }
-    Some(found)
+    Some(means)
 }
 
 impl World for Local {
@@ -247,7 +247,7 @@ impl Part {
         let epsilon = ("ε", options.declared.label_smoothing.to_string());
         let of = move |times: f64| Times { part: self, times, spread };
         let left_out = ("left out", self.words().to_string());
-        let mut found = vec![Hypothesis::new(of(0.0), vec![epsilon.clone(), left_out])];
+        let mut hypotheses = vec![Hypothesis::new(of(0.0), vec![epsilon.clone(), left_out])];
         let world = |times: f64| -> Box<dyn World> { Box::new(of(times)) };
         let fitted = linear(evidence, (&Stage::GRADIENTS, Wanted::Part), (1.0, 1.0), &world)
             .unwrap_or_default();
@@ -257,9 +257,9 @@ impl Part {
             let words = format!("{} times {}", shown(counted.unwrap_or(times)), self.words());
             let parameters = vec![epsilon.clone(), ("instead", words)];
             let one = Hypothesis::new(of(counted.unwrap_or(times)), parameters);
-            found.push(if counted.is_some() { one } else { one.fitted(1) });
+            hypotheses.push(if counted.is_some() { one } else { one.fitted(1) });
         }
-        found
+        hypotheses
     }
 }
 

@@ -73,15 +73,15 @@ fn words(parts: &[f64; 3]) -> Vec<(&'static str, String)> {
 fn rules(evidence: &Evidence<'_>, [classes, valid]: [usize; 2], spread: f64) -> Vec<[f64; 3]> {
     let formula = evidence.step.options.smoothing(classes);
     let k = [classes, valid].map(|n| n as f64);
-    let mut found = Vec::new();
+    let mut factors = Vec::new();
     for s in [formula, spread] {
         for k_of_spread in k {
             let [b, c] = [(1.0 - s) / (1.0 - spread), s / k_of_spread / (spread / k[1])];
             let total = b * (1.0 - spread) + c * spread;
-            found.extend([[1.0, b, c], [total, b, c]]);
+            factors.extend([[1.0, b, c], [total, b, c]]);
         }
     }
-    found
+    factors
 }
 
 /// A, B and C by least squares; `None` where they leave more than [`LEFT`] of the error of dq, or

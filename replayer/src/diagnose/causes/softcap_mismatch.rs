@@ -53,22 +53,22 @@ impl Cause for SoftcapMismatch {
             return Vec::new();
         }
         let cap = evidence.step.options.transform.softcap;
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         if let Some(cap) = cap {
             let change = |options: &mut HeadOptions| options.transform.uncapped = true;
             let world = ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 };
             let parameters =
                 vec![("softcap", cap.to_string()), ("left out", "its derivative".to_string())];
-            found.push(Hypothesis::new(world, parameters));
-            found.extend(of_one_part(evidence, cap));
-            found.extend(capped(evidence, None, 0));
+            hypotheses.push(Hypothesis::new(world, parameters));
+            hypotheses.extend(of_one_part(evidence, cap));
+            hypotheses.extend(capped(evidence, None, 0));
         }
         for other in fitted(evidence) {
             if Some(other) != cap {
-                found.extend(capped(evidence, Some(other), 1));
+                hypotheses.extend(capped(evidence, Some(other), 1));
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -125,8 +125,8 @@ pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
     let tokens = RawLogits::of(evidence);
     let error = |cap: f64| tokens.error(Transform { softcap: Some(cap), ..transform });
-    let found = least(&error, CAPS).filter(|&found| tokens.believes(found, &error));
-    found.map_or(Vec::new(), |found| readings(found, u64::MAX))
+    let cap_found = least(&error, CAPS).filter(|&cap_found| tokens.believes(cap_found, &error));
+    cap_found.map_or(Vec::new(), |cap_found| readings(cap_found, u64::MAX))
 }
 
 /// Another cap in the forward and the backward, and in either alone.
@@ -141,11 +141,11 @@ fn capped(evidence: &Evidence<'_>, cap: Option<f64>, fitted: usize) -> Vec<Hypot
         let world = ChangedOptions { change, lse, factor: 1.0 };
         Hypothesis::new(world, parameters(place)).fitted(fitted)
     };
-    let mut found: Vec<Hypothesis> =
+    let mut hypotheses: Vec<Hypothesis> =
         BackwardStarts::of(evidence, &change, 1.0).each().into_iter().map(of).collect();
     if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {
         let parameters = parameters(FORWARD_ONLY);
-        found.push(Hypothesis::new(world, parameters).fitted(fitted));
+        hypotheses.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
-    found
+    hypotheses
 }

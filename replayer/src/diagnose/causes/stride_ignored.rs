@@ -55,18 +55,23 @@ impl Cause for StrideIgnored {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let mut found = written(evidence);
-        found.extend(flat(evidence));
-        found.extend(of_cotangents(evidence));
+        let mut offered = written(evidence);
+        offered.extend(flat(evidence));
+        offered.extend(of_cotangents(evidence));
         if let Some(failing_tokens) = FailingTokens::new(evidence) {
             for (map, words) in views(evidence) {
                 let parameters = vec![("operand", "q".to_string()), ("view", words)];
-                found.extend(hypotheses(evidence, &failing_tokens, (Operand::Q, map), &parameters));
+                offered.extend(hypotheses(
+                    evidence,
+                    &failing_tokens,
+                    (Operand::Q, map),
+                    &parameters,
+                ));
             }
         }
-        found.extend(transposed_k(evidence));
-        found.extend(label_gathered::hypothesis(evidence));
-        found
+        offered.extend(transposed_k(evidence));
+        offered.extend(label_gathered::hypothesis(evidence));
+        offered
     }
 }
 
@@ -75,11 +80,11 @@ impl Cause for StrideIgnored {
 fn views(evidence: &Evidence<'_>) -> Vec<(Map, String)> {
     let Some(inputs) = evidence.inputs.first() else { return Vec::new() };
     let longest = of_ranks(evidence.step, inputs).iter().map(Vec::len).max().unwrap_or(0);
-    let mut found = Vec::new();
+    let mut views = Vec::new();
     for step in [2, 3, 4] {
         for beyond in [Beyond::Wraps, Beyond::Zeros, Beyond::LastRow] {
             let words = format!("every {step}. row, beyond the end {}", beyond.name());
-            found.push((Map::Strided { step, beyond }, words));
+            views.push((Map::Strided { step, beyond }, words));
         }
     }
     // Every length is tried where a row costs little; otherwise lengths near that of a sequence.
@@ -88,21 +93,21 @@ fn views(evidence: &Evidence<'_>) -> Vec<(Map, String)> {
         _ => [inputs.sequence, inputs.sequence.saturating_sub(1), inputs.sequence + 1].into(),
     };
     for row in lengths.into_iter().filter(|&row| row > 1) {
-        found.push((Map::Unsliced { row }, format!("one row left out after every {row}")));
+        views.push((Map::Unsliced { row }, format!("one row left out after every {row}")));
     }
     let n = inputs.tokens();
     let rows = n / inputs.sequence.max(1);
     for rows in [rows, inputs.sequence] {
         if rows > 1 && rows < n {
-            found.push((Map::Transposed { rows }, format!("[{rows}, {}] transposed", n / rows)));
+            views.push((Map::Transposed { rows }, format!("[{rows}, {}] transposed", n / rows)));
         }
     }
-    found
+    views
 }
 
 /// Hypotheses that rows of dq were written one after another into a buffer with longer rows.
 fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for step in [2, 3, 4] {
         for beyond in [Beyond::Zeros, Beyond::Wraps] {
             let map = Map::Strided { step, beyond };
@@ -126,11 +131,11 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             if !from.is_empty() {
                 let view = format!("every {step}. row, beyond the end {}", beyond.name());
                 let parameters = vec![("operand", "dq".to_string()), ("view", view)];
-                found.push(Hypothesis::new(MovedRows { from }, parameters));
+                hypotheses.push(Hypothesis::new(MovedRows { from }, parameters));
             }
         }
     }
-    found
+    hypotheses
 }
 
 /// The hypothesis that a gradient's elements were written one after another into a buffer of the
@@ -217,7 +222,7 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let first = Map::Strided { step: 0, beyond: Beyond::Zeros };
         maps.push((first, "the first number for all".into()));
     }
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for (map, view) in maps {
         let of = |one: &MicrobatchInputs| {
             Some((one.microbatch, map.in_runs(one.tokens(), &of_ranks(evidence.step, one))?))
@@ -228,9 +233,9 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
         let parameters = vec![("operand", "the tokens' cotangents".to_string()), ("view", view)];
         let g = evidence.reference().g.clone();
-        found.push(Hypothesis::new(OtherCotangents { rows, g }, parameters));
+        hypotheses.push(Hypothesis::new(OtherCotangents { rows, g }, parameters));
     }
-    found
+    hypotheses
 }
 
 /// Upstream gradients with the cotangents of other tokens, or their weights where no cotangents

@@ -56,16 +56,16 @@ impl Cause for TailTileUnmasked {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let mut found = padded(evidence);
+        let mut hypotheses = padded(evidence);
         let seen: Vec<(&MicrobatchInputs, Vec<ImpliedLse>)> =
             evidence.inputs.iter().map(|inputs| (inputs, implied_lse(evidence, inputs))).collect();
         if seen.iter().all(|(_, seen)| seen.is_empty()) {
-            found.extend(of_loss(evidence));
-            return found;
+            hypotheses.extend(of_loss(evidence));
+            return hypotheses;
         }
-        found.extend(zeros(evidence, &seen));
-        found.extend(others(evidence, &seen));
-        found
+        hypotheses.extend(zeros(evidence, &seen));
+        hypotheses.extend(others(evidence, &seen));
+        hypotheses
     }
 }
 
@@ -77,7 +77,7 @@ fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let all = head.k.rows - head.valid_vocab;
     let tokens: usize = evidence.inputs.iter().map(MicrobatchInputs::tokens).sum();
     let is_small = tokens.saturating_mul(all * head.q.cols) <= WORK;
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     let counts: BTreeSet<usize> =
         [Some(all), is_small.then(|| columns_shown(evidence, all)).flatten()]
             .into_iter()
@@ -93,7 +93,7 @@ fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let fitted = usize::from(columns != all);
         let (backward, declared) = (Lse::new(), Lse::new());
         let world = Unpadded { columns, backward, declared };
-        found.push(Hypothesis::new(world, parameters.clone()).fitted(fitted));
+        hypotheses.push(Hypothesis::new(world, parameters.clone()).fitted(fitted));
     }
     if is_small && !evidence.fails_any(&Stage::FORWARD) {
         let parameters = vec![
@@ -103,9 +103,9 @@ fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         ];
         let declared = evidence.reference().forward_lse.clone();
         let world = Unpadded { columns: all, backward: padded_lse(evidence, all), declared };
-        found.push(Hypothesis::new(world, parameters));
+        hypotheses.push(Hypothesis::new(world, parameters));
     }
-    found
+    hypotheses
 }
 
 /// How many of the padding's columns the implied lse contains; none where no number fits.
@@ -279,7 +279,7 @@ fn others(
     tiles.retain(|&tile| vocab % tile != 0 && tile < vocab);
     tiles.sort_unstable();
     tiles.dedup();
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for (words, filling) in FILLINGS {
         for &tile in &tiles {
             let lacks = tile - vocab % tile;
@@ -296,10 +296,10 @@ fn others(
                 ("filled with", words.to_string()),
                 ("tile", tile.to_string()),
             ];
-            found.push(hypothesis(evidence, lse, parameters, 0));
+            hypotheses.push(hypothesis(evidence, lse, parameters, 0));
         }
     }
-    found
+    hypotheses
 }
 
 /// The logits of the extra columns, from a token's and the next token's logits.

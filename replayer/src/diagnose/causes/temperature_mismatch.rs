@@ -45,7 +45,7 @@ impl Cause for TemperatureMismatch {
             return Vec::new();
         }
         let scale = evidence.step.options.transform.scale;
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         if scale != 1.0 {
             let inverse = 1.0 / (scale * scale);
             for (factor, words) in
@@ -57,17 +57,17 @@ impl Cause for TemperatureMismatch {
                         ("factor of the logits", shown(scale)),
                         ("in the backward", words.to_string()),
                     ];
-                    found.push(Hypothesis::new(Scaled { factor, stages }, parameters));
+                    hypotheses.push(Hypothesis::new(Scaled { factor, stages }, parameters));
                 }
             }
             for other in [1.0, 1.0 / scale, scale * scale] {
-                found.extend(scaled(evidence, other, 0));
+                hypotheses.extend(scaled(evidence, other, 0));
             }
         }
         for other in fitted(evidence) {
-            found.extend(scaled(evidence, other, 1));
+            hypotheses.extend(scaled(evidence, other, 1));
         }
-        found
+        hypotheses
     }
 }
 
@@ -79,8 +79,8 @@ pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     let (sign, size) = (transform.scale.signum(), transform.scale.abs());
     let error = |x: f64| tokens.error(Transform { scale: sign * x, ..transform });
     let range = (size / AROUND, size * AROUND);
-    let found = least(&error, range).filter(|&x| tokens.believes(x, &error));
-    found.map_or(Vec::new(), |x| readings(x, u64::MAX)).into_iter().map(|x| sign * x).collect()
+    let factor = least(&error, range).filter(|&x| tokens.believes(x, &error));
+    factor.map_or(Vec::new(), |x| readings(x, u64::MAX)).into_iter().map(|x| sign * x).collect()
 }
 
 /// Another factor of the logits: everywhere, everywhere without its derivative in dlogits, and in
@@ -101,17 +101,17 @@ fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis>
         Hypothesis::new(world, parameters).fitted(fitted)
     };
     let gradients = evidence.fails_any(&Stage::GRADIENTS);
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for (lse, place) in BackwardStarts::of(evidence, &change, 1.0).each() {
-        found.push(of(&lse, 1.0, place.into()));
+        hypotheses.push(of(&lse, 1.0, place.into()));
         if gradients {
             let place = format!("{place}, but for the factor of dlogits");
-            found.push(of(&lse, declared / other, place));
+            hypotheses.push(of(&lse, declared / other, place));
         }
     }
     if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {
         let parameters = parameters(FORWARD_ONLY.into());
-        found.push(Hypothesis::new(world, parameters).fitted(fitted));
+        hypotheses.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
-    found
+    hypotheses
 }

@@ -56,17 +56,17 @@ impl Cause for TileAddLowPrecision {
         if !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
             return Vec::new();
         }
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for precision in formats_below(roundings.narrowest.tile_add, &roundings) {
             for base in bases(&roundings) {
                 // The label's part may be in its tile, or be added after all tiles.
-                found.extend(of(evidence, (&roundings, &base), precision, true));
+                hypotheses.extend(of(evidence, (&roundings, &base), precision, true));
                 if fused {
-                    found.extend(of(evidence, (&roundings, &base), precision, false));
+                    hypotheses.extend(of(evidence, (&roundings, &base), precision, false));
                 }
             }
         }
-        found
+        hypotheses
     }
 }
 

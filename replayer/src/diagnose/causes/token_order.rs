@@ -58,9 +58,9 @@ impl Cause for TokenOrder {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails(Stage::LabelLogits) {
             return Vec::new();
         }
-        let mut found = of_rows(evidence);
-        found.extend(of_labels(evidence));
-        found
+        let mut hypotheses = of_rows(evidence);
+        hypotheses.extend(of_labels(evidence));
+        hypotheses
     }
 }
 
@@ -87,7 +87,7 @@ type Orders = BTreeMap<Option<Microbatch>, Vec<usize>>;
 
 /// The hypotheses of rows of dq in another order: only those of dq, or everything of a token.
 fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found: BTreeMap<String, Orders> = BTreeMap::new();
+    let mut orders_by_name: BTreeMap<String, Orders> = BTreeMap::new();
     let (mut put_back, mut parts) = (Vec::new(), Vec::new());
     for key in failing_dq(evidence) {
         let Some(inputs) = evidence.inputs_of(key.microbatch) else { continue };
@@ -106,17 +106,17 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let order = named.or_else(|| matched(&captured, &whole()?, inputs.tokens()));
         let Some(order) = order else { return Vec::new() };
         put_back.push(in_place(key, &captured, &inverse(&order.from)));
-        found.entry(order.name).or_default().insert(key.microbatch, order.from);
+        orders_by_name.entry(order.name).or_default().insert(key.microbatch, order.from);
     }
     // All microbatches of a job must have the same permutation by name.
-    if found.len() != 1 {
+    if orders_by_name.len() != 1 {
         return Vec::new();
     }
     // Where the parts of dq were captured in the right order, only their sum was permuted.
     let alone = !evidence.fails_any(&[Stage::DqLse, Stage::DqLabel])
         && evidence.residuals.keys().any(|key| key.stage == Stage::DqLse);
     let mut hypotheses = Vec::new();
-    for (name, from) in found {
+    for (name, from) in orders_by_name {
         let fitted = if name == MATCH { 4 } else { 0 };
         let rows = |of: &Vec<usize>| of.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
         let moved = from.iter().map(|(&mb, of)| (mb, rows(of))).collect();
@@ -254,7 +254,7 @@ fn matched(captured: &Values, rows: &Rows<'_>, tokens: usize) -> Option<Order> {
 
 /// The hypotheses of labels in another order than the tokens.
 fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found: HashMap<String, BTreeMap<Option<Microbatch>, Vec<u32>>> = HashMap::new();
+    let mut hypotheses: HashMap<String, BTreeMap<Option<Microbatch>, Vec<u32>>> = HashMap::new();
     for inputs in evidence.inputs {
         let Some(test) = LabelTest::new(evidence, inputs) else { continue };
         let looked = tokens(evidence, inputs);
@@ -268,7 +268,7 @@ fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 |t: usize| Some(inputs.labels[order.from[t]]).filter(|&label| label != IGNORED);
             if test.share(&some, &label) >= FITS {
                 let labels = order.from.iter().map(|&t| inputs.labels[t]).collect();
-                found.entry(order.name).or_default().insert(inputs.microbatch, labels);
+                hypotheses.entry(order.name).or_default().insert(inputs.microbatch, labels);
             }
         }
     }
@@ -277,7 +277,7 @@ fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let g = Some(evidence.reference().g.clone());
         Hypothesis::new(Relabelled { labels, g, ..Relabelled::default() }, parameters)
     };
-    let mut all: Vec<_> = found.into_iter().collect();
+    let mut all: Vec<_> = hypotheses.into_iter().collect();
     all.sort_by(|a, b| a.0.cmp(&b.0));
     all.into_iter().map(one).collect()
 }

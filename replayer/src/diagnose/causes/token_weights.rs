@@ -112,11 +112,11 @@ fn of_dlogits(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     }
     let named: [(&str, OfToken<'_>); 2] =
         [("cotangent", &|one, t| one.cotangent[t]), ("weight", &|one, t| one.weights[t])];
-    let found = named.into_iter().find_map(|(name, of)| {
+    let rule = named.into_iter().find_map(|(name, of)| {
         let number = alike(seen.iter().map(|(t, times)| times * of(one, *t)))?;
         seen.iter().any(|(_, times)| (times - 1.0).abs() > NEAR).then_some((name, of, number))
     });
-    let (name, of, number) = found?;
+    let (name, of, number) = rule?;
     let factors = evidence.inputs.iter().map(|one| {
         let factor = |t: usize| if counts(one, t) { number / of(one, t) } else { 1.0 };
         (one.microbatch, (0..one.tokens()).map(factor).collect())
@@ -151,7 +151,7 @@ type Factors = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 /// The factor of each row of dq relative to its reference; none where rows are no such multiples.
 fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
-    let mut found: Factors =
+    let mut factors: Factors =
         evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
     // The rows of the sample are checked first, as they cost nothing more.
     let (mut before, mut left) = (0.0, 0.0);
@@ -174,10 +174,10 @@ fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
             let of = multiple(captured.row(at), reference.row(at));
             before += of.before;
             left += of.left;
-            found.get_mut(&key.microbatch)?[t] = of.times;
+            factors.get_mut(&key.microbatch)?[t] = of.times;
         }
     }
-    (left <= LEFT * before).then_some(found)
+    (left <= LEFT * before).then_some(factors)
 }
 
 /// Whether a token takes part.
@@ -227,7 +227,7 @@ fn by_rule(
     solved_factors: &Factors,
     of: OfToken<'_>,
 ) -> Option<Factors> {
-    let mut found = Factors::new();
+    let mut factors = Factors::new();
     let mut changes = false;
     for one in asked.evidence.inputs {
         let mut own = vec![1.0; one.tokens()];
@@ -240,9 +240,9 @@ fn by_rule(
             own[t] = wanted;
             changes |= (wanted - 1.0).abs() > NEAR;
         }
-        found.insert(one.microbatch, own);
+        factors.insert(one.microbatch, own);
     }
-    changes.then_some(found)
+    changes.then_some(factors)
 }
 
 /// The rule that tokens of one label do not count.

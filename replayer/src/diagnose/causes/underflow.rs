@@ -66,21 +66,21 @@ impl Cause for Underflow {
         let cotangent = evidence.step.options.cotangent;
         let early = (!declared).then_some(1.0);
         let late = (cotangent.abs() > 1.0).then_some(cotangent);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for scale in early.into_iter().chain(late) {
             let share = small(evidence, &roundings.narrowest, scale).unwrap_or(0.0);
             if !(share > SHARE) {
                 continue;
             }
             let own = roundings.narrowest.p;
-            found.push(hypothesis(&roundings, own, (scale, share)));
+            hypotheses.push(hypothesis(&roundings, own, (scale, share)));
             // Rounding p too is tried only if the declaration leaves that open; otherwise it would
             // be another fault.
             if half != own && half.unit_roundoff() <= roundings.widest.p.unit_roundoff() {
-                found.push(hypothesis(&roundings, half, (scale, share)));
+                hypotheses.push(hypothesis(&roundings, half, (scale, share)));
             }
         }
-        found
+        hypotheses
     }
 }
 

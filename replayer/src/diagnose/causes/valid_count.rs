@@ -52,7 +52,7 @@ impl Cause for ValidCount {
         };
         let Some(divisors) = Divisors::of(evidence) else { return Vec::new() };
         let sums = sums(evidence);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for span in &spans {
             let Some(groups) = divisors.groups(span) else { continue };
             for count in Count::ALL.into_iter().filter(|&count| Some(count) != declared) {
@@ -61,13 +61,13 @@ impl Cause for ValidCount {
                 }
                 let (span, sums, whose) = (span.clone(), sums.clone(), Whose::Own);
                 let world = Counted { count, span, whose, means: 1.0, sums };
-                found.extend(divided_by(&divisors, &groups, world, declared));
+                hypotheses.extend(divided_by(&divisors, &groups, world, declared));
             }
         }
-        found.extend(counts_of_one(evidence, &divisors, &sums));
-        found.extend(first_labels(evidence, &divisors, &sums));
-        found.extend(counted_in_few_bits(evidence, &divisors, &sums));
-        found
+        hypotheses.extend(counts_of_one(evidence, &divisors, &sums));
+        hypotheses.extend(first_labels(evidence, &divisors, &sums));
+        hypotheses.extend(counted_in_few_bits(evidence, &divisors, &sums));
+        hypotheses
     }
 }
 
@@ -165,7 +165,7 @@ fn counts_of_one(
 ) -> Vec<Hypothesis> {
     let declared = Count::declared(&evidence.step.options);
     let counts = Count::declared_and_usual(&evidence.step.options);
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     let ranks = Span { ranks: Ranks::One, ..Span::from(Scope::Global) };
     for span in [ranks, Scope::Rank.into()] {
         let Some(groups) = divisors.groups(&span) else { continue };
@@ -173,9 +173,9 @@ fn counts_of_one(
             for whose in [Whose::Largest, Whose::Smallest, Whose::First] {
                 let (span, sums) = (span.clone(), sums.clone());
                 let world = Counted { count, span, whose, means: 1.0, sums };
-                found.extend(divided_by(divisors, &groups, world, declared));
+                hypotheses.extend(divided_by(divisors, &groups, world, declared));
             }
         }
     }
-    found
+    hypotheses
 }

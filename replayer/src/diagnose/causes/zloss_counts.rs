@@ -28,7 +28,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let (lambda, in_loss) = (declared.z_loss, declared.z_loss_in_loss);
     let (m, w) = (evidence.microbatches() as f64, evidence.ranks() as f64);
     let mut seen: Vec<Times> = Vec::new();
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     let ranks = Span { ranks: Ranks::One, ..Span::from(Scope::Global) };
     for (span, groups) in [
         (Scope::Global.into(), 1.0),
@@ -51,11 +51,11 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 if means != 1.0 {
                     parameters.push(("and by", format!("{means} for the mean of means")));
                 }
-                found.push(Hypothesis::new(Divided { times, lambda, in_loss }, parameters));
+                hypotheses.push(Hypothesis::new(Divided { times, lambda, in_loss }, parameters));
             }
         }
     }
-    found
+    hypotheses
 }
 
 /// Hypotheses that tokens that take no part have a z-loss too, divided as declared or by the number
@@ -145,14 +145,14 @@ impl World for OfAll {
 fn times(evidence: &Evidence<'_>, divisors: &Divisors<'_>, world: &Counted) -> Option<Times> {
     let groups = divisors.groups(&world.span)?;
     let policy = evidence.step.is_policy_loss();
-    let mut found = Times::new();
+    let mut times = Times::new();
     for ((own, groups), declared) in evidence.inputs.iter().zip(&groups).zip(divisors.declared()) {
         let used = world.of_groups(policy, groups);
         let of = |t: usize| Some(divisor(declared, t)? / divisor(&used, t)?);
         let each = (0..own.tokens()).map(|t| of(t).filter(|x| x.is_finite()).unwrap_or(1.0));
-        found.insert(own.microbatch, each.collect());
+        times.insert(own.microbatch, each.collect());
     }
-    Some(found)
+    Some(times)
 }
 
 struct Divided {

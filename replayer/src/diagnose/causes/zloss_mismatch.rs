@@ -50,7 +50,7 @@ impl Cause for ZLossMismatch {
         let declared = &evidence.step.options.declared;
         let (lambda, in_loss) =
             (declared.z_loss, declared.z_loss_in_loss && declared.z_loss != 0.0);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         // The factors c of lse in the gradient that are tried, each with how many numbers were
         // fitted for it.
         let mut slopes = vec![(2.0 * lambda, 0)];
@@ -80,9 +80,9 @@ impl Cause for ZLossMismatch {
                 linear(evidence, (&stages, Wanted::Part), from, &world).unwrap_or_default();
             slopes.extend(fitted.into_iter().map(|loss| (2.0 * loss, 1)));
         }
-        found.extend(of_largest(evidence, 2.0 * lambda));
-        found.extend(zloss_counts::hypotheses(evidence));
-        found.extend(zloss_counts::of_all_tokens(evidence));
+        hypotheses.extend(of_largest(evidence, 2.0 * lambda));
+        hypotheses.extend(zloss_counts::hypotheses(evidence));
+        hypotheses.extend(zloss_counts::of_all_tokens(evidence));
         for (slope, fitted) in slopes {
             let mut losses = vec![None];
             if evidence.fails(Stage::Loss) {
@@ -91,7 +91,7 @@ impl Cause for ZLossMismatch {
             }
             for loss in losses {
                 if slope != 2.0 * lambda || loss.is_some() {
-                    found.push(ZLoss { loss, slope }.hypothesis(lambda, fitted));
+                    hypotheses.push(ZLoss { loss, slope }.hypothesis(lambda, fitted));
                 }
             }
         }
@@ -103,9 +103,9 @@ impl Cause for ZLossMismatch {
             let fitted =
                 linear(evidence, (&[Stage::Loss], Wanted::Part), from, &world).unwrap_or_default();
             let one = |loss: f64| ZLoss { loss: Some(loss), slope }.hypothesis(lambda, 1);
-            found.extend(fitted.into_iter().map(one));
+            hypotheses.extend(fitted.into_iter().map(one));
         }
-        found
+        hypotheses
     }
 }
 

@@ -110,26 +110,26 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
     if evidence.failing.is_empty() {
         return None;
     }
-    let mut found: Vec<(Candidate, f64)> = Vec::new();
+    let mut agreeing: Vec<(Candidate, f64)> = Vec::new();
     for candidate in options::candidates(search, evidence) {
         if !search.meter.may_redeclare() {
             break;
         }
         // Leaving out a dtype only widens bounds, so it is tried only where nothing else explains
         // the failure.
-        if matches!(candidate.kind, Kind::Shown | Kind::Loosened) && !found.is_empty() {
+        if matches!(candidate.kind, Kind::Shown | Kind::Loosened) && !agreeing.is_empty() {
             continue;
         }
         let agreed = agrees(search, evidence, &candidate);
         if let Some(left) = agreed.filter(|_| is_backed(search, evidence, &candidate)) {
-            found.push((candidate, left));
+            agreeing.push((candidate, left));
         }
     }
-    found.sort_by(|(a, x), (b, y)| a.fitted.cmp(&b.fitted).then(x.total_cmp(y)));
-    let mut found = found.into_iter();
-    let (best, _) = found.next()?;
+    agreeing.sort_by(|(a, x), (b, y)| a.fitted.cmp(&b.fitted).then(x.total_cmp(y)));
+    let mut agreeing = agreeing.into_iter();
+    let (best, _) = agreeing.next()?;
     // Another value of the same option is not reported as another reading.
-    let others = found.filter(|(one, _)| one.option != best.option && one.fitted <= best.fitted);
+    let others = agreeing.filter(|(one, _)| one.option != best.option && one.fitted <= best.fitted);
     let others = others.map(|(one, _)| format!("{}={}", one.option, one.instead)).collect();
     let stages: BTreeSet<Stage> = evidence.failing.iter().map(|key| key.stage).collect();
     let forward = stages.iter().any(|stage| Stage::FORWARD.contains(stage));
@@ -182,6 +182,6 @@ fn is_backed(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate
     !roundings.is_some_and(|of| proof::is_refuted(search, evidence, (candidate, of)))
 }
 
-fn passes(found: &Residuals, keys: &BTreeSet<Key>) -> bool {
-    keys.iter().all(|key| found.get(key).is_some_and(|of| of.passes))
+fn passes(residuals: &Residuals, keys: &BTreeSet<Key>) -> bool {
+    keys.iter().all(|key| residuals.get(key).is_some_and(|of| of.passes))
 }

@@ -23,24 +23,24 @@ use crate::replay::world::World;
 /// The candidates in the order in which they are tried: counts, factors, terms of the model, then
 /// dtypes.
 pub(super) fn candidates(search: &Search<'_>, evidence: &Evidence<'_>) -> Vec<Candidate> {
-    let mut found = Vec::new();
+    let mut candidates = Vec::new();
     let policy = evidence.step.is_policy_loss();
-    counts(evidence, &mut found);
-    cotangents(evidence, &mut found);
+    counts(evidence, &mut candidates);
+    cotangents(evidence, &mut candidates);
     if !policy {
         // A recorded lse that agrees has the declared vocabulary, softcap and temperature.
         if !evidence.agrees(Stage::Lse) {
-            vocabulary(evidence, &mut found);
-            transforms(evidence, &mut found);
+            vocabulary(evidence, &mut candidates);
+            transforms(evidence, &mut candidates);
         }
-        labels(evidence, &mut found);
-        terms(evidence, &mut found);
+        labels(evidence, &mut candidates);
+        terms(evidence, &mut candidates);
     }
     if policy {
-        policy_loss(evidence, &mut found);
+        policy_loss(evidence, &mut candidates);
     }
-    dtypes(search, evidence, &mut found);
-    found
+    dtypes(search, evidence, &mut candidates);
+    candidates
 }
 
 /// The options of a policy loss.

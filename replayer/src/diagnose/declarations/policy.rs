@@ -22,9 +22,9 @@ impl PolicyEdit {
 
 /// All such values that need no fit.
 pub(crate) fn edits(declared: &HeadDeclaration) -> Vec<PolicyEdit> {
-    let mut found = Vec::new();
+    let mut edits = Vec::new();
     let mut add = |option, look, edit: Box<dyn Fn(&mut GrpoDeclaration)>| {
-        found.push(PolicyEdit { option, look, edit });
+        edits.push(PolicyEdit { option, look, edit });
     };
     let look =
         "how the loss's code averages token losses: over all tokens, or over each sequence first";
@@ -45,7 +45,7 @@ pub(crate) fn edits(declared: &HeadDeclaration) -> Vec<PolicyEdit> {
             add("grpo.kl", KL, Box::new(move |grpo| grpo.kl = of));
         }
     }
-    found
+    edits
 }
 
 /// Where to look for the KL term's options.

@@ -40,9 +40,9 @@ pub(in crate::diagnose) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
         declared.extend(evidence.step.denominators(&all, own).ok()?.into_iter().map(|(_, n)| n));
     }
     let first = *declared.first()?;
-    let found = first / factor;
-    let whole = found.round();
-    let number = if (found / whole - 1.0).abs() < ALIKE { whole } else { found };
+    let divisor = first / factor;
+    let whole = divisor.round();
+    let number = if (divisor / whole - 1.0).abs() < ALIKE { whole } else { divisor };
     let usable = number.is_finite() && number != 0.0;
     (usable && declared.iter().all(|&n| n == first)).then_some(number)
 }
@@ -53,7 +53,7 @@ pub(super) fn valid_vocabs(evidence: &Evidence<'_>) -> Vec<usize> {
     let largest = evidence.inputs.iter().flat_map(|one| &one.labels);
     let largest = largest.filter(|&&label| label != IGNORED).max().map_or(0, |&n| n as usize);
     let columns = evidence.inputs.first().map_or(0, |one| one.valid_vocab);
-    let mut found: Vec<usize> = evidence
+    let mut sizes: Vec<usize> = evidence
         .inputs
         .iter()
         .filter_map(|one| live_rows(evidence, one))
@@ -61,9 +61,9 @@ pub(super) fn valid_vocabs(evidence: &Evidence<'_>) -> Vec<usize> {
         .into_iter()
         .chain(RawLogits::of(evidence).valid_vocab(evidence.step.options.transform))
         .collect();
-    found.retain(|&valid| valid > largest && valid < columns);
-    found.dedup();
-    found
+    sizes.retain(|&valid| valid > largest && valid < columns);
+    sizes.dedup();
+    sizes
 }
 
 /// How many rows a captured dk has up to the last that is not zero.
@@ -93,16 +93,16 @@ pub(super) fn ignored_labels(evidence: &Evidence<'_>) -> Vec<i64> {
         }
     }
     let outside = evidence.inputs.iter().flat_map(|one| &one.outside).map(|&(_, label)| label);
-    let mut found: Vec<i64> = dead
+    let mut ignored: Vec<i64> = dead
         .into_iter()
         .filter(|label| !alive.contains(label))
         .map(i64::from)
         .chain(outside)
         .collect();
-    found.sort_unstable();
-    found.dedup();
+    ignored.sort_unstable();
+    ignored.dedup();
     // The option has one value, so several labels without a gradient are no ignored label.
-    if found.len() == 1 { found } else { Vec::new() }
+    if ignored.len() == 1 { ignored } else { Vec::new() }
 }
 
 /// Whether each row of dq has a nonzero element.

@@ -219,7 +219,7 @@ pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec
 /// `None` where a microbatch is too large, or dk is stored transposed.
 pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
     let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
-    let (divisor, mut found) = (divisor(evidence, key), Vec::new());
+    let (divisor, mut parts) = (divisor(evidence, key), Vec::new());
     if evidence.step.options.transposed() {
         return None;
     }
@@ -241,11 +241,11 @@ pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
                 let mut values = entries.transposed_times(&chosen(&plane.q, &own)).values;
                 values.iter_mut().for_each(|x| *x /= divisor);
                 let addend = Addend { microbatch, rank: unit.rank(), device, weight: 0.0 };
-                found.push((addend, values));
+                parts.push((addend, values));
             }
         }
     }
-    Some(found)
+    Some(parts)
 }
 
 /// A unit's rows by the devices that held them, where its one rank has several.
@@ -261,8 +261,8 @@ fn by_devices(
         let own = tokens.iter().map(|token| rows.get(token).copied());
         Some((Some(name), own.collect::<Option<Vec<usize>>>()?))
     };
-    let found: Vec<_> = devices.into_iter().filter_map(one).collect();
-    if found.is_empty() { vec![(None, own.to_vec())] } else { found }
+    let parts: Vec<_> = devices.into_iter().filter_map(one).collect();
+    if parts.is_empty() { vec![(None, own.to_vec())] } else { parts }
 }
 
 fn chosen(rows: &Rows, which: &[usize]) -> Rows {
@@ -372,9 +372,9 @@ mod tests {
 
     #[test]
     fn ranks_are_left_out_only_where_all_their_microbatches_are() {
-        let found = of(&[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 0.0), (1, 1, 0.0)]);
-        assert_eq!(found.ranks_left_out(), Some(BTreeSet::from([Some(Rank(1))])));
-        assert_eq!(found.by_microbatch(), None);
+        let without_rank_1 = of(&[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 0.0), (1, 1, 0.0)]);
+        assert_eq!(without_rank_1.ranks_left_out(), Some(BTreeSet::from([Some(Rank(1))])));
+        assert_eq!(without_rank_1.by_microbatch(), None);
         let mixed = of(&[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 1.0), (1, 1, 0.0)]);
         assert_eq!((mixed.ranks_left_out(), mixed.by_microbatch()), (None, None));
         let last = of(&[(0, 0, 0.0), (1, 0, 1.0), (0, 1, 0.0), (1, 1, 1.0)]);

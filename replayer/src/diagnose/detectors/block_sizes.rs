@@ -68,14 +68,14 @@ impl FailingTokens<'_> {
             Some((each.min_by(f64::total_cmp)?, size))
         };
         // Sizes with fewer than three blocks are left out: too few rows would be read elsewhere.
-        let mut found: Vec<(f64, usize)> = (2..n.div_ceil(2)).filter_map(nearest).collect();
-        found.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut sizes: Vec<(f64, usize)> = (2..n.div_ceil(2)).filter_map(nearest).collect();
+        sizes.sort_by(|a, b| a.0.total_cmp(&b.0));
         // With only one or two numbers, a wrong size may be nearest by chance, so all are kept.
         if shown.len() + self.labels.len() >= MANY {
-            let most = found.first().map_or(0.0, |best| AS_NEAR * best.0.max(ROUNDED));
-            found.retain(|(off, _)| *off <= most);
+            let most = sizes.first().map_or(0.0, |best| AS_NEAR * best.0.max(ROUNDED));
+            sizes.retain(|(off, _)| *off <= most);
         }
-        Some(found.into_iter().map(|(_, size)| size).collect())
+        Some(sizes.into_iter().map(|(_, size)| size).collect())
     }
 
     fn shown(&self, evidence: &Evidence<'_>, t: usize) -> Shown {

@@ -93,9 +93,9 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
             }
         }
     };
-    let found = matrix(&tensor)?;
-    let columns = if is_column(of.stage) { 1 } else { found.cols };
-    let values = found.to_f64();
+    let values_matrix = matrix(&tensor)?;
+    let columns = if is_column(of.stage) { 1 } else { values_matrix.cols };
+    let values = values_matrix.to_f64();
     let is_bf16 = tensor.dtype == Dtype::Bf16;
     Some(Values { columns, values, bits: 8 * tensor.dtype.width() as u32, is_bf16 })
 }

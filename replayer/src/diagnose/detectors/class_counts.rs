@@ -106,11 +106,11 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
         if evidence.spend(plane.work()) {
             return None;
         }
-        let found = times(&rest, &divided.transposed_times(&plane.q), noise);
+        let next_counts = times(&rest, &divided.transposed_times(&plane.q), noise);
         let near = |of: &f64| (of - of.round()).abs() <= WHOLE && (0.0..=LARGEST).contains(of);
-        let others = found.iter().filter(|of| !near(of)).count();
-        let moved = found.iter().zip(&counts).map(|(a, b)| (a - b).abs()).fold(0.0, larger);
-        counts = found;
+        let others = next_counts.iter().filter(|of| !near(of)).count();
+        let moved = next_counts.iter().zip(&counts).map(|(a, b)| (a - b).abs()).fold(0.0, larger);
+        counts = next_counts;
         if !moved.is_finite() || others as f64 > MIXED * counts.len() as f64 {
             return None;
         }
@@ -125,16 +125,16 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
 /// The factor of each row, relative to the median factor, as most classes count once. A row too
 /// small to show its factor takes that of the row before. `noise`: the energy that rounding causes
 /// in a row.
-fn times(found: &Rows, of: &Rows, noise: f64) -> Vec<f64> {
-    let sizes: Vec<f64> = (0..of.count()).map(|v| energy(of.row(v))).collect();
-    let tells = |v: usize| v < found.count() && is_sure(sizes[v], noise);
-    let one = |v: usize| tells(v).then(|| multiple(found.row(v), of.row(v)).times);
+fn times(rows: &Rows, reference: &Rows, noise: f64) -> Vec<f64> {
+    let sizes: Vec<f64> = (0..reference.count()).map(|v| energy(reference.row(v))).collect();
+    let tells = |v: usize| v < rows.count() && is_sure(sizes[v], noise);
+    let one = |v: usize| tells(v).then(|| multiple(rows.row(v), reference.row(v)).times);
     let all: Vec<Option<f64>> = (0..sizes.len()).map(one).collect();
     let once = median(all.iter().flatten().copied().collect());
     let mut last = 1.0;
     let mut each = Vec::with_capacity(all.len());
-    for of in all {
-        last = of.map_or(last, |of| of / once);
+    for reference in all {
+        last = reference.map_or(last, |reference| reference / once);
         each.push(last);
     }
     each
@@ -147,13 +147,13 @@ fn sum(plane: &Plane, at: usize, counts: &[f64]) -> f64 {
 
 /// Entries of dlogits with these counts, `[n, V]`.
 fn entries(plane: &Plane, counts: &[f64]) -> Rows {
-    let mut found = plane.of_labels();
-    let rows = found.values.chunks_mut(counts.len().max(1)).enumerate();
+    let mut entries = plane.of_labels();
+    let rows = entries.values.chunks_mut(counts.len().max(1)).enumerate();
     for (at, row) in rows {
         let over = sum(plane, at, counts);
         for ((to, dense), times) in row.iter_mut().zip(plane.dense.row(at)).zip(counts) {
             *to += times * dense / over;
         }
     }
-    found
+    entries
 }

@@ -179,10 +179,10 @@ pub struct Multiple {
 }
 
 /// The multiple of the row `of` that is nearest to the row `found`.
-pub fn multiple(found: &[f64], of: &[f64]) -> Multiple {
-    let own = energy(of);
-    let times = if own > 0.0 { dot(found, of) / own } else { 1.0 };
-    let off = |x: f64| -> f64 { found.iter().zip(of).map(|(c, r)| (c - x * r).powi(2)).sum() };
+pub fn multiple(row: &[f64], other: &[f64]) -> Multiple {
+    let own = energy(other);
+    let times = if own > 0.0 { dot(row, other) / own } else { 1.0 };
+    let off = |x: f64| -> f64 { row.iter().zip(other).map(|(c, r)| (c - x * r).powi(2)).sum() };
     Multiple { times, before: off(1.0), left: off(times) }
 }
 

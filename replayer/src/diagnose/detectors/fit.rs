@@ -165,8 +165,8 @@ mod tests {
 
     #[test]
     fn the_least_of_a_valley_is_found_and_none_where_it_falls_to_the_end() {
-        let found = least(&|x: f64| (x.ln() - 2.0).powi(2), (0.1, 100.0)).unwrap();
-        assert!((found - 2f64.exp()).abs() < 1e-6, "{found}");
+        let minimum = least(&|x: f64| (x.ln() - 2.0).powi(2), (0.1, 100.0)).unwrap();
+        assert!((minimum - 2f64.exp()).abs() < 1e-6, "{minimum}");
         assert_eq!(least(&|x: f64| x, (0.1, 100.0)), None);
     }
 }

@@ -53,8 +53,8 @@ impl<'a> LabelTest<'a> {
             Some((captured, key.stage, cotangents))
         });
         let label_logits = of(Stage::LabelLogits).and_then(|key| evidence.captured(key));
-        let found = LabelTest { direct, inputs, label_logits, dq, reference };
-        (found.dq.is_some() || found.label_logits.is_some()).then_some(found)
+        let test = LabelTest { direct, inputs, label_logits, dq, reference };
+        (test.dq.is_some() || test.label_logits.is_some()).then_some(test)
     }
 
     /// True when the token's row is what this label gives.
@@ -122,9 +122,9 @@ impl<'a> LabelTest<'a> {
     pub fn read(&self, token: usize) -> Option<u32> {
         let classes = 0..self.direct.head.valid_vocab as u32;
         let mut fit = classes.filter(|&label| self.fits(token, label));
-        let found = fit.next()?;
+        let label = fit.next()?;
         // If two labels fit, neither is shown.
-        fit.next().is_none().then_some(found)
+        fit.next().is_none().then_some(label)
     }
 
     /// How many tokens' labels may be searched among all classes.

@@ -175,12 +175,12 @@ pub fn whole_factors(captured: &Rows, reference: &Rows) -> Option<Vec<f64>> {
     let (mut before, mut left) = (0.0, 0.0);
     for at in 0..reference.count() {
         let (c, r) = (captured.row(at), reference.row(at));
-        let found = multiple(c, r);
-        let whole = found.times.round();
+        let of_row = multiple(c, r);
+        let whole = of_row.times.round();
         let off: f64 = c.iter().zip(r).map(|(c, r)| (c - whole * r).powi(2)).sum();
-        before += found.before;
-        left += off.min(found.before);
-        all.push(if off < found.before { whole } else { 1.0 });
+        before += of_row.before;
+        left += off.min(of_row.before);
+        all.push(if off < of_row.before { whole } else { 1.0 });
     }
     let whole = all.iter().all(|x| x.abs() <= LARGEST);
     (whole && all.iter().any(|&x| x != 1.0) && left <= LEFT * before).then_some(all)
@@ -188,14 +188,14 @@ pub fn whole_factors(captured: &Rows, reference: &Rows) -> Option<Vec<f64>> {
 
 /// Runs of equal weights that are not 1.
 pub fn runs(weights: &[f64]) -> Vec<(Range<usize>, f64)> {
-    let mut found: Vec<(Range<usize>, f64)> = Vec::new();
+    let mut runs: Vec<(Range<usize>, f64)> = Vec::new();
     for (at, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
-        match found.last_mut() {
+        match runs.last_mut() {
             Some((run, of)) if run.end == at && *of == weight => run.end += 1,
-            _ => found.push((at..at + 1, weight)),
+            _ => runs.push((at..at + 1, weight)),
         }
     }
-    found
+    runs
 }
 
 /// Ascending rows as runs of consecutive ones.
@@ -241,15 +241,15 @@ mod tests {
             10..14 => 2.0,
             _ => 1.0,
         };
-        let found = solved(&weights, 0.2).unwrap();
-        assert_eq!(runs(&found), [(10..14, 2.0), (33..40, 0.0)]);
+        let solution = solved(&weights, 0.2).unwrap();
+        assert_eq!(runs(&solution), [(10..14, 2.0), (33..40, 0.0)]);
     }
 
     #[test]
     fn the_rows_that_a_sum_was_made_with_are_found() {
         let (a, x) = (drawn(20, 50, 5), drawn(20, 7, 6));
-        let found = factors(&a, &a.transposed_times(&x), &|_| false).unwrap();
-        let off: f64 = found.values.iter().zip(&x.values).map(|(a, b)| (a - b).powi(2)).sum();
+        let solution = factors(&a, &a.transposed_times(&x), &|_| false).unwrap();
+        let off: f64 = solution.values.iter().zip(&x.values).map(|(a, b)| (a - b).powi(2)).sum();
         assert!(off < 1e-12 * energy(&x.values), "{off}");
         assert!(factors(&a.transposed(), &x, &|_| false).is_none(), "more rows than columns");
     }
@@ -274,8 +274,8 @@ mod tests {
         let reference = drawn(9, 5, 4);
         let of = |at: usize| [1.0, 2.0, 0.0][at / 5 / 3] * reference.values[at];
         let captured = Rows { cols: 5, values: (0..45).map(of).collect() };
-        let found = whole_factors(&captured, &reference).unwrap();
-        assert_eq!(runs(&found), [(3..6, 2.0), (6..9, 0.0)]);
+        let solution = whole_factors(&captured, &reference).unwrap();
+        assert_eq!(runs(&solution), [(3..6, 2.0), (6..9, 0.0)]);
         assert!(whole_factors(&reference, &reference).is_none());
     }
 }

@@ -208,14 +208,14 @@ pub fn hypotheses(
         map.rows(n)
     };
     let Some(rows) = rows_of(failing_tokens.inputs) else { return Vec::new() };
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for passes in [Passes::Both, Passes::Backward, Passes::Forward] {
         if evidence.spend(0) || !failing_tokens.fits(evidence, (operand, &rows), passes) {
             continue;
         }
-        found.extend(worlds(evidence, operand, passes, &rows_of, parameters));
+        hypotheses.extend(worlds(evidence, operand, passes, &rows_of, parameters));
     }
-    found
+    hypotheses
 }
 
 /// The hypotheses for known wrong rows: one for each extent to which they are read (see [`Reach`]).
@@ -242,24 +242,24 @@ pub fn worlds(
         (Reach::Products, "products"),
         (Reach::Scores, "nothing else"),
     ];
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     match passes {
         Passes::Forward => {
             let wrong = world(Reach::Scores);
             let seen = super::reference::reference(evidence, Some(&wrong), evidence.rows.as_ref());
             let captured = crate::diagnose::causes::tail_tile_unmasked::captured_lse(evidence);
             let world = OtherLse { lse: seen.forward_lse, captured };
-            found.push(Hypothesis::new(world, named("nothing else")));
+            hypotheses.push(Hypothesis::new(world, named("nothing else")));
         }
         Passes::Both | Passes::Backward => {
             let lse = (passes == Passes::Backward).then(|| evidence.reference().lse.clone());
             for (reach, what) in reaches {
                 let world = Elsewhere { lse: lse.clone(), ..world(reach) };
-                found.push(Hypothesis::new(world, named(what)));
+                hypotheses.push(Hypothesis::new(world, named(what)));
             }
         }
     }
-    found
+    hypotheses
 }
 
 /// What else reads the wrong rows.

@@ -149,12 +149,12 @@ pub fn search((of, spend): (&SampledSums, &dyn Fn(usize) -> bool), wanted: Wante
     let mut sequences = vec![0];
     let several = Cut { sequence: wanted.sequence, ..Cut::default() }.places(of.n).1 > 1;
     sequences.extend(several.then_some(wanted.sequence));
-    let mut found: Vec<(f64, Pieces)> = Vec::new();
+    let mut cuts: Vec<(f64, Pieces)> = Vec::new();
     for sequence in sequences {
-        found.extend(Samples::new(of, Wanted { sequence, ..wanted }).seen(spend));
+        cuts.extend(Samples::new(of, Wanted { sequence, ..wanted }).seen(spend));
     }
-    found.sort_by(|a, b| a.0.total_cmp(&b.0));
-    found.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
+    cuts.sort_by(|a, b| a.0.total_cmp(&b.0));
+    cuts.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
 }
 
 /// Some elements of a sum, for pieces along all addends or along a sequence.
@@ -213,8 +213,8 @@ impl Samples {
         let look = |of: Prefix, cells: &[usize]| {
             let sizes = cells.iter().map(|&cell| size(cell)).collect();
             let own: Vec<f64> = cells.iter().map(|&cell| off[cell]).collect();
-            let found = Sample { of, sizes, unrounded: 1.0 };
-            Sample { unrounded: found.shares(&own), ..found }
+            let sample = Sample { of, sizes, unrounded: 1.0 };
+            Sample { unrounded: sample.shares(&own), ..sample }
         };
         let some = |cells: &[usize]| look(taken(cells), cells);
         let few: Vec<usize> =
@@ -234,16 +234,16 @@ impl Samples {
             let plain = |(_, cut): &(usize, Cut)| *cut == Cut::default();
             return self.best(sizes(n, wanted.declared).filter(plain), spend);
         }
-        let mut found = self.best(sizes(n, wanted.declared).chain(parts(n, 2..PARTS)), spend);
-        if found.is_empty() {
-            found = self.best(shards(n), spend);
+        let mut cuts = self.best(sizes(n, wanted.declared).chain(parts(n, 2..PARTS)), spend);
+        if cuts.is_empty() {
+            cuts = self.best(shards(n), spend);
         }
-        if found.is_empty() {
-            found = self.best(starts(n).chain(parts(n, PARTS..n)), spend);
+        if cuts.is_empty() {
+            cuts = self.best(starts(n).chain(parts(n, PARTS..n)), spend);
         }
         let cut = |pieces: Pieces| Cut { sequence: wanted.sequence, ..pieces.cut };
-        found.iter_mut().for_each(|(_, pieces)| pieces.cut = cut(*pieces));
-        found
+        cuts.iter_mut().for_each(|(_, pieces)| pieces.cut = cut(*pieces));
+        cuts
     }
 
     /// Those of these cuts that fit all elements.
@@ -344,10 +344,10 @@ mod tests {
         for (n, wanted) in all {
             let sums = made(n, &wanted, (12, 10));
             let free = |_| false;
-            let found = search((&sums, &free), of(wanted.cut.sequence));
+            let cuts = search((&sums, &free), of(wanted.cut.sequence));
             let places = |of: &Pieces| of.cut.spans(n, of.size, false);
-            let first = found.first().map(places);
-            assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {found:?}");
+            let first = cuts.first().map(places);
+            assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {cuts:?}");
         }
     }
 
@@ -361,8 +361,8 @@ mod tests {
             sums.entries.chunks_mut(sums.rows).for_each(|of| of[large] *= 1000.0);
             let cells: Vec<usize> = (0..sums.rows * sums.cols).collect();
             sums.captured = Prefix::new(&sums, 0, &cells).taken(&wanted);
-            let found = search((&sums, &|_| false), of(0));
-            assert_eq!(found.first(), Some(&wanted), "{large}: {found:?}");
+            let cuts = search((&sums, &|_| false), of(0));
+            assert_eq!(cuts.first(), Some(&wanted), "{large}: {cuts:?}");
         }
     }
 

@@ -71,29 +71,29 @@ impl Places {
             return Vec::new();
         }
         let of = |words: String, here: &dyn Fn(&MicrobatchInputs, &Unit) -> bool| {
-            let mut found = Places { words, ..Places::default() };
+            let mut places = Places { words, ..Places::default() };
             for (inputs, runs) in &all {
                 let own = runs.iter().filter(|run| here(inputs, run));
                 let mut rows: Vec<usize> = own.flat_map(|run| run.rows.clone()).collect();
                 rows.sort_unstable();
-                found.add(evidence, inputs, (rows, runs));
+                places.add(evidence, inputs, (rows, runs));
             }
-            found
+            places
         };
-        let mut found = Vec::new();
+        let mut places = Vec::new();
         for ranks in ranks.iter().filter(|_| ranks.len() > 1) {
-            found.push(of(name_ranks(ranks), &|_, run| run.ranks == *ranks));
+            places.push(of(name_ranks(ranks), &|_, run| run.ranks == *ranks));
         }
         for (one, _) in all.iter().filter(|_| all.len() > 1) {
             let mb = one.microbatch;
             let words = mb.map_or_else(String::new, |mb| format!("microbatch {}", mb.0));
-            found.push(of(words, &|inputs, _| inputs.microbatch == mb));
+            places.push(of(words, &|inputs, _| inputs.microbatch == mb));
         }
-        found
+        places
     }
 
     fn of_tokens(evidence: &Evidence<'_>) -> Option<Places> {
-        let mut found = Places::default();
+        let mut places = Places::default();
         let (mut right, mut words, mut ranks) = (false, Vec::new(), BTreeSet::new());
         for inputs in evidence.inputs {
             let runs = runs(evidence, inputs);
@@ -108,7 +108,7 @@ impl Places {
             }
             let mut rows: Vec<usize> = wrong.into_iter().flat_map(|one| one.rows).collect();
             rows.sort_unstable();
-            found.add(evidence, inputs, (rows, &runs));
+            places.add(evidence, inputs, (rows, &runs));
         }
         // Where the same ranks are wrong in every microbatch, the microbatches are not listed.
         if let (Some(of), None) = (ranks.first(), ranks.iter().nth(1)) {
@@ -116,11 +116,11 @@ impl Places {
         }
         let more = words.len().saturating_sub(TOLD);
         words.truncate(TOLD);
-        found.words = words.join(", ");
+        places.words = words.join(", ");
         if more > 0 {
-            found.words.push_str(&format!(" and {more} more"));
+            places.words.push_str(&format!(" and {more} more"));
         }
-        (right && !found.rows.is_empty()).then_some(found)
+        (right && !places.rows.is_empty()).then_some(places)
     }
 
     /// The classes of the ranks that have wrong gradients, where each rank holds some of the

@@ -62,7 +62,7 @@ impl<'a> RawLogits<'a> {
         let off = evidence.fails_any(&Stage::GRADIENTS);
         let backward = !evidence.captured_forward() || !evidence.fails_any(&Stage::FORWARD) && off;
         let (each, heads, declared) = (Vec::new(), Vec::new(), f64::NAN);
-        let mut found = RawLogits { each, heads, backward, declared };
+        let mut raw_logits = RawLogits { each, heads, backward, declared };
         let judged = !backward || evidence.fails_any(&Stage::OF_Q);
         let most = if backward { ROWS } else { TOKENS };
         let per = most.div_ceil(evidence.inputs.len().max(1));
@@ -82,12 +82,12 @@ impl<'a> RawLogits<'a> {
             }
             let captured = Columns::of(evidence, inputs, backward);
             for &t in all.iter().step_by(step) {
-                found.each.push(captured.token(&used, found.heads.len(), t));
+                raw_logits.each.push(captured.token(&used, raw_logits.heads.len(), t));
             }
-            found.heads.push(used);
+            raw_logits.heads.push(used);
         }
-        found.declared = found.error(evidence.step.options.transform);
-        found
+        raw_logits.declared = raw_logits.error(evidence.step.options.transform);
+        raw_logits
     }
 
     /// Squared error of the captured lse, label logits and log-probabilities under another

@@ -62,7 +62,7 @@ impl CountedSums {
             return None;
         }
         let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
-        let mut found = CountedSums {
+        let mut counted = CountedSums {
             sums: ReplacedValues::default(),
             of_loss: CountedLosses(evidence.inputs.iter().map(ones).collect()),
             said: Vec::new(),
@@ -72,12 +72,12 @@ impl CountedSums {
             by_device: true,
         };
         for key in sums {
-            Tokens::of(evidence, key, of)?.weighed(evidence, &mut found)?;
+            Tokens::of(evidence, key, of)?.weighed(evidence, &mut counted)?;
         }
         if !evidence.fails(Stage::Loss) {
-            found.of_loss = CountedLosses::default();
+            counted.of_loss = CountedLosses::default();
         }
-        Some(found)
+        Some(counted)
     }
 
     /// Whether the sums contain all tokens of some devices and none of the others.

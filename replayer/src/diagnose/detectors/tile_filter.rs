@@ -125,7 +125,7 @@ impl Filtered {
         let logit = largest(unit.lse.iter().map(|lse| lse.abs()));
         let noise = if labelled { ROUNDINGS * F32 * logit } else { 0.0 };
         let levels: Vec<f64> = thresholds().filter(|&least| least > noise).collect();
-        let mut found: Vec<(f64, Filter)> = Vec::new();
+        let mut filters: Vec<(f64, Filter)> = Vec::new();
         for largest in self.tiles() {
             if evidence.spend(work) {
                 return Vec::new();
@@ -135,10 +135,10 @@ impl Filtered {
             let misfits = sums.misfits_without(levels.len(), &at);
             let of = |level: usize| Filter { least: levels[level], tile, labelled };
             let new = telling(&first, &levels).into_iter();
-            found.extend(new.map(|level| (misfits[level], of(level))));
+            filters.extend(new.map(|level| (misfits[level], of(level))));
         }
-        found.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let seen = found.iter().filter(|(misfit, _)| *misfit < SEEN * none);
+        filters.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let seen = filters.iter().filter(|(misfit, _)| *misfit < SEEN * none);
         seen.map(|&(_, filter)| filter).take(OFFERED).collect()
     }
 

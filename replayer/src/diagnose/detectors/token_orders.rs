@@ -115,9 +115,9 @@ mod tests {
             TokenRuns::cut("rows".into(), &[(0..60).collect()], 20),
             TokenRuns::cut("all".into(), &[(0..60).collect()], 60),
         ];
-        let found = orders(60, &extents, Some((3, 20)));
-        assert!(found.len() > 10);
-        for order in found {
+        let all = orders(60, &extents, Some((3, 20)));
+        assert!(all.len() > 10);
+        for order in all {
             let mut sorted = order.from.clone();
             sorted.sort_unstable();
             assert_eq!(sorted, (0..60).collect::<Vec<_>>(), "{}", order.name);

@@ -65,13 +65,13 @@ pub fn known(step: &HeadStep<'_>, inputs: &MicrobatchInputs) -> Vec<TokenRuns> {
         TokenRuns { name: "each rank's tokens".into(), runs: of_ranks(step, inputs) },
         TokenRuns { name: "the whole batch".into(), runs: all },
     ];
-    let mut found: Vec<TokenRuns> = Vec::new();
+    let mut divisions: Vec<TokenRuns> = Vec::new();
     for extent in extents {
-        if found.iter().all(|other| other.runs != extent.runs) {
-            found.push(extent);
+        if divisions.iter().all(|other| other.runs != extent.runs) {
+            divisions.push(extent);
         }
     }
-    found
+    divisions
 }
 
 #[cfg(test)]

@@ -215,7 +215,7 @@ impl Part {
     pub fn entries(&self, of: &Policy) -> Vec<f64> {
         let head = self.head();
         let (rows, width) = (head.q.rows, head.k.rows);
-        let mut found = vec![0.0; rows * width];
+        let mut entries = vec![0.0; rows * width];
         let [lse, label, smooth] = &self.cotangents;
         let cotangents = Cotangents { lse, label, smooth };
         let plain = Policy { path: Path::Plain, ..*of };
@@ -223,9 +223,9 @@ impl Part {
         policy::plane(&plain, &head, &self.lse, &cotangents, tiles, progress, &mut |tile| {
             let columns = tile.cols.len().max(1);
             for (row, values) in tile.tokens.clone().zip(tile.dlogits.chunks(columns)) {
-                found[row * width..][tile.cols.clone()].copy_from_slice(values);
+                entries[row * width..][tile.cols.clone()].copy_from_slice(values);
             }
         });
-        found
+        entries
     }
 }

@@ -74,21 +74,21 @@ pub fn rows_of_shards(evidence: &Evidence<'_>) -> Option<RowsOfShards> {
     let sizes: BTreeSet<usize> = axes.filter(|size| (2..=MOST).contains(size)).collect();
     let work: usize = all.iter().map(|of| of.reference.values.len()).sum();
     let classes = all[0].other().count();
-    let mut found: Vec<(f64, RowsOfShards)> = Vec::new();
+    let mut candidates: Vec<(f64, RowsOfShards)> = Vec::new();
     for cut in sizes.into_iter().flat_map(|size| cut_in(classes, size)) {
         if evidence.spend(work * classes) {
             break;
         }
-        found.extend(rows_of_cut(&all, &cut));
+        candidates.extend(rows_of_cut(&all, &cut));
     }
     // Cuts into shards of nearly the same sizes explain nearly as much, so the best is taken.
-    found.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, nearest)| nearest)
+    candidates.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, nearest)| nearest)
 }
 
 /// The squared error that is left with this cut, and the rows; none where too much is left, or
 /// every row holds the same shard's part.
 fn rows_of_cut(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfShards)> {
-    let mut found =
+    let mut rows_found =
         RowsOfShards { of: cut.len(), tokens: BTreeMap::new(), world: ReplacedValues::default() };
     let (mut left, mut before, mut rows) = (0.0, 0.0, 0);
     for of in all {
@@ -98,17 +98,17 @@ fn rows_of_cut(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfSha
             before += one.off;
             left += one.part.as_ref().map_or(one.off, |(_, near, _)| *near);
             if let Some((shard, _, values)) = one.part {
-                found.tokens.entry(shard).or_default().push(of.row(row));
+                rows_found.tokens.entry(shard).or_default().push(of.row(row));
                 changed.push((of.row(row), values));
             }
         }
-        found.world = found.world.rows(of.key, changed.into_iter());
+        rows_found.world = rows_found.world.rows(of.key, changed.into_iter());
     }
-    let count: usize = found.tokens.values().map(Vec::len).sum();
+    let count: usize = rows_found.tokens.values().map(Vec::len).sum();
     // Where every row holds the same shard's part, dq was not reduced over shards, which is another
     // cause.
-    let some = (1..rows).contains(&count) || found.tokens.len() > 1;
-    (left <= LEFT * before && some).then_some((left, found))
+    let some = (1..rows).contains(&count) || rows_found.tokens.len() > 1;
+    (left <= LEFT * before && some).then_some((left, rows_found))
 }
 
 /// A row of dq: its squared error and, if some shard's part is much nearer, that shard, its squared

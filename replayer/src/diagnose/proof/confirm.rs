@@ -70,20 +70,20 @@ impl Reproduction<'_> {
     /// all of them could be emulated within the budget.
     fn least(&self) -> Option<Least> {
         let declared = |key: &Key| (*key, Left::of(&self.evidence.residuals, key));
-        let mut found: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
+        let mut open: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
         for policy in members::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
             let Some(of) = self.search.confirming(&[&rounded]) else { continue };
-            for (key, least) in &mut found {
+            for (key, least) in &mut open {
                 let other = Left::of(&of, key);
                 *least = if other.energy < least.energy { other } else { *least };
             }
         }
         let declared = &self.evidence.residuals;
-        let exact = |key: &&Key| !found.contains_key(key) && is_exact(declared, key);
+        let exact = |key: &&Key| !open.contains_key(key) && is_exact(declared, key);
         let tokens = declared.keys().filter(|key| key.stage.is_of_q()).filter(exact);
         let exact = tokens.map(|key| (*key, Left::of(declared, key))).collect();
-        (!self.search.meter.is_over()).then_some(Least { open: found, exact })
+        (!self.search.meter.is_over()).then_some(Least { open, exact })
     }
 
     /// How many different tokens count in a comparison; copies count as one.
@@ -205,8 +205,8 @@ impl Reproduction<'_> {
         let energy = |key: &Key| winner.residuals[key].energy;
         let times = of.iter().map(|key| least.energy(key)).sum::<f64>()
             / of.iter().map(energy).sum::<f64>();
-        let mut found = findings::of_decision(tried, &decision, &of, self.evidence);
-        for one in &mut found {
+        let mut findings = findings::of_decision(tried, &decision, &of, self.evidence);
+        for one in &mut findings {
             let of = tried.iter().find(|of| of.cause.id() == one.id);
             let about = of.map_or("", |of| of.cause.about());
             one.evidence = format!("{about}: {}", words(times));
@@ -216,7 +216,7 @@ impl Reproduction<'_> {
             true => "the bound leaves room for as much",
             false => "undeclared roundings may be as large",
         };
-        Some(Proof { found, of, times, hidden })
+        Some(Proof { found: findings, of, times, hidden })
     }
 
     /// Comparisons of the forward pass that are ten times nearer to the head with the proved fault

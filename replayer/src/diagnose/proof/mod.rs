@@ -62,8 +62,8 @@ fn is_emulated(stage: Stage) -> bool {
 pub(super) fn is_marginal(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> bool {
     let open = |key: &Key| {
         let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
-        is_emulated(key.stage) && found.is_some_and(leaves_open)
+        let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
+        is_emulated(key.stage) && comparison.is_some_and(leaves_open)
     };
     let near = |key: &Key| {
         // Over all rows, as a sample need not contain the worst one.
@@ -114,7 +114,7 @@ impl Proof {
 /// coarser than f32 that are plausible and not declared (or with more error than the declared ones
 /// make), in stages that emulation covers.
 pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
-    let mut found = BTreeSet::new();
+    let mut examined = BTreeSet::new();
     for stage in outcome.stages.iter().filter(|one| is_emulated(one.stage)) {
         let off =
             |one: &&Comparison| !(one.tally.error_energy <= EXACT * one.tally.reference_energy);
@@ -126,9 +126,9 @@ pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
             microbatch: one.microbatch,
             rank: one.rank,
         };
-        found.extend(open.map(key));
+        examined.extend(open.map(key));
     }
-    found
+    examined
 }
 
 /// Looks for a fault with which some policy reproduces the errors that no policy alone reproduces.
@@ -196,8 +196,8 @@ pub(super) fn prove(
 pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
     let single = |key: &Key| {
         let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
-        found.is_none_or(|one| one.tally.exceeding > 0 || one.tally.exceeding_rows > 0)
+        let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
+        comparison.is_none_or(|one| one.tally.exceeding > 0 || one.tally.exceeding_rows > 0)
     };
     if evidence.failing.iter().any(single) {
         return false;
