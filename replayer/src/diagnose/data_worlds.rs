@@ -307,21 +307,21 @@ impl World for StaleRows {
         if let Some(read) = q.with_rows(&|row| Row::From(self.source(mb, row))) {
             inputs.reads = Some(Misread { q: Some((read, false)), k: None, scores: None });
         }
-        let of = |t: usize| self.source(mb, t);
-        inputs.labels = (0..inputs.labels.len()).map(|t| inputs.labels[of(t)]).collect();
+        let source = |t: usize| self.source(mb, t);
+        inputs.labels = (0..inputs.labels.len()).map(|t| inputs.labels[source(t)]).collect();
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         if pass == Pass::Backward {
             let own = lse.to_vec();
-            let of = |t: usize| own[self.source(inputs.microbatch, t)];
-            lse.iter_mut().enumerate().for_each(|(t, lse)| *lse = of(t));
+            let lse_of = |t: usize| own[self.source(inputs.microbatch, t)];
+            lse.iter_mut().enumerate().for_each(|(t, lse)| *lse = lse_of(t));
         }
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
         let Some(own) = self.g.get(&inputs.microbatch) else { return };
-        let of = |t: usize| own[self.source(inputs.microbatch, t)];
-        g.iter_mut().enumerate().for_each(|(t, g)| *g = of(t));
+        let g_of = |t: usize| own[self.source(inputs.microbatch, t)];
+        g.iter_mut().enumerate().for_each(|(t, g)| *g = g_of(t));
     }
 }

@@ -72,8 +72,8 @@ fn penalized(tried: &[Tried<'_>], left: &[f64], at: usize) -> f64 {
 
 fn order(tried: &[Tried<'_>], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
     let cost = |at: usize| tried[at].cost();
-    let of = |at| penalized(tried, left, at);
-    of(a).total_cmp(&of(b)).then(cost(a).total_cmp(&cost(b)))
+    let penalized_energy = |at| penalized(tried, left, at);
+    penalized_energy(a).total_cmp(&penalized_energy(b)).then(cost(a).total_cmp(&cost(b)))
 }
 
 /// Whether the evidence cannot tell two accepted causes apart.
@@ -102,8 +102,8 @@ pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<
         let gain = |one: &Tried<'_>| one.explains.intersection(&left).count();
         let most = tried.iter().map(gain).max().filter(|&most| most > 0)?;
         // Of those that explain equally many, the one that leaves least energy in them.
-        let of = |one: &&Tried<'_>| gain(one) == most;
-        let best = tried.iter().filter(of).min_by(|a, b| {
+        let gains_most = |one: &&Tried<'_>| gain(one) == most;
+        let best = tried.iter().filter(gains_most).min_by(|a, b| {
             let share =
                 |one: &Tried<'_>| one.left_of(&one.explains.intersection(&left).copied().collect());
             share(a).total_cmp(&share(b))
@@ -161,7 +161,7 @@ mod tests {
     /// A hypothesis that leaves energies of `dq` and `dk` times the floor; a comparison passes up
     /// to 1.5.
     fn tried<'c>(cause: &'c dyn Cause, dq: f64, dk: f64, fitted: usize) -> Tried<'c> {
-        let of = |energy: f64| Residual {
+        let residual = |energy: f64| Residual {
             energy,
             floor: 1.0,
             reference: 100.0,
@@ -174,7 +174,7 @@ mod tests {
             overshoot: energy / 1.5,
         };
         let residuals: Residuals =
-            [(key(Stage::Dq), of(dq)), (key(Stage::Dk), of(dk))].into_iter().collect();
+            [(key(Stage::Dq), residual(dq)), (key(Stage::Dk), residual(dk))].into_iter().collect();
         let explains = residuals.iter().filter(|(_, of)| of.passes).map(|(&key, _)| key).collect();
         let hypothesis = Hypothesis::new(Declared, Vec::new()).fitted(fitted);
         let against = Counterevidence::default();

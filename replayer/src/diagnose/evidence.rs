@@ -379,9 +379,10 @@ impl<'a> Evidence<'a> {
     /// Whether some comparison of a stage fails. Where dk was recorded only as sums, a failing sum
     /// counts for dk.
     pub fn fails(&self, stage: Stage) -> bool {
-        let of = |wanted: &dyn Fn(Stage) -> bool| self.failing.iter().any(|key| wanted(key.stage));
-        let in_sums = stage == Stage::Dk && self.has_sums_alone() && of(&Stage::is_sum);
-        of(&|one| one == stage) || in_sums
+        let any_fails =
+            |wanted: &dyn Fn(Stage) -> bool| self.failing.iter().any(|key| wanted(key.stage));
+        let in_sums = stage == Stage::Dk && self.has_sums_alone() && any_fails(&Stage::is_sum);
+        any_fails(&|one| one == stage) || in_sums
     }
 
     /// Whether a stage was compared and passes everywhere.
@@ -423,10 +424,10 @@ impl<'a> Evidence<'a> {
         let over = |(_, residual): &(Key, Residual)| residual.energy / residual.floor;
         let failing = self.failing_of(stages);
         let (key, _) = failing.max_by(|a, b| by_size(&over(a), &over(b)))?;
-        let of = |unit: &&UnitState| {
+        let is_unit = |unit: &&UnitState| {
             unit.microbatch == key.microbatch && (unit.rank == key.rank || key.rank.is_none())
         };
-        self.units().iter().find(of)
+        self.units().iter().find(is_unit)
     }
 
     /// The rounding policies that the job's declaration allows.

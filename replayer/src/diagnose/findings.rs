@@ -210,8 +210,8 @@ fn beyond(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
 /// it explains none.
 fn partly(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
     let names = |explained: bool| {
-        let of = keys.iter().filter(|key| near.explains.contains(key) == explained);
-        let mut all: Vec<&str> = of.map(|key| key.stage.name()).collect();
+        let chosen = keys.iter().filter(|key| near.explains.contains(key) == explained);
+        let mut all: Vec<&str> = chosen.map(|key| key.stage.name()).collect();
         all.dedup();
         all.join(", ")
     };

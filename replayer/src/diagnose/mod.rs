@@ -338,10 +338,10 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
     }
     let marginal = |(keys, _): &(BTreeSet<Key>, Decision)| proof::is_marginal(evidence, keys);
     if let Some(parts) = cover(&tried, failing).filter(|parts| !parts.iter().any(marginal)) {
-        let of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
+        let findings_of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
             findings::of_decision(&tried, decision, keys, evidence)
         };
-        return parts.iter().flat_map(of).collect();
+        return parts.iter().flat_map(findings_of).collect();
     }
     let stacked = stacked(search, catalogue, &tried, evidence);
     stacked.unwrap_or_else(|| apart(search, &mut tried, evidence))

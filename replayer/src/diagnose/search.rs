@@ -178,8 +178,8 @@ impl<'a> Search<'a> {
             let sum = alone && stage.is_sum();
             let speaks =
                 |world: &dyn World| world.speaks_of(stage) || sum && world.speaks_of(Stage::Dk);
-            let of = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
-            groups.entry(of).or_default().insert(stage);
+            let speaking = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
+            groups.entry(speaking).or_default().insert(stage);
         }
         let mut compared = Residuals::new();
         for (of, stages) in groups {
@@ -377,8 +377,8 @@ impl<'a> Search<'a> {
     ) {
         // A hypothesis with many fitted numbers does not stop those that hold in some places only.
         let explained = |found: &[(usize, Tried<'c>)]| {
-            let of = |one: &Tried<'c>| one.explains.is_superset(&evidence.failing);
-            found.iter().any(|(_, one)| of(one) && one.hypothesis.fitted <= FEW)
+            let explains_all = |one: &Tried<'c>| one.explains.is_superset(&evidence.failing);
+            found.iter().any(|(_, one)| explains_all(one) && one.hypothesis.fitted <= FEW)
         };
         let mut last = Vec::new();
         for (number, look) in looks.iter().enumerate() {
@@ -388,20 +388,19 @@ impl<'a> Search<'a> {
             }
             for &(at, cause) in causes {
                 let all = self.hypotheses(cause, look.shown);
-                for of in all {
+                for offered in all {
                     if self.meter.is_spent() {
                         self.meter.leaves(tried_as(cause, evidence));
                         break;
                     }
-                    let of = match look.within {
-                        Some(within) => localized(of, evidence, within),
-                        None => of,
+                    let hypothesis = match look.within {
+                        Some(within) => localized(offered, evidence, within),
+                        None => offered,
                     };
-                    match of.emulates(evidence) {
-                        true => last.push((at, further, cause, of)),
-                        false => {
-                            found.extend(self.try_one(cause, of, evidence).map(|one| (at, one)))
-                        }
+                    match hypothesis.emulates(evidence) {
+                        true => last.push((at, further, cause, hypothesis)),
+                        false => found
+                            .extend(self.try_one(cause, hypothesis, evidence).map(|one| (at, one))),
                     }
                 }
             }

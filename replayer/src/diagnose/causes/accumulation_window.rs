@@ -94,9 +94,9 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         // Weights that are no whole numbers count as fitted, one for each microbatch.
         fitted = if whole.is_some() { fitted } else { held.len() };
         let Some(solved) = whole.or_else(|| raw(&found, divisor)) else { continue };
-        let mut of = vec![1.0; count];
-        held.into_iter().zip(solved).for_each(|(at, weight)| of[at] = weight);
-        weights.insert((key.stage, key.rank), of);
+        let mut of_microbatches = vec![1.0; count];
+        held.into_iter().zip(solved).for_each(|(at, weight)| of_microbatches[at] = weight);
+        weights.insert((key.stage, key.rank), of_microbatches);
     }
     let Some((&(_, rank), first)) = weights.iter().next() else { return Vec::new() };
     let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
@@ -125,8 +125,8 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             .iter()
             .filter(|inputs| inputs.microbatch != key.microbatch)
             .filter_map(|inputs| {
-                let of = Key { microbatch: inputs.microbatch, ..key };
-                Some((of, evidence.captured(of)?))
+                let other_key = Key { microbatch: inputs.microbatch, ..key };
+                Some((other_key, evidence.captured(other_key)?))
             })
             .filter(|(_, of)| of.values.len() == captured.values.len())
             .collect();
@@ -150,10 +150,10 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         if held.is_empty() {
             return None;
         }
-        let of = |(_, key, _): &(f64, Key, Rc<Values>)| {
+        let microbatch_name = |(_, key, _): &(f64, Key, Rc<Values>)| {
             key.microbatch.map_or("another".to_string(), |mb| mb.to_string())
         };
-        let names: Vec<String> = held.iter().map(of).collect();
+        let names: Vec<String> = held.iter().map(microbatch_name).collect();
         let own = key.microbatch.map_or(String::new(), |mb| format!(" of microbatch {mb}"));
         let said = format!("{}{own} holds what microbatch {} holds", key.stage, names.join(", "));
         if !words.contains(&said) {
@@ -202,29 +202,29 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(usize, f64)>> {
     if reduced && step.find_reduced(Role::Dk, false).is_some() {
         return None; // The addends are ranks' captured sums over microbatches.
     }
-    let of = step.find_reduced(Role::Dk, reduced)?;
-    let total = values_of(evidence, of, key.rank.filter(|_| !reduced))?;
+    let sum_key = step.find_reduced(Role::Dk, reduced)?;
+    let total = values_of(evidence, sum_key, key.rank.filter(|_| !reduced))?;
     let stride = total.len().div_ceil(ELEMENTS).max(1);
     let chosen = |all: Vec<f64>| all.into_iter().step_by(stride).collect::<Vec<f64>>();
     let size = total.len();
     let total = chosen(total);
     let part = |inputs: &crate::head::MicrobatchInputs| {
-        let of = step.find(Role::Dk, inputs.microbatch)?;
-        let whole = values_of(evidence, of, key.rank.filter(|_| !reduced))?;
+        let key_of_addend = step.find(Role::Dk, inputs.microbatch)?;
+        let whole = values_of(evidence, key_of_addend, key.rank.filter(|_| !reduced))?;
         Some(whole).filter(|whole| whole.len() == size).map(chosen)
     };
     let recorded = evidence.inputs.iter().map(part).collect::<Option<Vec<Vec<f64>>>>();
     let parts = recorded.or_else(|| {
         let all =
             unrecorded(evidence, key).filter(|all| all.iter().all(|of| of.2.len() == size))?;
-        let of = |inputs: &crate::head::MicrobatchInputs| {
+        let sum_over_ranks = |inputs: &crate::head::MicrobatchInputs| {
             let mut sum = vec![0.0; size];
             for (_, _, values) in all.iter().filter(|of| of.0 == inputs.microbatch) {
                 sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
             }
             chosen(sum)
         };
-        Some(evidence.inputs.iter().map(of).collect())
+        Some(evidence.inputs.iter().map(sum_over_ranks).collect())
     })?;
     // A rank without tokens in a microbatch adds zeros, of which no weight can be solved.
     let held: Vec<usize> =

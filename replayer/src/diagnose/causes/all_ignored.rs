@@ -42,12 +42,14 @@ impl Cause for AllIgnored {
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let empty = empty(evidence);
         let none = |key: &Key| {
-            let of = |(microbatch, _): &&Empty| *microbatch == key.microbatch;
+            let is_of_microbatch = |(microbatch, _): &&Empty| *microbatch == key.microbatch;
             match key.rank {
                 _ if key.stage.is_sum() => !empty.is_empty(),
                 // A comparison over all ranks includes that rank's tokens.
-                None => empty.iter().any(|one| of(&one)),
-                Some(rank) => empty.iter().filter(of).any(|(_, ranks)| ranks.contains(&rank)),
+                None => empty.iter().any(|one| is_of_microbatch(&one)),
+                Some(rank) => {
+                    empty.iter().filter(is_of_microbatch).any(|(_, ranks)| ranks.contains(&rank))
+                }
             }
         };
         let sound = |key: &Key| {
@@ -86,7 +88,7 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let mut by_rank = evidence.step.clone();
     by_rank.options.scope = Scope::Rank.into();
-    let of = |one: &MicrobatchInputs| {
+    let empty_part = |one: &MicrobatchInputs| {
         let silent = |&t: &usize| one.labels[t] == IGNORED || one.weights[t] == 0.0;
         let units = by_rank.denominators(&all, one).unwrap_or_default();
         let ranks: Vec<Rank> = units
@@ -97,7 +99,7 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
         let whole = (0..one.tokens()).all(|t| silent(&t));
         (whole || !ranks.is_empty()).then_some((one.microbatch, ranks))
     };
-    evidence.inputs.iter().filter_map(of).collect()
+    evidence.inputs.iter().filter_map(empty_part).collect()
 }
 
 /// Whether nearly every value that such tokens contribute to is NaN: a single NaN has another
@@ -122,8 +124,8 @@ fn valid(inputs: &MicrobatchInputs, evidence: &Evidence<'_>) -> f64 {
 
 /// Share of a microbatch's tokens that belong to ranks on which no token counts.
 fn silent_share(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, empty: &[Empty]) -> f64 {
-    let of = empty.iter().find(|(microbatch, _)| *microbatch == inputs.microbatch);
-    let Some((_, ranks)) = of else { return 1.0 };
+    let empty_part = empty.iter().find(|(microbatch, _)| *microbatch == inputs.microbatch);
+    let Some((_, ranks)) = empty_part else { return 1.0 };
     let mut step = evidence.step.clone();
     step.options.scope = Scope::Rank.into();
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();

@@ -42,7 +42,7 @@ impl Cause for BiasTwice {
             // Automatic differentiation of a bias that is added twice gives twice its gradient.
             let own: &[f64] = if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
             for (lse, place) in BackwardStarts::of(evidence, &|_| {}, times).each() {
-                let of = |&gradient: &f64| {
+                let with_gradient = |&gradient: &f64| {
                     let mut parameters =
                         vec![("times", times.to_string()), ("in", place.to_string())];
                     if own.len() > 1 {
@@ -51,7 +51,7 @@ impl Cause for BiasTwice {
                     let lse = lse.clone();
                     Hypothesis::new(Biased { times, lse, gradient }, parameters)
                 };
-                hypotheses.extend(own.iter().map(of));
+                hypotheses.extend(own.iter().map(with_gradient));
             }
             if let Some(world) = ForwardOnly::of(evidence, &|_| {}, times) {
                 let parameters =

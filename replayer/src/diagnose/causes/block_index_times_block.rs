@@ -89,9 +89,9 @@ pub(super) fn parameters(
     size: usize,
     beyond: Beyond,
 ) -> Vec<(&'static str, String)> {
-    let of = if operand == Operand::Q { "q" } else { "k" };
+    let operand_name = if operand == Operand::Q { "q" } else { "k" };
     vec![
-        ("operand", of.to_string()),
+        ("operand", operand_name.to_string()),
         ("block", size.to_string()),
         ("beyond the end", beyond.name().to_string()),
     ]

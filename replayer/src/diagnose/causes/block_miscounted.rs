@@ -50,9 +50,9 @@ impl Cause for BlockMiscounted {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all = Stage::GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits);
-        let of =
+        let in_stage =
             |stage| counted(evidence, stage, &ALL).into_iter().map(move |found| (stage, found));
-        let all = all.flat_map(of);
+        let all = all.flat_map(in_stage);
         let mut found: Vec<Hypothesis> =
             all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();
         let kinds = [(Of::Whole, What::Addends), (Of::Softmax, What::OfSoftmax)];

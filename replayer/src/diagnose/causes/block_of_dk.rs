@@ -41,8 +41,8 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         world = world.rows(key, rows.map(|class| (class, kernel.row(&q, class, whole))));
     }
     let mut words = parameters(Operand::Q, blocks.0, blocks.1);
-    let of = if whole { "dk, its softmax included" } else { "the product of dk" };
-    words.push(("only in", of.to_string()));
+    let place = if whole { "dk, its softmax included" } else { "the product of dk" };
+    words.push(("only in", place.to_string()));
     Some(Hypothesis::new(world, words).fitted(1))
 }
 
@@ -80,12 +80,12 @@ impl<'a> Kernel<'a> {
         }
         let looked = || (0..classes).step_by(classes.div_ceil(CLASSES).max(1));
         let off = |q: &Rows, whole: bool| -> f64 {
-            let of = |class: usize| {
+            let error_of_row = |class: usize| {
                 let made = self.row(q, class, whole);
                 let pairs = made.iter().zip(self.gradient.captured.row(class));
                 pairs.map(|(made, captured)| (made - captured).powi(2)).sum::<f64>()
             };
-            looked().map(of).sum()
+            looked().map(error_of_row).sum()
         };
         let maps = (2..n).flat_map(|size| BEYOND.map(|beyond| (size, beyond)));
         let tried = maps.filter_map(|blocks| Some((blocks, self.q(evidence, blocks)?)));
@@ -100,8 +100,8 @@ impl<'a> Kernel<'a> {
         let map = Map::BlockTwice { size, beyond };
         let runs = of_ranks(evidence.step, self.inputs);
         let rows: Vec<Row> = map.in_runs(self.inputs.tokens(), &runs)?;
-        let of = self.gradient.plane.rows.iter();
-        let values = of.flat_map(|&t| self.direct.q(rows[t])).collect();
+        let tokens = self.gradient.plane.rows.iter();
+        let values = tokens.flat_map(|&t| self.direct.q(rows[t])).collect();
         Some(Rows { cols: self.gradient.other().cols, values })
     }
 

@@ -133,9 +133,9 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         ];
         let counts = |t: &usize| inputs.labels[*t] != IGNORED;
         let is = |values: &Vec<f64>| {
-            let of = (0..values.len()).filter(counts);
+            let counted = (0..values.len()).filter(counts);
             let off = |t: usize| (captured.values[t] - values[t]).abs() / (1.0 + values[t].abs());
-            of.clone().count() >= 8 && largest(of.map(off)) < 0.01
+            counted.clone().count() >= 8 && largest(counted.map(off)) < 0.01
         };
         let Some((name, values)) = columns.into_iter().find(|(_, values)| is(values)) else {
             continue;
@@ -166,17 +166,18 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let shown = |inputs: &MicrobatchInputs| {
         let all = tokens(evidence, inputs);
         let few: Vec<usize> = all.iter().copied().step_by(all.len().div_ceil(4).max(1)).collect();
-        let of = overwritten(evidence, inputs, &few);
-        of.is_some_and(|of| shows(evidence, (inputs.microbatch, &few), &of))
+        let sample = overwritten(evidence, inputs, &few);
+        sample.is_some_and(|of| shows(evidence, (inputs.microbatch, &few), &of))
     };
     if !evidence.inputs.iter().any(shown) {
         return Vec::new();
     }
-    let of = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let all: Vec<usize> = (0..inputs.tokens()).collect();
         Some((inputs.microbatch, overwritten(evidence, inputs, &all)?))
     };
-    let Some(all) = evidence.inputs.iter().map(of).collect::<Option<BTreeMap<_, _>>>() else {
+    let Some(all) = evidence.inputs.iter().map(of_microbatch).collect::<Option<BTreeMap<_, _>>>()
+    else {
         return Vec::new();
     };
     let parameters = vec![
@@ -212,8 +213,8 @@ fn overwritten(
         let upstream = options.cotangents(g[t], lse[t], valid);
         let held: Vec<f64> = (0..valid)
             .map(|v| {
-                let of = direct.logit_of(&q, v);
-                Held::Gradient.of(of, lse[t], upstream, inputs.labels[t] as usize == v)
+                let logit = direct.logit_of(&q, v);
+                Held::Gradient.of(logit, lse[t], upstream, inputs.labels[t] as usize == v)
             })
             .collect();
         overwritten.lse[t] = direct.lse(&held);

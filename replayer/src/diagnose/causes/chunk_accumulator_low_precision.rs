@@ -123,11 +123,11 @@ fn hypothesis(base: &Policy, pieces: &Pieces, declared: Option<usize>, fused: bo
 pub(super) fn parameters(pieces: &Pieces) -> Vec<(&'static str, String)> {
     let order = if pieces.walk == Walk::Ascending { "ascending" } else { "descending" };
     let Cut { first, parts, sequence, shards } = pieces.cut;
-    let of = if sequence > 0 { "places of every sequence" } else { "tokens" };
+    let places = if sequence > 0 { "places of every sequence" } else { "tokens" };
     let size = match (parts, first) {
-        (0, 0) => format!("{} {of}", pieces.size),
-        (0, first) => format!("{} {of}, the first of {first}", pieces.size),
-        (parts, _) => format!("one of {parts} equal parts of the {of}"),
+        (0, 0) => format!("{} {places}", pieces.size),
+        (0, first) => format!("{} {places}, the first of {first}", pieces.size),
+        (parts, _) => format!("one of {parts} equal parts of the {places}"),
     };
     let mut parameters = vec![
         ("accumulator", pieces.total.name().to_string()),

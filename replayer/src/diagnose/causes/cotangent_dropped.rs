@@ -91,12 +91,12 @@ impl Place {
 /// The places that the failing stages allow: one side alone only where the other side agrees or
 /// both fail.
 fn places(evidence: &Evidence<'_>) -> Vec<Place> {
-    let of = |part: Part| {
+    let compared_and_failing = |part: Part| {
         let here = |key: &&Key| Part::of(key.stage) == part;
         let compared = evidence.residuals.keys().any(|key| here(&key));
         (compared, evidence.failing.iter().any(|key| here(&key)))
     };
-    match (of(Part::OfQ), of(Part::OfK)) {
+    match (compared_and_failing(Part::OfQ), compared_and_failing(Part::OfK)) {
         ((_, true), (true, false)) => vec![Place::Everywhere, Place::OfQ],
         ((true, false), (_, true)) => vec![Place::Everywhere, Place::OfK],
         ((_, true), (_, true)) => {
@@ -142,10 +142,10 @@ impl LeftOut {
         let mut combinations = Vec::new();
         for cotangent in [false, true].into_iter().take(1 + usize::from(cotangent)) {
             for mean in [false, true].into_iter().take(1 + usize::from(mean)) {
-                let of = |weights| LeftOut { cotangent, mean, weights };
-                combinations.extend((cotangent || mean).then(|| of(Weights::Kept)));
-                combinations.extend(weights.then(|| of(Weights::Dropped)));
-                combinations.extend((weights && masked).then(|| of(Weights::Mask)));
+                let combination = |weights| LeftOut { cotangent, mean, weights };
+                combinations.extend((cotangent || mean).then(|| combination(Weights::Kept)));
+                combinations.extend(weights.then(|| combination(Weights::Dropped)));
+                combinations.extend((weights && masked).then(|| combination(Weights::Mask)));
             }
         }
         combinations
@@ -199,8 +199,8 @@ impl Dropped {
         let options = &evidence.step.options;
         let common = if cotangent { 1.0 / options.cotangent } else { 1.0 };
         let wanted = |key: &Key| {
-            let of = self.kept.get(&key.microbatch).filter(|_| mean);
-            of.map_or(common, |all| common * all.iter().sum::<f64>() / all.len() as f64)
+            let divisors = self.kept.get(&key.microbatch).filter(|_| mean);
+            divisors.map_or(common, |all| common * all.iter().sum::<f64>() / all.len() as f64)
         };
         Stage::GRADIENTS.iter().filter(|&&stage| self.place.holds(stage)).any(|&stage| {
             evidence.fails(stage)

@@ -56,20 +56,21 @@ fn silent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     // A single stage of zeros was not written; a dropped batch has no gradient at all, so several
     // stages must be zero.
     let all = |mb: Option<Microbatch>| {
-        let mut of = evidence.failing_of(&Stage::GRADIENTS).filter(|(key, _)| key.microbatch == mb);
+        let mut failing =
+            evidence.failing_of(&Stage::GRADIENTS).filter(|(key, _)| key.microbatch == mb);
         let stages: BTreeSet<_> =
             silent.iter().filter(|key| key.microbatch == mb).map(|key| key.stage).collect();
-        stages.len() > 1 && of.all(|(key, _)| silent.contains(&key))
+        stages.len() > 1 && failing.all(|(key, _)| silent.contains(&key))
     };
-    let of: BTreeSet<Option<Microbatch>> =
+    let microbatches: BTreeSet<Option<Microbatch>> =
         silent.iter().map(|key| key.microbatch).filter(|&mb| all(mb)).collect();
-    if of.is_empty() {
+    if microbatches.is_empty() {
         return None;
     }
     let words: Vec<String> =
-        of.iter().map(|mb| mb.map_or("all".into(), |mb| mb.to_string())).collect();
+        microbatches.iter().map(|mb| mb.map_or("all".into(), |mb| mb.to_string())).collect();
     let parts: BTreeSet<Key> =
-        silent.into_iter().filter(|key| of.contains(&key.microbatch)).collect();
+        silent.into_iter().filter(|key| microbatches.contains(&key.microbatch)).collect();
     let tokens = parts
         .iter()
         .filter_map(|&key| Some((key.microbatch, unit(evidence.step, evidence.inputs, key)?.rows)))
@@ -97,8 +98,8 @@ fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let once = found.addends.iter().filter(|of| of.weight == 1.0).count();
         out == 1 && once + out == found.addends.len() && once > 1 && found.scale == 1.0
     };
-    let of: Vec<Solved> = solved(evidence).into_iter().filter(lacks_one).collect();
-    let Some(first) = of.first() else { return Vec::new() };
+    let sums: Vec<Solved> = solved(evidence).into_iter().filter(lacks_one).collect();
+    let Some(first) = sums.first() else { return Vec::new() };
     let Some(out) = first.addends.iter().find(|of| of.weight == 0.0 && of.microbatch.is_some())
     else {
         return Vec::new(); // A whole rank is missing: it was not reduced, another cause.
@@ -108,11 +109,11 @@ fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let same = |one: &Solved| {
         one.addends.iter().any(|of| of.weight == 0.0 && of.microbatch == out.microbatch)
     };
-    if of.len() > 1 && of.iter().all(same) {
+    if sums.len() > 1 && sums.iter().all(same) {
         return Vec::new();
     }
     let mb = out.microbatch.map_or(String::new(), |mb| mb.to_string());
     let rank = out.rank.map_or("all".into(), |rank| rank.to_string());
     let parameters = vec![("microbatch", mb), ("rank", rank)];
-    vec![Hypothesis::new(Weighted { of }, parameters)]
+    vec![Hypothesis::new(Weighted { of: sums }, parameters)]
 }

@@ -65,15 +65,18 @@ fn same(a: &[f64], b: &[f64]) -> bool {
 fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut from = BTreeMap::new();
     for inputs in evidence.inputs.iter().filter(|one| one.microbatch.is_some()) {
-        let of = |key: &&Key| key.microbatch == inputs.microbatch && key.stage != Stage::Loss;
-        let Some(&key) = evidence.failing.iter().find(of) else { continue };
+        let is_of_microbatch =
+            |key: &&Key| key.microbatch == inputs.microbatch && key.stage != Stage::Loss;
+        let Some(&key) = evidence.failing.iter().find(is_of_microbatch) else { continue };
         let Some(own) = evidence.captured(key) else { continue };
         let is_other = |other: &&MicrobatchInputs| {
-            let of = Key { microbatch: other.microbatch, ..key };
-            let passes = evidence.residuals.get(&of).is_some_and(|found| found.passes);
+            let other_key = Key { microbatch: other.microbatch, ..key };
+            let passes = evidence.residuals.get(&other_key).is_some_and(|found| found.passes);
             passes
                 && other.tokens() == inputs.tokens()
-                && evidence.captured(of).is_some_and(|found| same(&own.values, &found.values))
+                && evidence
+                    .captured(other_key)
+                    .is_some_and(|found| same(&own.values, &found.values))
         };
         if let Some(other) = evidence.inputs.iter().find(is_other) {
             from.insert(inputs.microbatch, (other.microbatch, None));
@@ -162,13 +165,13 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     // Each stage of a microbatch is read once, however many others are compared with it.
     let mut read: BTreeMap<(Stage, Option<Microbatch>), Option<Rc<ByRank>>> = BTreeMap::new();
     let mut by_rank = |inputs: &MicrobatchInputs, stage: Stage| {
-        let of = || ByRank::of(evidence, inputs, stage).map(Rc::new);
-        read.entry((stage, inputs.microbatch)).or_insert_with(of).clone()
+        let read_by_rank = || ByRank::of(evidence, inputs, stage).map(Rc::new);
+        read.entry((stage, inputs.microbatch)).or_insert_with(read_by_rank).clone()
     };
     for inputs in evidence.inputs {
         let fails = |stage: Stage| {
-            let of = |key: &Key| key.stage == stage && key.microbatch == inputs.microbatch;
-            evidence.failing.iter().any(of)
+            let is_of_stage = |key: &Key| key.stage == stage && key.microbatch == inputs.microbatch;
+            evidence.failing.iter().any(is_of_stage)
         };
         let Some(stage) = OF_TOKENS.into_iter().find(|&stage| fails(stage)) else { continue };
         let Some(own) = by_rank(inputs, stage) else { continue };
@@ -205,8 +208,8 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let total: f64 = weights.iter().sum();
         weights.contains(&2.0) && weights.contains(&0.0) && total == weights.len() as f64
     };
-    let of: Vec<Solved> = solved(evidence).into_iter().filter(twice).collect();
-    let Some(first) = of.first() else { return Vec::new() };
+    let sums: Vec<Solved> = solved(evidence).into_iter().filter(twice).collect();
+    let Some(first) = sums.first() else { return Vec::new() };
     let named = |weight: f64| {
         let all = first.addends.iter().filter(|of| of.weight == weight);
         let one = |of: &crate::diagnose::detectors::addends::Addend| match (of.microbatch, of.rank)
@@ -218,5 +221,5 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         all.map(one).collect::<Vec<String>>().join(", ")
     };
     let parameters = vec![("twice", named(2.0)), ("left out", named(0.0))];
-    vec![Hypothesis::new(Weighted { of }, parameters)]
+    vec![Hypothesis::new(Weighted { of: sums }, parameters)]
 }

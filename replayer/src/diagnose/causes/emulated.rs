@@ -61,10 +61,10 @@ impl World for Emulated {
     }
 
     fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
-        let of = self.forward.get(&inputs.microbatch)?;
+        let values = self.forward.get(&inputs.microbatch)?;
         match stage {
-            Stage::Lse => Some(of.ties[0].clone()),
-            Stage::LabelLogits if of.label.is_some() => Some(of.ties[1].clone()),
+            Stage::Lse => Some(values.ties[0].clone()),
+            Stage::LabelLogits if values.label.is_some() => Some(values.ties[1].clone()),
             _ => None,
         }
     }

@@ -224,7 +224,7 @@ fn shows(
         true => (0..inputs.tokens()).collect(),
         false => tokens(evidence, inputs),
     };
-    let of = |stage: Stage| {
+    let captured_stage = |stage: Stage| {
         let mut keys = evidence.failing.iter();
         let key = keys.find(|key| key.stage == stage && key.microbatch == inputs.microbatch)?;
         Some((evidence.captured(*key)?, *key))
@@ -236,7 +236,7 @@ fn shows(
         let fit = seen.iter().filter(|&&&(t, to)| fits(t, to)).count();
         !seen.is_empty() && fit as f64 >= FITS * seen.len() as f64
     };
-    if let Some((captured, _)) = of(Stage::LabelLogits) {
+    if let Some((captured, _)) = captured_stage(Stage::LabelLogits) {
         return share(&|t, to| {
             let (z, x) = (read(direct, to), captured.values[t]);
             (z - x).abs() <= 0.01 * (1.0 + x.abs())
@@ -244,25 +244,25 @@ fn shows(
     }
     let reference = evidence.reference();
     let Some(cotangents) = reference.cotangents.get(&inputs.microbatch) else { return false };
-    let Some((captured, key)) = of(Stage::Dq) else {
-        let Some((captured, key)) = of(Stage::Dlogits) else { return false };
+    let Some((captured, key)) = captured_stage(Stage::Dq) else {
+        let Some((captured, key)) = captured_stage(Stage::Dlogits) else { return false };
         return share(&|t, _| {
             let row = reference.of_token((key.stage, key.microbatch), t);
-            let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return true };
+            let (Some(row), Some(captured_stage)) = (row, cotangents.get(&t)) else { return true };
             let class = inputs.labels[t] as usize;
-            let part = of.label * direct.logit_at(t, class).1;
+            let part = captured_stage.label * direct.logit_at(t, class).1;
             // The entry lacks the label's part.
             (captured.row(t)[class] - row[class] + part).abs() <= 0.1 * part.abs()
         });
     };
     share(&|t, _| {
         let row = reference.of_token((key.stage, key.microbatch), t);
-        let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return false };
+        let (Some(row), Some(captured_stage)) = (row, cotangents.get(&t)) else { return false };
         let class = inputs.labels[t] as usize;
         let slope = direct.logit_of(&direct.q(Row::From(t)), class).1;
         let label = direct.k(Row::From(class));
         let without: Vec<f64> =
-            row.iter().zip(label).map(|(x, k)| x - of.label * slope * k).collect();
+            row.iter().zip(label).map(|(x, k)| x - captured_stage.label * slope * k).collect();
         alike(captured.row(t), &without)
     })
 }
@@ -310,9 +310,9 @@ fn hole(
     for run in of_ranks(evidence.step, inputs) {
         run.iter().skip(border).for_each(|&t| rows[t] = Row::Zeros);
     }
-    let of = table.iter().filter(|(_, wanted)| energy(wanted) > 0.0);
+    let rows_with_gradient = table.iter().filter(|(_, wanted)| energy(wanted) > 0.0);
     let (mut before, mut beyond) = (0, 0);
-    for (&t, _) in of {
+    for (&t, _) in rows_with_gradient {
         let wanted = rows[t] == Row::Zeros;
         if (energy(captured.row(t)) == 0.0) != wanted {
             return None;

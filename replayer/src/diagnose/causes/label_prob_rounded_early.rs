@@ -64,8 +64,8 @@ impl Cause for LabelProbRoundedEarly {
             let Some(label_logits) = logits.clone() else { break };
             let policy = Policy { path: whole(base.path), ..base };
             let world = Twice { policy, tiles: roundings.tiles, label_logits, rounds: Rounds::Gp };
-            let of = ("g p rounded to", base.dlogits.name().to_string());
-            hypotheses.push(Hypothesis::new(world, vec![of]));
+            let parameter = ("g p rounded to", base.dlogits.name().to_string());
+            hypotheses.push(Hypothesis::new(world, vec![parameter]));
         }
         // A kernel may keep p in either format, whatever format its operands have.
         for p in [Precision::Bf16, Precision::F16] {

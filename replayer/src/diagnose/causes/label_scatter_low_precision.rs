@@ -62,8 +62,8 @@ impl Cause for LabelScatterLowPrecision {
                 let shown = apart && join == precision;
                 for parts in [precision, Precision::F32].into_iter().skip(usize::from(shown)) {
                     for product in [precision, Precision::F32] {
-                        let of = Scatter { precision, product, parts, shards, join, order };
-                        hypotheses.push(of.hypothesis(&roundings));
+                        let scatter = Scatter { precision, product, parts, shards, join, order };
+                        hypotheses.push(scatter.hypothesis(&roundings));
                     }
                 }
             }
@@ -78,8 +78,9 @@ fn is_everywhere(evidence: &Evidence<'_>) -> bool {
     let (mut rare, mut frequent) = ((0.0, 0.0), (0.0, 0.0));
     for (key, _) in evidence.failing_of(&[Stage::DkLabel, Stage::Dk]) {
         let comparisons = evidence.outcome.stage(key.stage).comparisons.iter();
-        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        for class in comparisons.filter(of).flat_map(|one| &one.by_hits) {
+        let is_of_unit =
+            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        for class in comparisons.filter(is_of_unit).flat_map(|one| &one.by_hits) {
             let to = match class.hits_from {
                 0 | 1 => &mut rare,
                 2 | 3 => continue,
@@ -139,8 +140,8 @@ fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> 
     frequent.sort_by_key(|(_, tokens)| std::cmp::Reverse(tokens.len()));
     frequent.truncate(ROWS);
     let dense = |class: usize, column: usize| -> f64 {
-        let of = |t: usize| plane.dense.row(t)[class] * plane.q.row(t)[column];
-        if key.stage == Stage::Dk { (0..tokens).map(of).sum() } else { 0.0 }
+        let product = |t: usize| plane.dense.row(t)[class] * plane.q.row(t)[column];
+        if key.stage == Stage::Dk { (0..tokens).map(product).sum() } else { 0.0 }
     };
     let wanted: Vec<Vec<f64>> = frequent
         .iter()

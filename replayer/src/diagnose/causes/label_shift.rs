@@ -112,10 +112,10 @@ fn usual(asked: &SuspectTokens<'_>) -> Vec<Hypothesis> {
     let mut offered = Vec::new();
     for extent in 0..known(asked.evidence.step, first).len() {
         for by in USUAL {
-            let of =
+            let runs_of =
                 |inputs: &MicrobatchInputs| known(asked.evidence.step, inputs).get(extent).cloned();
             for ends in [Ends::Ignored, Ends::Wrapped, Ends::Kept] {
-                offered.extend(hypotheses(asked, by, &of, &|_, _| ends));
+                offered.extend(hypotheses(asked, by, &runs_of, &|_, _| ends));
             }
         }
     }
@@ -149,7 +149,7 @@ fn seen(
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
 ) -> Vec<Hypothesis> {
     let share = |by: isize| {
-        let of = |(test, inputs): &(LabelTest<'_>, &MicrobatchInputs)| {
+        let share_of = |(test, inputs): &(LabelTest<'_>, &MicrobatchInputs)| {
             let n = inputs.tokens();
             let label = |t: usize| {
                 let from = t.checked_add_signed(by).filter(|&from| from < n)?;
@@ -157,7 +157,7 @@ fn seen(
             };
             test.share(&looked_at(asked, inputs), &label)
         };
-        tests.iter().map(of).fold(0.0, f64::max)
+        tests.iter().map(share_of).fold(0.0, f64::max)
     };
     let shifts = (-MOST..=MOST).filter(|&by| by != 0).map(|by| (share(by), by));
     let best = shifts.max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.abs().cmp(&a.1.abs())));
@@ -165,16 +165,17 @@ fn seen(
     let mut offered = Vec::new();
     let candidates = tests.first().map(|(_, inputs)| extents(asked, tests, by, inputs).len());
     for extent in 0..candidates.unwrap_or(0) {
-        let of = |inputs: &MicrobatchInputs| extents(asked, tests, by, inputs).get(extent).cloned();
+        let runs_of =
+            |inputs: &MicrobatchInputs| extents(asked, tests, by, inputs).get(extent).cloned();
         let test = |microbatch| tests.iter().find(|(_, one)| one.microbatch == microbatch);
         let end = |inputs: &MicrobatchInputs, ends: &[(usize, usize)]| {
             let (test, _) = test(inputs.microbatch)?;
             end_of(asked, test, inputs, ends)
         };
         for ends in [Ends::Wrapped, Ends::Ignored, Ends::Kept] {
-            offered.extend(hypotheses(asked, by, &of, &|_, _| ends));
+            offered.extend(hypotheses(asked, by, &runs_of, &|_, _| ends));
         }
-        offered.extend(with_read_ends(asked, by, &of, &end));
+        offered.extend(with_read_ends(asked, by, &runs_of, &end));
     }
     offered
 }
@@ -247,7 +248,7 @@ fn end_of(
     let mut shown = BTreeMap::new();
     let mut left = test.readable();
     for &(t, wrapped) in ends.iter().filter(|(t, _)| looked.binary_search(t).is_ok()) {
-        let of = if test.fits(t, inputs.labels[wrapped]) {
+        let label_at_end = if test.fits(t, inputs.labels[wrapped]) {
             Ends::Wrapped
         } else if test.fits(t, inputs.labels[t]) {
             Ends::Kept
@@ -257,7 +258,7 @@ fn end_of(
             left = left.checked_sub(1)?;
             Ends::Read(test.read(t)?)
         };
-        shown.insert(t, of);
+        shown.insert(t, label_at_end);
     }
     Some(shown)
 }

@@ -131,8 +131,9 @@ fn largest_logits(evidence: &Evidence<'_>) -> OfTokens {
         if work > WORK || evidence.spend(0) {
             return None;
         }
-        let of = |t: usize| direct.logits_at(t).into_iter().fold(f64::NEG_INFINITY, f64::max);
-        Some((inputs.microbatch, (0..inputs.tokens()).map(of).collect()))
+        let largest_of =
+            |t: usize| direct.logits_at(t).into_iter().fold(f64::NEG_INFINITY, f64::max);
+        Some((inputs.microbatch, (0..inputs.tokens()).map(largest_of).collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()
 }

@@ -110,9 +110,9 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
         false => sum.parts.iter().map(|(_, values)| values.clone()).collect(),
     };
     let (wide, divisors) = (sum.total(), divisors(sum.divisor, addends.len()));
-    let of =
+    let summed =
         reductions::Summed { captured, addends: &addends, wide: &wide, divisors: &divisors, ring };
-    let order = of.in_few_bits()?;
+    let order = summed.in_few_bits()?;
     let mut words = order.steps.words();
     words.extend([("over", over.words().to_string()), ("order", order.order.clone())]);
     Some((order, words, sum.captured.columns.max(1)))
@@ -131,9 +131,9 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let captured = &sum.captured;
             let wide = sum.total();
             let rounded = |at: usize| {
-                let of =
+                let sent_addend =
                     |(_, x): &Part| precision.round64(Precision::F32.round64(x[at] * sum.divisor));
-                sum.parts.iter().map(of).sum::<f64>() / sum.divisor
+                sum.parts.iter().map(sent_addend).sum::<f64>() / sum.divisor
             };
             let sent: Vec<f64> = (0..wide.len()).map(rounded).collect();
             let off = |of: &[f64]| distance(&captured.values, of);

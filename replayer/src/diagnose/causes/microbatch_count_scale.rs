@@ -36,7 +36,7 @@ impl Cause for MicrobatchCountScale {
         if count < 2.0 {
             return Vec::new();
         }
-        let of = |(factor, words): (f64, &str)| {
+        let times = |(factor, words): (f64, &str)| {
             let one = move |stages| {
                 let parameters =
                     vec![("factor", words.to_string()), ("microbatches", count.to_string())];
@@ -44,6 +44,6 @@ impl Cause for MicrobatchCountScale {
             };
             sets_times(evidence, factor, &SCALED).into_iter().flat_map(one).collect::<Vec<_>>()
         };
-        [(count, "M"), (1.0 / count, "1/M")].into_iter().flat_map(of).collect()
+        [(count, "M"), (1.0 / count, "1/M")].into_iter().flat_map(times).collect()
     }
 }

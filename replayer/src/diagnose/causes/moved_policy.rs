@@ -170,12 +170,12 @@ impl Order {
     /// The place in a run of sequences from which place `at` reads.
     fn from(self, at: usize, [sequences, length]: [usize; 2]) -> usize {
         let (own, inside) = (at / length, at % length);
-        let of = |sequence: usize| sequence % sequences * length + inside;
+        let place = |sequence: usize| sequence % sequences * length + inside;
         match self {
             Order::Tiled => (at % sequences) * length,
-            Order::Before => of(own + sequences - 1),
-            Order::After => of(own + 1),
-            Order::Reversed => of(sequences - 1 - own),
+            Order::Before => place(own + sequences - 1),
+            Order::After => place(own + 1),
+            Order::Reversed => place(sequences - 1 - own),
         }
     }
 }

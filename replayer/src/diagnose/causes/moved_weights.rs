@@ -76,8 +76,8 @@ fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> O
 
 /// Whether the failing rows of dq are nonzero exactly where these weights are.
 fn shows(evidence: &Evidence<'_>, one: &MicrobatchInputs, weights: &[f64]) -> bool {
-    let of = |key: &&Key| key.stage == Stage::Dq && key.microbatch == one.microbatch;
-    let all: Vec<_> = evidence.failing.iter().filter(of).collect();
+    let is_dq = |key: &&Key| key.stage == Stage::Dq && key.microbatch == one.microbatch;
+    let all: Vec<_> = evidence.failing.iter().filter(is_dq).collect();
     all.into_iter().all(|key| {
         let Some(captured) = evidence.captured(*key) else { return true };
         let Some(table) = evidence.reference().stages.get(key) else { return true };

@@ -90,7 +90,7 @@ impl Cause for NanOrigin {
 fn of_inputs(evidence: &Evidence<'_>) -> Option<Vec<(&'static str, String)>> {
     evidence.inputs.iter().find_map(|inputs| {
         let head = inputs.head(evidence.step)?;
-        let of = |(name, of): (&str, Matrix<'_>)| {
+        let first_nan = |(name, of): (&str, Matrix<'_>)| {
             let at = (0..of.len()).find(|&at| !of.get_f64(at).is_finite())?;
             let mut parameters = vec![("stage", name.to_string())];
             parameters.extend(inputs.microbatch.map(|mb| ("microbatch", mb.to_string())));
@@ -98,7 +98,7 @@ fn of_inputs(evidence: &Evidence<'_>) -> Option<Vec<(&'static str, String)>> {
             parameters.push(("column", (at % of.cols.max(1)).to_string()));
             Some(parameters)
         };
-        [("q", head.q), ("k", head.k)].into_iter().find_map(of)
+        [("q", head.q), ("k", head.k)].into_iter().find_map(first_nan)
     })
 }
 
@@ -109,9 +109,12 @@ const LARGEST: f64 = 88.722_84;
 /// lse is infinite where it is larger than the logarithm of f32's largest number.
 fn overflown(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let reference = evidence.reference();
-    let of = |lse: &f64| if *lse > LARGEST { f64::INFINITY } else { *lse };
-    let lse: BTreeMap<_, Vec<f64>> =
-        reference.forward_lse.iter().map(|(&mb, all)| (mb, all.iter().map(of).collect())).collect();
+    let overflown_lse = |lse: &f64| if *lse > LARGEST { f64::INFINITY } else { *lse };
+    let lse: BTreeMap<_, Vec<f64>> = reference
+        .forward_lse
+        .iter()
+        .map(|(&mb, all)| (mb, all.iter().map(overflown_lse).collect()))
+        .collect();
     let rows = lse.values().flatten().filter(|lse| lse.is_infinite()).count();
     let (&mb, all) = lse.iter().find(|(_, all)| all.iter().any(|lse| lse.is_infinite()))?;
     let row = all.iter().position(|lse| lse.is_infinite())?;

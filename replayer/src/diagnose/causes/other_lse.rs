@@ -119,8 +119,8 @@ fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let one = |inputs: &MicrobatchInputs| {
         let right = evidence.reference().forward_lse.get(&inputs.microbatch)?;
         let probabilities = self::probabilities(evidence, inputs.microbatch)?;
-        let of = |(t, lse): (usize, &f64)| lse + ratio(probabilities.row(t)).ln();
-        Some((inputs.microbatch, right.iter().enumerate().map(of).collect()))
+        let changed_lse = |(t, lse): (usize, &f64)| lse + ratio(probabilities.row(t)).ln();
+        Some((inputs.microbatch, right.iter().enumerate().map(changed_lse).collect()))
     };
     let lse = evidence.inputs.iter().map(one).collect::<Option<Lse>>()?;
     let world = OtherLse { lse, captured: captured_lse(evidence) };
@@ -232,11 +232,11 @@ impl ImpliedLse {
             let (other, by) = self.source(mb, &own)?;
             let to = lse.get_mut(&mb)?;
             unit.rows.iter().for_each(|&t| to[t] = self.read((mb, t), (other, by)));
-            let of = |name: &str, at: Option<String>| at.map(|at| format!("{name} {at}"));
+            let named = |name: &str, at: Option<String>| at.map(|at| format!("{name} {at}"));
             let rank = unit.rank.filter(|_| evidence.ranks() > 1);
             let place = [
-                of("microbatch", mb.map(|mb| mb.to_string())),
-                of("rank", rank.map(|rank| rank.to_string())),
+                named("microbatch", mb.map(|mb| mb.to_string())),
+                named("rank", rank.map(|rank| rank.to_string())),
             ];
             let place: Vec<String> = place.into_iter().flatten().collect();
             let from = match (other == mb, by) {

@@ -15,12 +15,14 @@ use crate::replay::world::{At, Expectation, UnitName, UnitTokens, World};
 
 /// The hypotheses, with and without the padding's own entries.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let of = |inputs: &MicrobatchInputs| {
+    let columns_and_valid = |inputs: &MicrobatchInputs| {
         let head = inputs.head(evidence.step)?;
         let columns = head.given.map_or(head.k.rows, |given| given.cols);
         (columns > head.valid_vocab).then_some((columns, head.valid_vocab))
     };
-    let Some((columns, valid)) = evidence.inputs.first().and_then(of) else { return Vec::new() };
+    let Some((columns, valid)) = evidence.inputs.first().and_then(columns_and_valid) else {
+        return Vec::new();
+    };
     let share = valid as f64 / columns as f64;
     let words = |entries: &str| {
         let over = format!("all {columns} columns, the padding included");
@@ -85,9 +87,9 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
         if all > WORK || evidence.spend(all) {
             return None;
         }
-        let of = evidence.reference().cotangents.get(&inputs.microbatch)?;
+        let of_unit = evidence.reference().cotangents.get(&inputs.microbatch)?;
         let entries: BTreeMap<usize, f64> =
-            of.iter().map(|(&t, own)| (t, own.smooth * share * slope)).collect();
+            of_unit.iter().map(|(&t, own)| (t, own.smooth * share * slope)).collect();
         let mut k = vec![0.0; direct.head.q.cols];
         for row in valid..rows {
             k.iter_mut().zip(direct.k(Row::From(row))).for_each(|(to, k)| *to += k);

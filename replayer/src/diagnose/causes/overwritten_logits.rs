@@ -92,8 +92,8 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let right = ReplacedValues { distrusts: vec![Stage::Logits], ..ReplacedValues::default() };
     let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
     for held in Held::ALL {
-        let of = |key: &Key| logits_hold(evidence, &reference, *key, held);
-        let Some(times) = keys.iter().map(of).collect::<Option<Vec<f64>>>() else { continue };
+        let times_of = |key: &Key| logits_hold(evidence, &reference, *key, held);
+        let Some(times) = keys.iter().map(times_of).collect::<Option<Vec<f64>>>() else { continue };
         // All microbatches must have one factor, which multiplies the gradient afterwards.
         let times = times.iter().all(|x| (x / times[0] - 1.0).abs() < NEAR).then_some(times[0]);
         let Some(times) = times.map(power_of_two) else { continue };
@@ -190,10 +190,10 @@ fn logits_hold(
         // The row's own lse, computed from q and k; the replay's would come from the captured
         // logits.
         let row = direct.against(&direct.q(Row::From(t)), &Row::From);
-        let of = *cotangents.get(&t)?;
+        let own_cotangents = *cotangents.get(&t)?;
         for (v, &z) in row.logits.iter().enumerate() {
             let label = inputs.labels[t] as usize == v;
-            let x = held.of((z, direct.head.transform.slope_at(z)), row.lse, of, label);
+            let x = held.of((z, direct.head.transform.slope_at(z)), row.lse, own_cotangents, label);
             let captured = captured.row(t)[v];
             both += captured * x;
             own += captured * captured;

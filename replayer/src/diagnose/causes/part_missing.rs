@@ -207,11 +207,11 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
         return None;
     }
     let off = |by: [f64; 3]| -> f64 {
-        let of = |at: usize| -> f64 {
+        let squared_error = |at: usize| -> f64 {
             let sum: f64 = terms.iter().zip(by).map(|(term, x)| x * term[at]).sum();
             (captured.values[at] - sum).powi(2)
         };
-        (0..captured.values.len()).map(of).sum()
+        (0..captured.values.len()).map(squared_error).sum()
     };
     if !(off([softmax, label, of_k]) <= LEFT * off([1.0, 1.0, 0.0])) {
         return None;

@@ -70,13 +70,14 @@ impl Cause for PartialNotReduced {
         if let Some(observed) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
             return Some(observed);
         }
-        let of = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
+        let versions_of_dq = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
         let words = format!(
             "{} has {} versions, one a rank, and their sum is what each of them should be",
-            of.key,
-            of.of.len()
+            versions_of_dq.key,
+            versions_of_dq.of.len()
         );
-        let parameters = vec![("of", "dq".to_string()), ("shards", of.of.len().to_string())];
+        let parameters =
+            vec![("of", "dq".to_string()), ("shards", versions_of_dq.of.len().to_string())];
         Some(Observed { evidence: words, stages: vec![Stage::Dq], parameters })
     }
 }
@@ -133,8 +134,8 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut hypotheses: Vec<Hypothesis> = Vec::new();
     let mut seen: Vec<Range<usize>> = Vec::new();
     let failing = |inputs: &&MicrobatchInputs| {
-        let of = |key: &&Key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch;
-        evidence.failing.iter().any(|key| of(&key))
+        let is_dq = |key: &&Key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch;
+        evidence.failing.iter().any(|key| is_dq(&key))
     };
     for inputs in evidence.inputs.iter().filter(failing) {
         let Some(shard) = shard_of_dq(evidence, inputs) else { continue };
@@ -241,9 +242,9 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let captured = captured_lse(evidence);
     if n >= 2.0 && n <= MOST as f64 && (off - n.ln()).abs() < 0.01 && 4 * steady >= 3 * all.len() {
         let more = |lse: &f64| lse + n.ln();
-        let of =
+        let larger =
             |(&mb, lse): (&Option<Microbatch>, &Vec<f64>)| (mb, lse.iter().map(more).collect());
-        let lse = evidence.reference().forward_lse.iter().map(of).collect();
+        let lse = evidence.reference().forward_lse.iter().map(larger).collect();
         let parameters = vec![
             ("of", "the sum of exponentials, counted n times".to_string()),
             ("n", n.to_string()),
@@ -282,11 +283,11 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let one = |inputs: &MicrobatchInputs| {
         let direct = Direct::new(evidence, inputs)?;
         let end = shard.range.end.min(valid);
-        let of = |t: usize| {
+        let lse_of = |t: usize| {
             let row = direct.against(&direct.q(Row::From(t)), &Row::From);
             direct.lse(&row.logits[shard.range.start..end])
         };
-        let lse: Vec<f64> = (0..inputs.tokens()).into_par_iter().map(of).collect();
+        let lse: Vec<f64> = (0..inputs.tokens()).into_par_iter().map(lse_of).collect();
         Some((inputs.microbatch, lse))
     };
     let lse = evidence.inputs.iter().filter_map(one).collect();
@@ -328,8 +329,8 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// The hypothesis that sums of dk lack the gradients of some of a rank's devices.
 fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let sums = CountedSums::of(evidence, Of::Whole).filter(|sums| sums.is_of_devices())?;
-    let of = "dk over devices".to_string();
-    let parameters = vec![("of", of), ("holds only", sums.devices.join(" and "))];
+    let what = "dk over devices".to_string();
+    let parameters = vec![("of", what), ("holds only", sums.devices.join(" and "))];
     Some(Hypothesis::new(sums, parameters).fitted(1))
 }
 

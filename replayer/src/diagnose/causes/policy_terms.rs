@@ -169,14 +169,14 @@ impl Derivative {
 
     /// Upstream gradients of the tokens with these numbers in the place of the ratios.
     fn upstream(&self, ratio: &OfTokens) -> OfTokens {
-        let of = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
+        let of_microbatch = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
             let one = |t: usize| {
                 let r = self.ratio[mb][t];
                 -(self.unclipped[mb][t] / r * own[t] + self.kl[mb][t])
             };
             (*mb, (0..own.len()).map(one).collect())
         };
-        ratio.iter().map(of).collect()
+        ratio.iter().map(of_microbatch).collect()
     }
 
     /// The factors of the derivatives of the surrogate and of the KL term in the captured
@@ -200,12 +200,12 @@ impl Derivative {
 
     /// Upstream gradients of the tokens of the failing microbatches, each term times its factor.
     fn of_parts(&self, [surrogate, kl]: [f64; 2]) -> OfTokens {
-        let of = |(mb, open): (&Option<Microbatch>, &Vec<f64>)| {
+        let of_microbatch = |(mb, open): (&Option<Microbatch>, &Vec<f64>)| {
             let one = |t: usize| -(surrogate * open[t] * self.passed[mb][t] + kl * self.kl[mb][t]);
             (*mb, (0..open.len()).map(one).collect())
         };
         let fails = |(mb, _): &(&Option<Microbatch>, &Vec<f64>)| self.captured.contains_key(*mb);
-        self.unclipped.iter().filter(fails).map(of).collect()
+        self.unclipped.iter().filter(fails).map(of_microbatch).collect()
     }
 
     /// Whether these upstream gradients explain the captured derivative.

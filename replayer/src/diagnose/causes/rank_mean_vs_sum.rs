@@ -38,7 +38,7 @@ impl Cause for RankMeanVsSum {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let sizes = group_sizes(evidence);
-        let of = |(&size, words): (&u32, &String)| {
+        let of_group = |(&size, words): (&u32, &String)| {
             let ranks = f64::from(size);
             let one = |(factor, name): (f64, &'static str)| {
                 let one = move |stages| {
@@ -50,7 +50,7 @@ impl Cause for RankMeanVsSum {
             };
             [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().flat_map(one).collect::<Vec<_>>()
         };
-        let mut hypotheses: Vec<Hypothesis> = sizes.iter().flat_map(of).collect();
+        let mut hypotheses: Vec<Hypothesis> = sizes.iter().flat_map(of_group).collect();
         hypotheses.extend(of_segments(evidence, &sizes));
         hypotheses
     }

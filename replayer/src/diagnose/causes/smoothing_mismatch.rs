@@ -181,12 +181,12 @@ pub(super) fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means>
         if direct.work().saturating_mul(inputs.tokens()) > WORK {
             return None;
         }
-        let of = |t: usize| {
+        let means_of = |t: usize| {
             let z = direct.against(&direct.q(Row::From(t)), &Row::From).logits;
             let mean = |z: &[f64]| z.iter().sum::<f64>() / z.len() as f64;
             [mean(&z), mean(&z[own.clone()])]
         };
-        means.insert(inputs.microbatch, (0..inputs.tokens()).map(of).collect());
+        means.insert(inputs.microbatch, (0..inputs.tokens()).map(means_of).collect());
     }
     Some(means)
 }
@@ -245,10 +245,11 @@ impl Part {
         let valid = evidence.inputs.iter().find_map(|one| one.head(evidence.step));
         let spread = valid.map_or(0.0, |head| options.smoothing(head.valid_vocab));
         let epsilon = ("ε", options.declared.label_smoothing.to_string());
-        let of = move |times: f64| Times { part: self, times, spread };
+        let multiplied = move |times: f64| Times { part: self, times, spread };
         let left_out = ("left out", self.words().to_string());
-        let mut hypotheses = vec![Hypothesis::new(of(0.0), vec![epsilon.clone(), left_out])];
-        let world = |times: f64| -> Box<dyn World> { Box::new(of(times)) };
+        let mut hypotheses =
+            vec![Hypothesis::new(multiplied(0.0), vec![epsilon.clone(), left_out])];
+        let world = |times: f64| -> Box<dyn World> { Box::new(multiplied(times)) };
         let fitted = linear(evidence, (&Stage::GRADIENTS, Wanted::Part), (1.0, 1.0), &world)
             .unwrap_or_default();
         for times in fitted.into_iter().filter(|x| x.abs() > NONE) {
@@ -256,7 +257,7 @@ impl Part {
             let counted = ranks.into_iter().find(|n| (times - n).abs() <= NEAR * n);
             let words = format!("{} times {}", shown(counted.unwrap_or(times)), self.words());
             let parameters = vec![epsilon.clone(), ("instead", words)];
-            let one = Hypothesis::new(of(counted.unwrap_or(times)), parameters);
+            let one = Hypothesis::new(multiplied(counted.unwrap_or(times)), parameters);
             hypotheses.push(if counted.is_some() { one } else { one.fitted(1) });
         }
         hypotheses

@@ -34,7 +34,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let (rows, valid) = (head.k.rows, head.valid_vocab);
     let spread = evidence.step.options.smoothing(valid);
     let Some(means) = means(evidence, 0..valid).map(Arc::new) else { return Vec::new() };
-    let of =
+    let with_factors =
         |[parts, of_loss]: [[f64; 3]; 2]| Parts { parts, of_loss, spread, means: means.clone() };
     let counts = cuts(evidence).into_iter().filter(|n| rows % n == 0).map(|n| rows / n);
     let counts: Vec<usize> = counts.chain([rows, valid]).filter(|&n| n > 1).collect();
@@ -49,13 +49,13 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 let [_, b, c] = other;
                 let total = [b * (1.0 - spread) + c * spread, b, c];
                 let losses = [other, [1.0, b, c], total].into_iter();
-                let one = |loss| Hypothesis::new(of([other, loss]), parameters.clone());
+                let one = |loss| Hypothesis::new(with_factors([other, loss]), parameters.clone());
                 return losses.map(one).collect();
             }
         }
     }
     let fitted = parts.iter().filter(|x| (**x - 1.0).abs() > NEAR).count();
-    vec![Hypothesis::new(of([parts; 2]), words(&parts)).fitted(fitted.max(1))]
+    vec![Hypothesis::new(with_factors([parts; 2]), words(&parts)).fitted(fitted.max(1))]
 }
 
 fn is_off(parts: &[f64; 3]) -> bool {
@@ -101,8 +101,8 @@ fn solved(evidence: &Evidence<'_>) -> Option<[f64; 3]> {
     let all = [&softmax[..], &label[..], &spread[..]];
     let parts: [f64; 3] = multiples(&all, &captured)?.try_into().ok()?;
     let made = |times: [f64; 3]| -> Vec<f64> {
-        let of = |at: usize| (0..3).map(|part| times[part] * all[part][at]).sum();
-        (0..captured.len()).map(of).collect()
+        let element = |at: usize| (0..3).map(|part| times[part] * all[part][at]).sum();
+        (0..captured.len()).map(element).collect()
     };
     let left = distance(&captured, &made(parts));
     let explains = left <= LEFT * distance(&captured, &made([1.0; 3]));

@@ -78,13 +78,13 @@ fn of_one_part(evidence: &Evidence<'_>, cap: f64) -> Vec<Hypothesis> {
     let bend = |inputs: &MicrobatchInputs| {
         let (direct, scale) =
             (Direct::new(evidence, inputs)?, evidence.step.options.transform.scale);
-        let of = |t: usize| match inputs.labels[t] as usize {
+        let bend_of = |t: usize| match inputs.labels[t] as usize {
             label if label < direct.head.valid_vocab => {
                 direct.logit_of(&direct.q(Row::From(t)), label).1 / scale
             }
             _ => 1.0,
         };
-        Some((inputs.microbatch, (0..inputs.tokens()).map(of).collect()))
+        Some((inputs.microbatch, (0..inputs.tokens()).map(bend_of).collect()))
     };
     let bends: BTreeMap<Option<Microbatch>, Vec<f64>> =
         evidence.inputs.iter().filter_map(bend).collect();
@@ -137,12 +137,12 @@ fn capped(evidence: &Evidence<'_>, cap: Option<f64>, fitted: usize) -> Vec<Hypot
     let parameters = |place: &str| {
         vec![("declared", words(declared)), ("softcap", words(cap)), ("in", place.to_string())]
     };
-    let of = |(lse, place): (DeclaredLse, &'static str)| {
+    let with_lse = |(lse, place): (DeclaredLse, &'static str)| {
         let world = ChangedOptions { change, lse, factor: 1.0 };
         Hypothesis::new(world, parameters(place)).fitted(fitted)
     };
     let mut hypotheses: Vec<Hypothesis> =
-        BackwardStarts::of(evidence, &change, 1.0).each().into_iter().map(of).collect();
+        BackwardStarts::of(evidence, &change, 1.0).each().into_iter().map(with_lse).collect();
     if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {
         let parameters = parameters(FORWARD_ONLY);
         hypotheses.push(Hypothesis::new(world, parameters).fitted(fitted));

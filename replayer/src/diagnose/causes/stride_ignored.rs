@@ -113,7 +113,7 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             let map = Map::Strided { step, beyond };
             let mut from = BTreeMap::new();
             for (key, _) in evidence.failing_of(&[Stage::Dq]) {
-                let of = || {
+                let rows_of_dq = || {
                     let (inputs, captured) =
                         (evidence.inputs_of(key.microbatch)?, evidence.captured(key)?);
                     let table = evidence.reference().stages.get(&key)?;
@@ -126,7 +126,7 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                     };
                     table.keys().all(right).then_some(rows)
                 };
-                from.extend(of().map(|rows| (key.microbatch, rows)));
+                from.extend(rows_of_dq().map(|rows| (key.microbatch, rows)));
             }
             if !from.is_empty() {
                 let view = format!("every {step}. row, beyond the end {}", beyond.name());
@@ -224,10 +224,10 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     let mut hypotheses = Vec::new();
     for (map, view) in maps {
-        let of = |one: &MicrobatchInputs| {
+        let rows_of = |one: &MicrobatchInputs| {
             Some((one.microbatch, map.in_runs(one.tokens(), &of_ranks(evidence.step, one))?))
         };
-        let rows: BTreeMap<_, _> = evidence.inputs.iter().filter_map(of).collect();
+        let rows: BTreeMap<_, _> = evidence.inputs.iter().filter_map(rows_of).collect();
         if rows.is_empty() || !evidence.inputs.iter().any(|one| shows(evidence, one, &rows)) {
             continue;
         }
@@ -245,11 +245,11 @@ fn with_other_cotangents(inputs: &MicrobatchInputs, rows: &[Row], g: &[f64]) -> 
     let read = if own { &inputs.cotangent } else { &inputs.weights };
     let share = |t: usize| (g[t] != 0.0 && read[t] != 0.0).then(|| g[t] / read[t]);
     let usual = (0..g.len()).find_map(share).unwrap_or(0.0);
-    let of = |(t, row): (usize, &Row)| match row {
+    let upstream_of = |(t, row): (usize, &Row)| match row {
         Row::From(from) if inputs.labels[t] != IGNORED => share(t).unwrap_or(usual) * read[*from],
         _ => 0.0,
     };
-    rows.iter().enumerate().map(of).collect()
+    rows.iter().enumerate().map(upstream_of).collect()
 }
 
 fn shows(
@@ -286,8 +286,8 @@ struct OtherCotangents {
 
 impl World for OtherCotangents {
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
-        let of = self.rows.get(&inputs.microbatch).zip(self.g.get(&inputs.microbatch));
-        if let Some((rows, own)) = of {
+        let rows_and_g = self.rows.get(&inputs.microbatch).zip(self.g.get(&inputs.microbatch));
+        if let Some((rows, own)) = rows_and_g {
             g.copy_from_slice(&with_other_cotangents(inputs, rows, own));
         }
     }

@@ -72,8 +72,8 @@ impl Cause for SyncWrongMicrobatch {
                     of.rank.map_or(mb.clone(), |rank| format!("{mb} of rank {rank}"))
                 })
                 .collect();
-            let of: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-            format!("rank {} holds microbatches {}", of.join(", "), held.join(", "))
+            let rank_names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+            format!("rank {} holds microbatches {}", rank_names.join(", "), held.join(", "))
         };
         let held: Vec<String> = sums.of.iter().map(word).collect();
         let evidence = format!(
@@ -90,10 +90,14 @@ impl Cause for SyncWrongMicrobatch {
 /// Whether a sum contains all microbatches of some ranks (or of some devices of a rank) with one
 /// weight, and none of the others.
 pub(super) fn holds_ranks(addends: &[Addend]) -> bool {
-    let mut of: BTreeMap<(Option<Rank>, &Option<String>), BTreeSet<u64>> = BTreeMap::new();
+    let mut weights_by_rank: BTreeMap<(Option<Rank>, &Option<String>), BTreeSet<u64>> =
+        BTreeMap::new();
     for addend in addends {
-        of.entry((addend.rank, &addend.device)).or_default().insert(addend.weight.to_bits());
+        weights_by_rank
+            .entry((addend.rank, &addend.device))
+            .or_default()
+            .insert(addend.weight.to_bits());
     }
-    let whole = of.values().all(|weights| weights.len() == 1);
-    whole && of.values().any(|weights| weights.contains(&0.0f64.to_bits()))
+    let whole = weights_by_rank.values().all(|weights| weights.len() == 1);
+    whole && weights_by_rank.values().any(|weights| weights.contains(&0.0f64.to_bits()))
 }

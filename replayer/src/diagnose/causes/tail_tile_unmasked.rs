@@ -142,12 +142,12 @@ fn padded_lse(evidence: &Evidence<'_>, columns: usize) -> Lse {
     let one = |inputs: &MicrobatchInputs| {
         let (direct, lse) = (Direct::new(evidence, inputs)?, lse.get(&inputs.microbatch)?);
         let valid = direct.head.valid_vocab;
-        let of = |t: usize| {
+        let lse_of = |t: usize| {
             let q = direct.q(Row::From(t));
             let more = |v: usize| (direct.logit_of(&q, v).0 - lse[t]).exp();
             lse[t] + (valid..valid + columns).map(more).sum::<f64>().ln_1p()
         };
-        Some((inputs.microbatch, (0..inputs.tokens()).into_par_iter().map(of).collect()))
+        Some((inputs.microbatch, (0..inputs.tokens()).into_par_iter().map(lse_of).collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()
 }
@@ -167,8 +167,8 @@ impl World for Unpadded {
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let of = if pass == Pass::Backward { &self.backward } else { &self.declared };
-        of.get(&inputs.microbatch).into_iter().for_each(|other| lse.copy_from_slice(other));
+        let given = if pass == Pass::Backward { &self.backward } else { &self.declared };
+        given.get(&inputs.microbatch).into_iter().for_each(|other| lse.copy_from_slice(other));
     }
 }
 
@@ -204,9 +204,9 @@ fn filled(evidence: &Evidence<'_>, counted: f64) -> Vec<Hypothesis> {
     }
     let one = |(n, tile): (usize, Option<usize>)| {
         let more = |lse: &f64| lse + (n as f64 * (-lse).exp()).ln_1p();
-        let of =
+        let larger =
             |(&mb, lse): (&Option<Microbatch>, &Vec<f64>)| (mb, lse.iter().map(more).collect());
-        let lse: Lse = evidence.reference().forward_lse.iter().map(of).collect();
+        let lse: Lse = evidence.reference().forward_lse.iter().map(larger).collect();
         let mut parameters =
             vec![("columns", n.to_string()), ("filled with", "zeros: logits of 0".to_string())];
         parameters.extend(tile.map(|tile| ("tile", tile.to_string())));
@@ -230,8 +230,8 @@ fn of_loss(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
         let more = captured.values[0] - table.values().flatten().next()?;
         let added = |n: f64| -> f64 {
-            let of = |(lse, g): (&f64, &f64)| g / upstream * (n * (-lse).exp()).ln_1p();
-            lse.iter().zip(g).map(of).sum()
+            let added_loss = |(lse, g): (&f64, &f64)| g / upstream * (n * (-lse).exp()).ln_1p();
+            lse.iter().zip(g).map(added_loss).sum()
         };
         let (mut low, mut high) = (0.0, 65_536.0);
         for _ in 0..80 {
@@ -343,11 +343,11 @@ fn lse_of(evidence: &Evidence<'_>, other: &OfToken<'_>) -> Lse {
         let lse = reference.forward_lse.get(&inputs.microbatch)?;
         let row = |t: usize| direct.against(&direct.q(Row::From(t)), &Row::From).logits;
         let n = inputs.tokens();
-        let of = (0..n).into_par_iter().map(|t| {
+        let of_tokens = (0..n).into_par_iter().map(|t| {
             let next = (t + 1 < n).then(|| row(t + 1));
             other(lse[t], &row(t), next.as_deref())
         });
-        Some((inputs.microbatch, of.collect()))
+        Some((inputs.microbatch, of_tokens.collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()
 }

@@ -95,7 +95,7 @@ fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis>
             ("in", place),
         ]
     };
-    let of = |lse: &DeclaredLse, factor: f64, place: String| {
+    let with_lse = |lse: &DeclaredLse, factor: f64, place: String| {
         let parameters = parameters(place);
         let world = ChangedOptions { change, lse: lse.clone(), factor };
         Hypothesis::new(world, parameters).fitted(fitted)
@@ -103,10 +103,10 @@ fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis>
     let gradients = evidence.fails_any(&Stage::GRADIENTS);
     let mut hypotheses = Vec::new();
     for (lse, place) in BackwardStarts::of(evidence, &change, 1.0).each() {
-        hypotheses.push(of(&lse, 1.0, place.into()));
+        hypotheses.push(with_lse(&lse, 1.0, place.into()));
         if gradients {
             let place = format!("{place}, but for the factor of dlogits");
-            hypotheses.push(of(&lse, declared / other, place));
+            hypotheses.push(with_lse(&lse, declared / other, place));
         }
     }
     if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {

@@ -67,14 +67,14 @@ impl Cause for TokenOrder {
 /// The failing comparison of dq, or of a part of it, of each microbatch.
 pub fn failing_dq<'e>(evidence: &'e Evidence<'_>) -> impl Iterator<Item = Key> + 'e {
     let parts = [Stage::Dq, Stage::DqLse, Stage::DqLabel];
-    let of = move |inputs: &MicrobatchInputs| {
+    let first_failing = move |inputs: &MicrobatchInputs| {
         let one = |&stage: &Stage| {
             let mut keys = evidence.failing.iter();
             keys.find(|key| key.stage == stage && key.microbatch == inputs.microbatch).copied()
         };
         parts.iter().find_map(one)
     };
-    evidence.inputs.iter().filter_map(of)
+    evidence.inputs.iter().filter_map(first_failing)
 }
 
 fn all_orders(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Order> {
@@ -122,8 +122,8 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let moved = from.iter().map(|(&mb, of)| (mb, rows(of))).collect();
         let parameters = |what: &str| {
             let only = (!parts.is_empty()).then(|| ("only in", parts.join("; ")));
-            let of = [("order", name.clone()), ("of", what.to_string())];
-            of.into_iter().chain(only).collect::<Vec<_>>()
+            let named = [("order", name.clone()), ("of", what.to_string())];
+            named.into_iter().chain(only).collect::<Vec<_>>()
         };
         if alone {
             let supplied = std::mem::take(&mut put_back);

@@ -72,7 +72,7 @@ impl Cause for TokenWeights {
         let both = [Part::Plane, Part::OfQ, Part::OfK];
         let parts = if evidence.fails(Stage::Dk) { &both[..] } else { &both[1..2] };
         let asked = SuspectTokens::of(evidence);
-        let of = |Rule { words, factors, fitted }: Rule| {
+        let of_rule = |Rule { words, factors, fitted }: Rule| {
             let mut parameters = vec![("each token counts", words)];
             parameters.extend(asked.place().map(|place| ("only in", place)));
             let world = Weighted { factors, parts: parts.to_vec() };
@@ -87,7 +87,7 @@ impl Cause for TokenWeights {
             let words = "with a number of its own that the dump does not explain".to_string();
             all.push(Rule { words, factors: seen, fitted: None });
         }
-        found.extend(all.into_iter().map(of));
+        found.extend(all.into_iter().map(of_rule));
         found
     }
 }
@@ -103,9 +103,9 @@ fn of_dlogits(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let rows = evidence.reference().rows_of((Stage::Dlogits, key.microbatch));
     let (mut before, mut left, mut seen) = (0.0, 0.0, Vec::new());
     for (&t, row) in rows.iter().filter(|(t, _)| counts(one, **t)) {
-        let of = multiple(&captured.row(t)[..row.len()], row);
-        (before, left) = (before + of.before, left + of.left);
-        seen.push((t, of.times));
+        let multiple_of_row = multiple(&captured.row(t)[..row.len()], row);
+        (before, left) = (before + multiple_of_row.before, left + multiple_of_row.left);
+        seen.push((t, multiple_of_row.times));
     }
     if !(left <= LEFT * before) {
         return None;
@@ -158,8 +158,8 @@ fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
         let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
         for (&t, row) in table {
-            let of = multiple(captured.row(t), row);
-            (before, left) = (before + of.before, left + of.left);
+            let multiple_of_row = multiple(captured.row(t), row);
+            (before, left) = (before + multiple_of_row.before, left + multiple_of_row.left);
         }
     }
     if !(left <= LEFT * before) {
@@ -171,10 +171,10 @@ fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
         let captured = plane.dq(&*evidence.captured(key)?);
         let reference = plane.entries().times(&plane.k);
         for (at, &t) in plane.rows.iter().enumerate() {
-            let of = multiple(captured.row(at), reference.row(at));
-            before += of.before;
-            left += of.left;
-            factors.get_mut(&key.microbatch)?[t] = of.times;
+            let multiple_of_row = multiple(captured.row(at), reference.row(at));
+            before += multiple_of_row.before;
+            left += multiple_of_row.left;
+            factors.get_mut(&key.microbatch)?[t] = multiple_of_row.times;
         }
     }
     (left <= LEFT * before).then_some(factors)
@@ -252,8 +252,9 @@ fn of_label(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
         counted(one).find(|&t| seen[&one.microbatch][t].abs() < NEAR).map(|t| one.labels[t])
     };
     let label = evidence.inputs.iter().find_map(left_out)?;
-    let of = |one: &MicrobatchInputs, t: usize| f64::from(u8::from(one.labels[t] != label));
-    let factors = by_rule(asked, seen, &of)?;
+    let counts_once =
+        |one: &MicrobatchInputs, t: usize| f64::from(u8::from(one.labels[t] != label));
+    let factors = by_rule(asked, seen, &counts_once)?;
     Some(Rule { words: format!("but those of label {label}"), factors, fitted: Some(1) })
 }
 
@@ -261,14 +262,14 @@ fn of_label(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
 /// rows that are missing in dq alone were not written.
 fn often(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
-    let of = |one: &MicrobatchInputs, t: usize| seen[&one.microbatch][t].round();
-    let factors = by_rule(asked, seen, &of).filter(|_| evidence.fails(Stage::Dk))?;
+    let whole_number = |one: &MicrobatchInputs, t: usize| seen[&one.microbatch][t].round();
+    let factors = by_rule(asked, seen, &whole_number).filter(|_| evidence.fails(Stage::Dk))?;
     let mut said = Vec::new();
     for (mb, factors) in &factors {
-        let of = mb.map_or(String::new(), |mb| format!("microbatch {mb} "));
+        let place = mb.map_or(String::new(), |mb| format!("microbatch {mb} "));
         for (run, times) in runs(factors) {
             let often = if times == 0.0 { "not at all".into() } else { format!("{times} times") };
-            said.push(format!("{of}tokens {} to {} {often}", run.start, run.end - 1));
+            said.push(format!("{place}tokens {} to {} {often}", run.start, run.end - 1));
         }
     }
     let few = !said.is_empty() && said.len() <= TOLD;
@@ -293,8 +294,8 @@ fn by_unit(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
         if (mean - 1.0).abs() > NEAR {
             let mb = unit.microbatch.map(|mb| format!("microbatch {mb}"));
             let rank = unit.rank.map(|rank| format!("rank {rank}"));
-            let of: Vec<String> = [mb, rank].into_iter().flatten().collect();
-            said.push(format!("of {} {mean} times", of.join(" ")));
+            let place: Vec<String> = [mb, rank].into_iter().flatten().collect();
+            said.push(format!("of {} {mean} times", place.join(" ")));
         }
     }
     let factors = by_rule(asked, seen, &|one, t| means[&one.microbatch][t])?;

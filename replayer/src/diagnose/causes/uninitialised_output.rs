@@ -135,8 +135,8 @@ fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
     };
     let inside = |row: &usize| runs.iter().any(|run| run.contains(row));
     let norms = |wanted: bool| -> Vec<f64> {
-        let of = table.iter().filter(|(row, of)| inside(row) == wanted && energy(of) > 0.0);
-        of.map(|(_, of)| energy(of).sqrt()).collect()
+        let rows = table.iter().filter(|(row, of)| inside(row) == wanted && energy(of) > 0.0);
+        rows.map(|(_, of)| energy(of).sqrt()).collect()
     };
     let whole: usize = runs.iter().map(ExactSizeIterator::len).sum();
     runs.len() <= RUNS
@@ -183,8 +183,12 @@ fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             (!wrong.is_empty() && wrong.iter().all(same)).then_some((other, held))
         })?;
         seen += wrong.len();
-        let of = other.microbatch.map_or(0, |mb| mb.0);
-        words.push(format!("{} of {} rows hold those of microbatch {of}", wrong.len(), key.stage));
+        let source = other.microbatch.map_or(0, |mb| mb.0);
+        words.push(format!(
+            "{} of {} rows hold those of microbatch {source}",
+            wrong.len(),
+            key.stage
+        ));
         world = world.rows(key, wrong.into_iter().map(|row| (row, held.row(row).to_vec())));
     }
     words.sort();

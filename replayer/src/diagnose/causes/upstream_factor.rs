@@ -47,8 +47,8 @@ impl Cause for UpstreamFactor {
             evidence.failing_of(&SCALED).map(|(key, _)| key.stage).collect();
         let both = [Part::OfQ, Part::OfK];
         let all = both.iter().all(|part| failing.iter().any(|&stage| Part::of(stage) == *part));
-        let of = |&stage: &Stage| informative(evidence, stage);
-        let each: Vec<(Key, Residual)> = failing.iter().flat_map(of).collect();
+        let comparisons_of = |&stage: &Stage| informative(evidence, stage);
+        let each: Vec<(Key, Residual)> = failing.iter().flat_map(comparisons_of).collect();
         let Some(factor) = common(&each).filter(|_| all) else { return Vec::new() };
         if is_cut_off(evidence, factor) {
             return Vec::new();

@@ -77,9 +77,10 @@ pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     };
     let all = [("as declared", declared()), ("all tokens", times(evidence, &divisors, &mean))];
     let mut alone = Times::new();
-    for (one, of) in evidence.inputs.iter().zip(divisors.declared()) {
-        let of = |t: usize| options.cotangent / divisor(of, t).unwrap_or(f64::INFINITY);
-        alone.insert(one.microbatch, (0..one.tokens()).map(of).collect());
+    for (one, divided) in evidence.inputs.iter().zip(divisors.declared()) {
+        let upstream_of =
+            |t: usize| options.cotangent / divisor(divided, t).unwrap_or(f64::INFINITY);
+        alone.insert(one.microbatch, (0..one.tokens()).map(upstream_of).collect());
     }
     let one = |(words, times): (&str, Option<Times>)| {
         let divided = Divided { times: times?, lambda, in_loss };
@@ -148,8 +149,8 @@ fn times(evidence: &Evidence<'_>, divisors: &Divisors<'_>, world: &Counted) -> O
     let mut times = Times::new();
     for ((own, groups), declared) in evidence.inputs.iter().zip(&groups).zip(divisors.declared()) {
         let used = world.of_groups(policy, groups);
-        let of = |t: usize| Some(divisor(declared, t)? / divisor(&used, t)?);
-        let each = (0..own.tokens()).map(|t| of(t).filter(|x| x.is_finite()).unwrap_or(1.0));
+        let ratio = |t: usize| Some(divisor(declared, t)? / divisor(&used, t)?);
+        let each = (0..own.tokens()).map(|t| ratio(t).filter(|x| x.is_finite()).unwrap_or(1.0));
         times.insert(own.microbatch, each.collect());
     }
     Some(times)

@@ -117,10 +117,12 @@ struct ZLoss {
 
 impl ZLoss {
     fn hypothesis(self, lambda: f64, fitted: usize) -> Hypothesis {
-        let of = |x: f64| if x == 0.0 { "left out".into() } else { shown(x) };
-        let mut parameters =
-            vec![("declared λ", lambda.to_string()), ("λ of the gradient", of(self.slope / 2.0))];
-        parameters.extend(self.loss.map(|loss| ("λ of the loss", of(loss))));
+        let in_words = |x: f64| if x == 0.0 { "left out".into() } else { shown(x) };
+        let mut parameters = vec![
+            ("declared λ", lambda.to_string()),
+            ("λ of the gradient", in_words(self.slope / 2.0)),
+        ];
+        parameters.extend(self.loss.map(|loss| ("λ of the loss", in_words(loss))));
         Hypothesis::new(self, parameters).fitted(fitted)
     }
 }

@@ -47,9 +47,9 @@ pub(super) fn candidates(search: &Search<'_>, evidence: &Evidence<'_>) -> Vec<Ca
 fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let head = &evidence.step.options.declared;
     for one in policy::edits(head) {
-        let of = (0, kind_of(evidence, one.option));
+        let cost_and_kind = (0, kind_of(evidence, one.option));
         let edit = |head: &mut HeadDeclaration| *head = one.of(head);
-        found.extend(candidate(evidence, one.option, of, one.look, edit));
+        found.extend(candidate(evidence, one.option, cost_and_kind, one.look, edit));
     }
     let declared = head.grpo.clone().unwrap_or_default();
     let world = |beta: f64| -> Box<dyn World> {
@@ -61,9 +61,9 @@ fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let from = (declared.kl_beta, declared.kl_beta.abs().max(0.01));
     for beta in linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default() {
-        let of = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
+        let cost_and_kind = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
         let edit = |head: &mut HeadDeclaration| head.grpo.get_or_insert_default().kl_beta = beta;
-        found.extend(candidate(evidence, "grpo.kl_beta", of, policy::KL, edit));
+        found.extend(candidate(evidence, "grpo.kl_beta", cost_and_kind, policy::KL, edit));
     }
 }
 
@@ -294,11 +294,11 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
             let one = |point: &String| format!("{point:?}: {}", written(point));
             format!("{{{}}}", left_out.iter().map(one).collect::<Vec<String>>().join(", "))
         };
-        let of = candidate(evidence, "dtypes", (0, kind), look, edit)?;
+        let candidate_without = candidate(evidence, "dtypes", (0, kind), look, edit)?;
         Some(Candidate {
             declared: members(&|point| format!("{:?}", declared[point])),
             instead: members(&|_| "undeclared".into()),
-            ..of
+            ..candidate_without
         })
     };
     let all: BTreeSet<String> = declared.keys().cloned().collect();
@@ -321,8 +321,8 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
             continue;
         }
         let edit = |head: &mut HeadDeclaration| head.autocast = Some(name.into());
-        let of = candidate(evidence, "autocast", (0, Kind::Loosened), look, edit);
-        found.extend(of.map(|of| Candidate {
+        let with_autocast = candidate(evidence, "autocast", (0, Kind::Loosened), look, edit);
+        found.extend(with_autocast.map(|of| Candidate {
             change: Box::new(move |options: &mut HeadOptions| options.lowered = Some(format)),
             ..of
         }));

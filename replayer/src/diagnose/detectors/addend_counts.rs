@@ -289,8 +289,8 @@ pub(super) fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<S
 }
 
 fn scaled(rows: &Rows, factors: &[f64]) -> Rows {
-    let of = |(at, x): (usize, &f64)| x * factors[at / rows.cols.max(1)];
-    Rows { cols: rows.cols, values: rows.values.iter().enumerate().map(of).collect() }
+    let product = |(at, x): (usize, &f64)| x * factors[at / rows.cols.max(1)];
+    Rows { cols: rows.cols, values: rows.values.iter().enumerate().map(product).collect() }
 }
 
 /// The gradients of a stage with other weights than 1.

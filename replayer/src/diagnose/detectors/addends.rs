@@ -67,28 +67,29 @@ impl Solved {
 
     /// The ranks of which no addend is in the sum, where all other ranks' addends are in it once.
     pub fn ranks_left_out(&self) -> Option<BTreeSet<Option<Rank>>> {
-        let mut of: BTreeMap<Option<Rank>, BTreeSet<u64>> = BTreeMap::new();
+        let mut weights: BTreeMap<Option<Rank>, BTreeSet<u64>> = BTreeMap::new();
         for addend in &self.addends {
-            of.entry(addend.rank).or_default().insert(addend.weight.to_bits());
+            weights.entry(addend.rank).or_default().insert(addend.weight.to_bits());
         }
         let only = |weight: f64| BTreeSet::from([weight.to_bits()]);
-        let known = of.values().all(|set| *set == only(0.0) || *set == only(1.0));
+        let known = weights.values().all(|set| *set == only(0.0) || *set == only(1.0));
         let out: BTreeSet<Option<Rank>> =
-            of.iter().filter(|(_, set)| **set == only(0.0)).map(|(&rank, _)| rank).collect();
-        (known && !out.is_empty() && out.len() < of.len() && !out.contains(&None)).then_some(out)
+            weights.iter().filter(|(_, set)| **set == only(0.0)).map(|(&rank, _)| rank).collect();
+        (known && !out.is_empty() && out.len() < weights.len() && !out.contains(&None))
+            .then_some(out)
     }
 
     /// The weight of each microbatch, where it is the same on all ranks.
     pub fn by_microbatch(&self) -> Option<BTreeMap<Microbatch, f64>> {
-        let mut of: BTreeMap<Microbatch, BTreeSet<u64>> = BTreeMap::new();
+        let mut weights: BTreeMap<Microbatch, BTreeSet<u64>> = BTreeMap::new();
         for addend in &self.addends {
-            of.entry(addend.microbatch?).or_default().insert(addend.weight.to_bits());
+            weights.entry(addend.microbatch?).or_default().insert(addend.weight.to_bits());
         }
         let one = |(mb, set): (Microbatch, BTreeSet<u64>)| {
             let weight = set.iter().next().copied().filter(|_| set.len() == 1)?;
             Some((mb, f64::from_bits(weight)))
         };
-        of.into_iter().map(one).collect()
+        weights.into_iter().map(one).collect()
     }
 
     /// The scale in words.
@@ -321,10 +322,10 @@ fn of_ranks(evidence: &Evidence<'_>, key: Key) -> Option<Summed> {
     if !(2..=MOST).contains(&ranks.len()) {
         return None;
     }
-    let of = Gradient::of(evidence, key)?;
-    let (entries, q) = (of.entries(false)?, of.other());
+    let gradient = Gradient::of(evidence, key)?;
+    let (entries, q) = (gradient.entries(false)?, gradient.other());
     let place: BTreeMap<usize, usize> =
-        of.plane.rows.iter().enumerate().map(|(at, &token)| (token, at)).collect();
+        gradient.plane.rows.iter().enumerate().map(|(at, &token)| (token, at)).collect();
     let part = |unit: &Unit| {
         let own: Vec<usize> =
             unit.rows.iter().filter_map(|token| place.get(token)).copied().collect();
@@ -333,7 +334,7 @@ fn of_ranks(evidence: &Evidence<'_>, key: Key) -> Option<Summed> {
         (addend, chosen(&entries, &own).transposed_times(&chosen(q, &own)).values)
     };
     let parts = ranks.iter().map(part).collect();
-    let (columns, values) = (of.captured.cols, of.captured.values.clone());
+    let (columns, values) = (gradient.captured.cols, gradient.captured.values.clone());
     let captured = Rc::new(Values { columns, values, ..(*evidence.captured(key)?).clone() });
     Some(Summed { captured, parts, divisor: 1.0 })
 }

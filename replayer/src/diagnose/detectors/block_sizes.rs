@@ -80,8 +80,8 @@ impl FailingTokens<'_> {
 
     fn shown(&self, evidence: &Evidence<'_>, t: usize) -> Shown {
         let q = self.direct.q(Row::From(t));
-        let of = |v: usize| dot(&q, &self.direct.k(Row::From(v)));
-        let products = (0..self.direct.head.k.rows).map(of).collect();
+        let product = |v: usize| dot(&q, &self.direct.k(Row::From(v)));
+        let products = (0..self.direct.head.k.rows).map(product).collect();
         let lse = self.lse.as_ref().map(|lse| lse.values[t]);
         let dq = if lse.is_none() { self.projected(evidence, t) } else { None };
         Shown { products, lse, dq }
@@ -93,13 +93,13 @@ impl FailingTokens<'_> {
         let cotangents = *reference.cotangents.get(mb)?.get(&t)?;
         let mut draw = Draw::new(t as u64);
         let along: Vec<f64> = (0..captured.columns).map(|_| draw.normal()).collect();
-        let of = |row: &[f64]| dot(row, &along);
-        let k = |v: usize| of(&self.direct.k(Row::From(v)));
+        let projection = |row: &[f64]| dot(row, &along);
+        let k = |v: usize| projection(&self.direct.k(Row::From(v)));
         let label = self.inputs.labels[t];
         let in_it = key.stage == Stage::Dq && label != IGNORED;
         let row = captured.row(t);
         Some(Projected {
-            captured: of(row),
+            captured: projection(row),
             near: NEAR_DQ * energy(row).sqrt(),
             rows: (0..self.direct.head.k.rows).map(k).collect(),
             cotangents,
@@ -171,6 +171,6 @@ fn near(off: f64, near: f64) -> Option<f64> {
 pub(super) fn distinct(inputs: &MicrobatchInputs, captured: &Values) -> Vec<(usize, f64)> {
     let counts = |t: &usize| inputs.labels[*t] != IGNORED && inputs.weights[*t] != 0.0;
     let tokens = (0..inputs.tokens()).filter(counts);
-    let of: BTreeMap<u32, usize> = tokens.map(|t| (inputs.labels[t], t)).collect();
-    of.into_values().rev().take(LABELS).map(|t| (t, captured.values[t])).collect()
+    let by_label: BTreeMap<u32, usize> = tokens.map(|t| (inputs.labels[t], t)).collect();
+    by_label.into_values().rev().take(LABELS).map(|t| (t, captured.values[t])).collect()
 }

@@ -70,10 +70,10 @@ pub fn informative<'e>(
     evidence: &'e Evidence<'_>,
     stage: Stage,
 ) -> impl Iterator<Item = (Key, Residual)> + 'e {
-    let of = evidence.residuals.iter().filter(move |(key, residual)| {
+    let comparisons = evidence.residuals.iter().filter(move |(key, residual)| {
         key.stage == stage && (residual.reference > 0.0 || !residual.passes)
     });
-    of.map(|(&key, &residual)| (key, residual))
+    comparisons.map(|(&key, &residual)| (key, residual))
 }
 
 /// The failing stages among `of` that are off in the direction of one factor in every microbatch

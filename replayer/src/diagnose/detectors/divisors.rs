@@ -45,8 +45,8 @@ impl<'e> Divisors<'e> {
             return None;
         }
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let of = |own: &&MicrobatchInputs| evidence.step.denominators(&all, own).ok();
-        let declared = all.iter().map(of).collect::<Option<_>>()?;
+        let divisors_of = |own: &&MicrobatchInputs| evidence.step.denominators(&all, own).ok();
+        let declared = all.iter().map(divisors_of).collect::<Option<_>>()?;
         Some(Divisors { evidence, all, declared })
     }
 
@@ -95,13 +95,15 @@ impl<'e> Divisors<'e> {
         // A comparison over several ranks has a factor between the smallest and the largest of
         // theirs.
         let range = |key: &Key| {
-            let of = ratios.iter().filter(|one| {
+            let of_unit = ratios.iter().filter(|one| {
                 one.microbatch == key.microbatch
                     && (one.rank.is_none() || key.rank.is_none() || one.rank == key.rank)
             });
-            of.map(|one| one.ratio / means).fold((f64::INFINITY, 0.0f64), |(low, high), ratio| {
-                (low.min(ratio), high.max(ratio))
-            })
+            of_unit
+                .map(|one| one.ratio / means)
+                .fold((f64::INFINITY, 0.0f64), |(low, high), ratio| {
+                    (low.min(ratio), high.max(ratio))
+                })
         };
         let within = |key: &Key, factor: f64| {
             let (low, high) = range(key);

@@ -194,8 +194,9 @@ impl OverwrittenLabels {
             return None;
         }
         let error = gradient.error();
-        let of = |window: usize, last: bool| OverwrittenLabels { window, last, tokens };
-        let all = (2..=tokens).flat_map(|window| [of(window, true), of(window, false)]);
+        let with_window = |window: usize, last: bool| OverwrittenLabels { window, last, tokens };
+        let all =
+            (2..=tokens).flat_map(|window| [with_window(window, true), with_window(window, false)]);
         let left = |kept: &OverwrittenLabels| -> f64 {
             let one = |(class, more): (usize, Vec<f64>)| -> f64 {
                 let pairs = error.row(class).iter().zip(more);

@@ -41,18 +41,18 @@ type Cotangents = BTreeMap<usize, TokenCotangents>;
 impl<'a> LabelTest<'a> {
     /// `None` where neither label logits nor dq (or its label part) fails.
     pub fn new(evidence: &'a Evidence<'_>, inputs: &'a MicrobatchInputs) -> Option<LabelTest<'a>> {
-        let of = |stage| {
+        let failing_key = |stage| {
             let mut all = evidence.failing.iter();
             all.find(|key| key.stage == stage && key.microbatch == inputs.microbatch).copied()
         };
         let direct = Direct::new(evidence, inputs)?;
         let reference = evidence.reference();
-        let dq = of(Stage::Dq).or(of(Stage::DqLabel)).and_then(|key: Key| {
+        let dq = failing_key(Stage::Dq).or(failing_key(Stage::DqLabel)).and_then(|key: Key| {
             let captured = evidence.captured(key)?;
             let cotangents = reference.cotangents.get(&inputs.microbatch)?;
             Some((captured, key.stage, cotangents))
         });
-        let label_logits = of(Stage::LabelLogits).and_then(|key| evidence.captured(key));
+        let label_logits = failing_key(Stage::LabelLogits).and_then(|key| evidence.captured(key));
         let test = LabelTest { direct, inputs, label_logits, dq, reference };
         (test.dq.is_some() || test.label_logits.is_some()).then_some(test)
     }
@@ -61,9 +61,9 @@ impl<'a> LabelTest<'a> {
     pub fn fits(&self, token: usize, label: u32) -> bool {
         match (&self.dq, &self.label_logits) {
             (Some((captured, stage, cotangents)), _) => {
-                let of = (*stage, self.inputs.microbatch);
+                let place = (*stage, self.inputs.microbatch);
                 let (Some(reference), Some(cotangents)) =
-                    (self.reference.of_token(of, token), cotangents.get(&token))
+                    (self.reference.of_token(place, token), cotangents.get(&token))
                 else {
                     return false;
                 };

@@ -124,10 +124,10 @@ pub fn factors(a: &Rows, sum: &Rows, spend: &dyn Fn(usize) -> bool) -> Option<Ro
         .into_par_iter()
         .map(|i| (0..=i).map(|j| dot(a.row(i), a.row(j))).collect())
         .collect();
-    let of = Cholesky::of(&gram);
+    let factor = Cholesky::of(&gram);
     let right = a.times(sum).transposed();
     let columns: Option<Vec<Vec<f64>>> =
-        (0..right.count()).into_par_iter().map(|at| of.solution(right.row(at))).collect();
+        (0..right.count()).into_par_iter().map(|at| factor.solution(right.row(at))).collect();
     Some(Rows { cols: n, values: columns?.concat() }.transposed())
 }
 
@@ -272,8 +272,8 @@ mod tests {
     #[test]
     fn rows_that_were_written_twice_or_not_at_all_are_found() {
         let reference = drawn(9, 5, 4);
-        let of = |at: usize| [1.0, 2.0, 0.0][at / 5 / 3] * reference.values[at];
-        let captured = Rows { cols: 5, values: (0..45).map(of).collect() };
+        let value = |at: usize| [1.0, 2.0, 0.0][at / 5 / 3] * reference.values[at];
+        let captured = Rows { cols: 5, values: (0..45).map(value).collect() };
         let solution = whole_factors(&captured, &reference).unwrap();
         assert_eq!(runs(&solution), [(3..6, 2.0), (6..9, 0.0)]);
         assert!(whole_factors(&reference, &reference).is_none());

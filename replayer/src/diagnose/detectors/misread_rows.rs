@@ -102,8 +102,9 @@ impl<'a> FailingTokens<'a> {
             return false; // seen in dq alone it is another lse, and needs no map
         }
         let moved = |&&t: &&usize| operand == Operand::K || rows[t] != Row::From(t);
-        let of: Vec<usize> = self.tokens.iter().filter(moved).copied().collect();
-        !of.is_empty() && of.iter().all(|&t| self.token_fits(evidence, t, (operand, rows), passes))
+        let moved_tokens: Vec<usize> = self.tokens.iter().filter(moved).copied().collect();
+        !moved_tokens.is_empty()
+            && moved_tokens.iter().all(|&t| self.token_fits(evidence, t, (operand, rows), passes))
     }
 
     fn token_fits(
@@ -133,18 +134,18 @@ impl<'a> FailingTokens<'a> {
         let mut dense = vec![0.0; width];
         let q_row = self.direct.q(q);
         for (v, z) in row.logits.iter().enumerate() {
-            let of = self.direct.k(k(v));
-            let slope = self.direct.logit(super::direct::dot(&q_row, &of), v).1;
+            let k_row = self.direct.k(k(v));
+            let slope = self.direct.logit(super::direct::dot(&q_row, &k_row), v).1;
             let entry = slope * own.dense((z - lse).exp());
-            dense.iter_mut().zip(&of).for_each(|(sum, k)| *sum += entry * k);
+            dense.iter_mut().zip(&k_row).for_each(|(sum, k)| *sum += entry * k);
         }
         if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {
             let label = self.inputs.labels[t] as usize;
             // The label's row of k may be read rightly, or from the same wrong place as the others.
             return [Row::From(label), k(label)].into_iter().any(|row| {
-                let of = self.direct.k(row);
-                let slope = self.direct.logit(super::direct::dot(&q_row, &of), label).1;
-                let sum = dense.iter().zip(&of).map(|(sum, k)| sum + slope * own.label * k);
+                let k_row = self.direct.k(row);
+                let slope = self.direct.logit(super::direct::dot(&q_row, &k_row), label).1;
+                let sum = dense.iter().zip(&k_row).map(|(sum, k)| sum + slope * own.label * k);
                 alike(captured.row(t), &sum.collect::<Vec<f64>>())
             });
         }
@@ -168,16 +169,16 @@ fn wrong(
             let Some(wanted) = reference.forward_lse.get(&inputs.microbatch) else {
                 return Vec::new();
             };
-            let of = |t: usize| ((lse.values[t] - wanted[t]).abs(), t);
-            (0..inputs.tokens()).filter(counts).map(of).collect()
+            let error = |t: usize| ((lse.values[t] - wanted[t]).abs(), t);
+            (0..inputs.tokens()).filter(counts).map(error).collect()
         }
         (None, Some((captured, key))) => {
             let Some(table) = reference.stages.get(key) else { return Vec::new() };
-            let of = |(&t, row): (&usize, &Vec<f64>)| {
+            let error = |(&t, row): (&usize, &Vec<f64>)| {
                 let norm = super::direct::energy(row).max(f64::MIN_POSITIVE);
                 (super::direct::distance(captured.row(t), row) / norm, t)
             };
-            table.iter().filter(|(t, _)| counts(t)).map(of).collect()
+            table.iter().filter(|(t, _)| counts(t)).map(error).collect()
         }
         _ => Vec::new(),
     };
@@ -226,8 +227,10 @@ pub fn worlds(
     rows_of: &dyn Fn(&MicrobatchInputs) -> Option<Vec<Row>>,
     parameters: &[(&'static str, String)],
 ) -> Vec<Hypothesis> {
-    let of = |one: &MicrobatchInputs| Some((one.microbatch, rows_of(one)?));
-    let Some(rows) = evidence.inputs.iter().map(of).collect::<Option<BTreeMap<_, _>>>() else {
+    let rows_by_microbatch = |one: &MicrobatchInputs| Some((one.microbatch, rows_of(one)?));
+    let Some(rows) =
+        evidence.inputs.iter().map(rows_by_microbatch).collect::<Option<BTreeMap<_, _>>>()
+    else {
         return Vec::new();
     };
     let world = |reach: Reach| Elsewhere { operand, rows: rows.clone(), reach, lse: None };

@@ -42,7 +42,7 @@ impl Nans {
 
 /// The NaN and infinite values of the failing comparisons; `None` where there are none.
 pub fn nans(evidence: &Evidence<'_>) -> Option<Nans> {
-    let mut of = BTreeMap::new();
+    let mut masks = BTreeMap::new();
     for &key in &evidence.failing {
         if evidence.residuals[&key].nonfinite == 0 {
             continue;
@@ -50,14 +50,14 @@ pub fn nans(evidence: &Evidence<'_>) -> Option<Nans> {
         let captured = evidence.captured(key)?;
         let mask: Vec<bool> = captured.values.iter().map(|x| !x.is_finite()).collect();
         if mask.contains(&true) {
-            of.insert(key, (captured.columns, mask));
+            masks.insert(key, (captured.columns, mask));
         }
     }
-    let (&first, (columns, mask)) = of.first_key_value()?;
+    let (&first, (columns, mask)) = masks.first_key_value()?;
     let at = mask.iter().position(|&bad| bad)?;
     let (row, column) = (at / columns, at % columns);
     let rank = first.rank.or_else(|| holder(evidence, first, row));
-    Some(Nans { first, rank, row, column, of })
+    Some(Nans { first, rank, row, column, of: masks })
 }
 
 /// The rank that holds a token's row.

@@ -39,8 +39,8 @@ pub fn of_other_q(evidence: &Evidence<'_>) -> Option<(ReplacedValues, Vec<String
     }
     let (mut world, mut said) = (ReplacedValues::default(), Vec::new());
     for key in keys {
-        let of = Gradient::of(evidence, key)?;
-        let (changed, words) = made(evidence, &of)?;
+        let gradient = Gradient::of(evidence, key)?;
+        let (changed, words) = made(evidence, &gradient)?;
         let rows = (0..changed.count()).map(|at| (at, changed.row(at).to_vec()));
         world = world.rows(key, rows);
         said.push(words);
@@ -81,11 +81,11 @@ fn sum_of_pairs(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, Vec<String>)
     let (_, _, first) = planes.first()?;
     let (classes, width) = (first.k.count(), first.q.cols);
     let pairs = || {
-        let of = |a: usize| (0..planes.len()).map(move |b| (a, b));
+        let pairs_of = |a: usize| (0..planes.len()).map(move |b| (a, b));
         let same = |&(a, b): &(usize, usize)| {
             planes[a].1 == planes[b].1 && planes[a].2.q.count() == planes[b].2.q.count()
         };
-        (0..planes.len()).flat_map(of).filter(same)
+        (0..planes.len()).flat_map(pairs_of).filter(same)
     };
     let count = pairs().count();
     if count <= planes.len() || count > PAIRS {

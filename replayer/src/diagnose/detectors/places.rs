@@ -70,7 +70,7 @@ impl Places {
         if !alone || ranks.len() + all.len() > MOST_TRIED {
             return Vec::new();
         }
-        let of = |words: String, here: &dyn Fn(&MicrobatchInputs, &Unit) -> bool| {
+        let places_where = |words: String, here: &dyn Fn(&MicrobatchInputs, &Unit) -> bool| {
             let mut places = Places { words, ..Places::default() };
             for (inputs, runs) in &all {
                 let own = runs.iter().filter(|run| here(inputs, run));
@@ -82,12 +82,12 @@ impl Places {
         };
         let mut places = Vec::new();
         for ranks in ranks.iter().filter(|_| ranks.len() > 1) {
-            places.push(of(name_ranks(ranks), &|_, run| run.ranks == *ranks));
+            places.push(places_where(name_ranks(ranks), &|_, run| run.ranks == *ranks));
         }
         for (one, _) in all.iter().filter(|_| all.len() > 1) {
             let mb = one.microbatch;
             let words = mb.map_or_else(String::new, |mb| format!("microbatch {}", mb.0));
-            places.push(of(words, &|inputs, _| inputs.microbatch == mb));
+            places.push(places_where(words, &|inputs, _| inputs.microbatch == mb));
         }
         places
     }
@@ -128,10 +128,10 @@ impl Places {
     fn of_classes(evidence: &Evidence<'_>) -> Option<Places> {
         let (mut classes, mut words): (Vec<usize>, Option<String>) = Default::default();
         for &key in &evidence.failing {
-            let of = Some(key).filter(|key| key.stage.is_of_k())?;
-            let tensor = evidence.step.find(of.stage.role()?, of.microbatch)?;
+            let of_k = Some(key).filter(|key| key.stage.is_of_k())?;
+            let tensor = evidence.step.find(of_k.stage.role()?, of_k.microbatch)?;
             let runs = evidence.step.rank_classes(tensor);
-            let errors = Errors::of(evidence, of)?;
+            let errors = Errors::of(evidence, of_k)?;
             let wrong: Vec<&Unit> = runs.iter().filter(|run| errors.are_wrong(&run.rows)).collect();
             if wrong.is_empty() || wrong.len() == runs.len() {
                 return None;

@@ -43,8 +43,8 @@ impl Rows {
     /// The transpose.
     pub fn transposed(&self) -> Rows {
         let (rows, cols) = (self.count(), self.cols);
-        let of = |at: usize| self.values[at % rows.max(1) * cols + at / rows.max(1)];
-        Rows { cols: rows, values: (0..rows * cols).map(of).collect() }
+        let element = |at: usize| self.values[at % rows.max(1) * cols + at / rows.max(1)];
+        Rows { cols: rows, values: (0..rows * cols).map(element).collect() }
     }
 
     /// The product of the transpose of this matrix, `[n, m]`, with `[n, k]`: `[m, k]`.
@@ -114,12 +114,12 @@ impl Plane {
         let k = rows(v, &|class| direct.k(Row::From(class)));
         let [a, b, c] = &unit.cotangents;
         let entries = |i: usize| -> (Vec<f64>, Vec<f64>) {
-            let of = |class: usize| {
+            let entry = |class: usize| {
                 let (z, slope) = direct.logit(dot(q.row(i), k.row(class)), class);
                 let p = (z - unit.lse[i]).exp();
                 (p, slope * (a[i] * p + c[i]))
             };
-            (0..v).map(of).unzip()
+            (0..v).map(entry).unzip()
         };
         let rows: Vec<(Vec<f64>, Vec<f64>)> = (0..n).into_par_iter().map(entries).collect();
         let (p, dense): (Vec<Vec<f64>>, Vec<Vec<f64>>) = rows.into_iter().unzip();
@@ -160,8 +160,8 @@ impl Plane {
 
     /// The captured dq of the unit's tokens, `[n, D]`.
     pub fn dq(&self, captured: &Values) -> Rows {
-        let of = |&t: &usize| captured.row(t).to_vec();
-        Rows { cols: captured.columns, values: self.rows.iter().flat_map(of).collect() }
+        let row = |&t: &usize| captured.row(t).to_vec();
+        Rows { cols: captured.columns, values: self.rows.iter().flat_map(row).collect() }
     }
 
     /// The captured dk of the valid classes, `[V, D]`.

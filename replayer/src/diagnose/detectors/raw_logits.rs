@@ -164,14 +164,14 @@ struct Columns {
 
 impl Columns {
     fn of(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, backward: bool) -> Columns {
-        let of = |role: Role, count: usize| {
+        let column = |role: Role, count: usize| {
             let values = captured(evidence, role, inputs.microbatch)?;
             Some(values).filter(|values| values.len() == count)
         };
         let (n, d) = (inputs.tokens(), inputs.head(evidence.step).map_or(0, |head| head.q.cols));
-        let dq = if !backward || d == 0 { None } else { of(Role::Dq, n * d) };
-        let (label_logits, logprobs) = (of(Role::LabelLogits, n), of(Role::Logprobs, n));
-        Columns { lse: of(Role::Lse, n), label_logits, logprobs, dq }
+        let dq = if !backward || d == 0 { None } else { column(Role::Dq, n * d) };
+        let (label_logits, logprobs) = (column(Role::LabelLogits, n), column(Role::Logprobs, n));
+        Columns { lse: column(Role::Lse, n), label_logits, logprobs, dq }
     }
 
     fn token(&self, used: &UsedColumns<'_>, number: usize, t: usize) -> Token {

@@ -57,8 +57,8 @@ impl Reference {
     /// The rows of a stage from all units of a microbatch, of which each is a comparison of its
     /// own.
     pub fn rows_of(&self, (stage, microbatch): (Stage, Option<Microbatch>)) -> Rows<'_> {
-        let of = |key: &Key| key.stage == stage && key.microbatch == microbatch;
-        let tables = self.stages.iter().filter(|(key, _)| of(key));
+        let is_of_stage = |key: &Key| key.stage == stage && key.microbatch == microbatch;
+        let tables = self.stages.iter().filter(|(key, _)| is_of_stage(key));
         tables
             .flat_map(|(_, table)| table.iter().map(|(&row, values)| (row, &values[..])))
             .collect()
@@ -70,8 +70,8 @@ impl Reference {
         (stage, microbatch): (Stage, Option<Microbatch>),
         token: usize,
     ) -> Option<&Vec<f64>> {
-        let of = |key: &Key| key.stage == stage && key.microbatch == microbatch;
-        let mut tables = self.stages.iter().filter(|(key, _)| of(key));
+        let is_of_stage = |key: &Key| key.stage == stage && key.microbatch == microbatch;
+        let mut tables = self.stages.iter().filter(|(key, _)| is_of_stage(key));
         tables.find_map(|(_, table)| table.get(&token))
     }
 }
@@ -105,11 +105,11 @@ struct Recorder {
 impl World for Recorder {
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         let Ok(mut found) = self.found.lock() else { return };
-        let of = match pass {
+        let noted = match pass {
             Pass::Forward => &mut found.forward_lse,
             Pass::Backward => &mut found.lse,
         };
-        of.insert(inputs.microbatch, lse.to_vec());
+        noted.insert(inputs.microbatch, lse.to_vec());
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
@@ -120,10 +120,10 @@ impl World for Recorder {
 
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
         let Ok(mut found) = self.found.lock() else { return };
-        let of = found.cotangents.entry(tokens.inputs.microbatch).or_default();
+        let noted = found.cotangents.entry(tokens.inputs.microbatch).or_default();
         let [lse, label, smooth] = [&*lse, &*label, &*smooth];
         for (at, &t) in tokens.rows.iter().enumerate() {
-            of.insert(t, Cotangents { lse, label, smooth }.of_token(at));
+            noted.insert(t, Cotangents { lse, label, smooth }.of_token(at));
         }
     }
 

@@ -40,8 +40,8 @@ pub struct Sums {
 impl Sums {
     /// The rows in words; empty where it is all of them.
     pub fn place(&self) -> String {
-        let of = |rows: &Range<usize>| format!("rows {} to {}", rows.start, rows.end - 1);
-        self.rows.as_ref().map_or(String::new(), of)
+        let in_words = |rows: &Range<usize>| format!("rows {} to {}", rows.start, rows.end - 1);
+        self.rows.as_ref().map_or(String::new(), in_words)
     }
 }
 
@@ -80,20 +80,22 @@ pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
             ranks.push(record.rank);
         }
         for (place, holders) in boxes.into_iter().filter(|(_, holders)| holders.len() > 1) {
-            let mut of: Vec<(Vec<Rank>, &[u8])> =
+            let mut by_holders: Vec<(Vec<Rank>, &[u8])> =
                 holders.into_iter().map(|(bytes, ranks)| (ranks, bytes)).collect();
-            of.sort_by(|a, b| b.0.len().cmp(&a.0.len()).then(a.0.cmp(&b.0)));
+            by_holders.sort_by(|a, b| b.0.len().cmp(&a.0.len()).then(a.0.cmp(&b.0)));
             let wide = |(ranks, bytes): &(Vec<Rank>, &[u8])| {
                 Some((ranks.clone(), widened(info.dtype, bytes)?))
             };
-            let Some(values) = of.iter().map(wide).collect::<Option<Vec<_>>>() else { continue };
+            let Some(values) = by_holders.iter().map(wide).collect::<Option<Vec<_>>>() else {
+                continue;
+            };
             versions.push(Versions {
                 key: key.clone(),
                 role: info.role,
                 whole: place == IndexBox::whole(&info.shape),
                 place,
                 of: values,
-                bytes: of.into_iter().map(|(_, bytes)| bytes.to_vec()).collect(),
+                bytes: by_holders.into_iter().map(|(_, bytes)| bytes.to_vec()).collect(),
                 width: info.dtype.width(),
             });
         }
@@ -175,13 +177,13 @@ impl Versions {
         }
         let all = 0..self.of[0].1.len();
         let whole = self.sums_in(evidence, &parts, all.clone());
-        let of = whole.map(|of| Sums { of, rows: None });
-        of.or_else(|| {
+        let sums = whole.map(|of| Sums { of, rows: None });
+        sums.or_else(|| {
             let piece = self.differing().filter(|piece| *piece != all)?;
             let columns = self.place.extent().last().map_or(1, |&width| width.max(1) as usize);
             let rows = piece.start / columns..piece.end.div_ceil(columns);
-            let of = self.sums_in(evidence, &parts, piece)?;
-            Some(Sums { of, rows: Some(rows) })
+            let sums_of_segment = self.sums_in(evidence, &parts, piece)?;
+            Some(Sums { of: sums_of_segment, rows: Some(rows) })
         })
     }
 

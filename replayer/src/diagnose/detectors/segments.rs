@@ -95,11 +95,11 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
             parts.iter().map(|(of, x)| (of.clone(), x[run.clone()].to_vec())).collect();
         let here = &captured.values[run.clone()];
         let weighed = fitted(evidence, &own, here).and_then(|(addends, scale)| {
-            let of = |i: usize| {
+            let element = |i: usize| {
                 let weighed = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
                 scale * weighed.sum::<f64>()
             };
-            let weighed: Vec<f64> = (0..here.len()).map(of).collect();
+            let weighed: Vec<f64> = (0..here.len()).map(element).collect();
             let explains =
                 distance(here, &weighed) <= LEFT * distance(here, &right_sum[run.clone()]);
             explains.then_some((addends, scale, weighed))
@@ -162,11 +162,11 @@ impl Finer {
         if !weights.iter().all(whole) || weights.iter().all(|x| x.round() == 0.0) {
             return None;
         }
-        let of = |(weight, (of, _)): (&f64, &Part)| Addend {
+        let weighted = |(weight, (of, _)): (&f64, &Part)| Addend {
             weight: 1.0 + weight.round(),
             ..of.clone()
         };
-        let addends = weights.iter().zip(&self.parts).map(of).collect();
+        let addends = weights.iter().zip(&self.parts).map(weighted).collect();
         let held = |i: usize| weights.iter().zip(&own).map(|(w, x)| w.round() * x[i]).sum();
         Some((addends, (0..more.len()).map(held).collect()))
     }

@@ -46,10 +46,11 @@ pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
             let Some((own, entry)) = label.filter(|(_, entry)| *entry != 0.0) else { continue };
             // The squared error with label v minus that without a label's part; the recorded
             // label's derivative of the logit is used for all.
-            let of = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
-            let best = (0..norms.len()).min_by(|&a, &b| of(a).total_cmp(&of(b)))?;
+            let left_by = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
+            let best = (0..norms.len()).min_by(|&a, &b| left_by(a).total_cmp(&left_by(b)))?;
             let nothing = energy(rest.row(at));
-            let (as_declared, at_best) = (nothing + of(own), (nothing + of(best)).max(0.0));
+            let (as_declared, at_best) =
+                (nothing + left_by(own), (nothing + left_by(best)).max(0.0));
             before += as_declared;
             // A label is shown only if it leaves much less than the recorded one.
             let shows = |left: f64| left <= SHOWN * as_declared;
@@ -75,12 +76,12 @@ pub fn changed<'a>(
     evidence: &'a Evidence<'_>,
     labels: &Labels,
 ) -> Vec<(&'a MicrobatchInputs, usize, u32)> {
-    let of = |one: &'a MicrobatchInputs| {
+    let changed_in = |one: &'a MicrobatchInputs| {
         let read = labels[&one.microbatch].iter().enumerate();
         let other = read.filter(|(t, label)| one.labels[*t] != **label);
         other.map(|(t, &label)| (one, t, label)).collect::<Vec<_>>()
     };
-    evidence.inputs.iter().flat_map(of).collect()
+    evidence.inputs.iter().flat_map(changed_in).collect()
 }
 
 /// The length of the runs at whose last tokens alone labels differ, each being the label just

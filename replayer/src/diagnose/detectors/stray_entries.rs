@@ -69,11 +69,11 @@ impl Strays {
     ) -> Option<()> {
         let direct = Direct::of_logits(evidence, inputs)?;
         let units = evidence.step.units(inputs).ok()?;
-        let of = |&(token, class, c): &(usize, usize, f64)| {
+        let stray = |&(token, class, c): &(usize, usize, f64)| {
             let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
             let (z, slope) = direct.logit_at(token, class);
-            let of = evidence.reference();
-            let own = of.softmax_entry(inputs.microbatch, token, (z, slope)).unwrap_or(0.0);
+            let reference = evidence.reference();
+            let own = reference.softmax_entry(inputs.microbatch, token, (z, slope)).unwrap_or(0.0);
             let whole = own + c * slope;
             let entry = match self.rounded {
                 Some(to) => f64::from(to.round(whole as f32)) - own,
@@ -84,7 +84,7 @@ impl Strays {
             Stray { token, class, entry, k, q, rank }
         };
         let valid = |of: &&(usize, usize, f64)| of.1 < inputs.valid_vocab;
-        let all = entries.iter().filter(valid).map(of).collect();
+        let all = entries.iter().filter(valid).map(stray).collect();
         self.strays.insert(inputs.microbatch, all);
         Some(())
     }

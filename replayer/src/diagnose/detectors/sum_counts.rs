@@ -87,11 +87,12 @@ impl CountedSums {
 
     /// Records which devices' tokens are in a sum, for one part of it.
     fn note_devices(&mut self, devices: &[(String, Vec<usize>)], part: &Part, own: &[f64]) {
-        let of: BTreeMap<usize, f64> = part.rows.iter().copied().zip(own.iter().copied()).collect();
+        let weight_of_row: BTreeMap<usize, f64> =
+            part.rows.iter().copied().zip(own.iter().copied()).collect();
         self.by_device &= !devices.is_empty();
         for (name, rows) in devices {
             let weights: BTreeSet<u64> =
-                rows.iter().filter_map(|row| of.get(row)).map(|x| x.to_bits()).collect();
+                rows.iter().filter_map(|row| weight_of_row.get(row)).map(|x| x.to_bits()).collect();
             let is = |x: f64| weights.len() == 1 && weights.contains(&x.to_bits());
             self.by_device &= is(0.0) || is(1.0);
             if is(1.0) && !self.devices.contains(name) {
@@ -201,8 +202,8 @@ impl Tokens {
     fn weighed(&self, evidence: &Evidence<'_>, to: &mut CountedSums) -> Option<()> {
         let pairs = self.captured.values.iter().zip(&self.reference.values);
         let error = Rows { cols: self.captured.cols, values: pairs.map(|(c, r)| c - r).collect() };
-        let of = ((&self.entries, &self.q), (&error, self.rounding));
-        let mut weights = whole_weights(of.0, of.1, &|work| evidence.spend(work))?;
+        let system = ((&self.entries, &self.q), (&error, self.rounding));
+        let mut weights = whole_weights(system.0, system.1, &|work| evidence.spend(work))?;
         self.parts.iter().for_each(|part| self.fill(part, &mut weights));
         let cols = self.entries.cols;
         let rows = weights.iter().zip(self.entries.values.chunks(cols.max(1)));

@@ -133,9 +133,9 @@ impl Filtered {
             let (tile, first) = (largest.tile, largest.first_dropping(&levels));
             let at = |t: usize, v: usize| first[t / tile[0] * largest.across + v / tile[1]];
             let misfits = sums.misfits_without(levels.len(), &at);
-            let of = |level: usize| Filter { least: levels[level], tile, labelled };
+            let filter = |level: usize| Filter { least: levels[level], tile, labelled };
             let new = telling(&first, &levels).into_iter();
-            filters.extend(new.map(|level| (misfits[level], of(level))));
+            filters.extend(new.map(|level| (misfits[level], filter(level))));
         }
         filters.sort_by(|a, b| a.0.total_cmp(&b.0));
         let seen = filters.iter().filter(|(misfit, _)| *misfit < SEEN * none);

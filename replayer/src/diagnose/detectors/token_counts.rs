@@ -53,9 +53,9 @@ impl CountedTokens {
         said.dedup();
         let mut gradients = ReplacedValues::default();
         for (key, _) in evidence.failing_of(&Stage::OF_CLASSES) {
-            let of = Gradient::of(evidence, key)?;
-            let changed = weighed(&of, &weights)?;
-            let rows = (0..changed.count()).map(|at| (of.row(at), changed.row(at).to_vec()));
+            let gradient = Gradient::of(evidence, key)?;
+            let changed = weighed(&gradient, &weights)?;
+            let rows = (0..changed.count()).map(|at| (gradient.row(at), changed.row(at).to_vec()));
             gradients = gradients.rows(key, rows);
         }
         let mut stages: Vec<Stage> = Stage::OF_CLASSES.into_iter().filter(fails).collect();

@@ -88,9 +88,9 @@ impl Reproduction<'_> {
 
     /// How many different tokens count in a comparison; copies count as one.
     fn tokens(&self, key: &Key) -> f64 {
-        let of = |inputs: &&MicrobatchInputs| inputs.microbatch == key.microbatch;
+        let is_of_microbatch = |inputs: &&MicrobatchInputs| inputs.microbatch == key.microbatch;
         let (inputs, step) = (self.evidence.inputs, self.evidence.step);
-        let Some(own) = inputs.iter().find(of) else { return 0.0 };
+        let Some(own) = inputs.iter().find(is_of_microbatch) else { return 0.0 };
         let Some(unit) = unit(step, inputs, *key) else { return 0.0 };
         let counts = unit.rows.iter().filter(|&&token| own.labels[token] != IGNORED);
         counts.map(|&token| 1.0 / own.copies[token]).sum()
@@ -150,8 +150,8 @@ impl Reproduction<'_> {
             // A fitted number may remove most of the error of another fault. So the rest must be
             // the job's roundings, which the policy must explain too.
             let reproduces = |key: &Key| {
-                let of = unrounded.as_ref().map(|of| self::energy(of, key));
-                of.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
+                let before = unrounded.as_ref().map(|of| self::energy(of, key));
+                before.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
             };
             let explained =
                 |key: &Key| !self.fail && CLEAR * least.energy(key) <= declared[key].energy;
@@ -199,24 +199,24 @@ impl Reproduction<'_> {
     /// The proof by the best confirmed hypothesis.
     fn proof(&self, tried: &[Tried<'_>], least: &Least) -> Option<Proof> {
         let most = |one: &&Tried<'_>| one.explains.len();
-        let mut of = tried.iter().max_by_key(most)?.explains.clone();
-        let decision = decide(tried, &of)?;
+        let mut keys = tried.iter().max_by_key(most)?.explains.clone();
+        let decision = decide(tried, &keys)?;
         let winner = &tried[decision.winners[0]];
         let energy = |key: &Key| winner.residuals[key].energy;
-        let times = of.iter().map(|key| least.energy(key)).sum::<f64>()
-            / of.iter().map(energy).sum::<f64>();
-        let mut findings = findings::of_decision(tried, &decision, &of, self.evidence);
+        let times = keys.iter().map(|key| least.energy(key)).sum::<f64>()
+            / keys.iter().map(energy).sum::<f64>();
+        let mut findings = findings::of_decision(tried, &decision, &keys, self.evidence);
         for one in &mut findings {
-            let of = tried.iter().find(|of| of.cause.id() == one.id);
-            let about = of.map_or("", |of| of.cause.about());
+            let winner_of_id = tried.iter().find(|of| of.cause.id() == one.id);
+            let about = winner_of_id.map_or("", |of| of.cause.about());
             one.evidence = format!("{about}: {}", words(times));
         }
-        of.extend(self.forward(winner));
+        keys.extend(self.forward(winner));
         let hidden = match members::points(&self.roundings).is_empty() {
             true => "the bound leaves room for as much",
             false => "undeclared roundings may be as large",
         };
-        Some(Proof { found: findings, of, times, hidden })
+        Some(Proof { found: findings, of: keys, times, hidden })
     }
 
     /// Comparisons of the forward pass that are ten times nearer to the head with the proved fault

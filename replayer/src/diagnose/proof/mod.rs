@@ -61,14 +61,15 @@ fn is_emulated(stage: Stage) -> bool {
 /// roundings open. Then a cause must be proved as in a head that passes.
 pub(super) fn is_marginal(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> bool {
     let open = |key: &Key| {
-        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
+        let is_of_unit =
+            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(is_of_unit);
         is_emulated(key.stage) && comparison.is_some_and(leaves_open)
     };
     let near = |key: &Key| {
         // Over all rows, as a sample need not contain the worst one.
-        let of = evidence.whole.get(key);
-        of.is_some_and(|of| of.overshoot > 1.0 && of.overshoot < CLEAR)
+        let residual = evidence.whole.get(key);
+        residual.is_some_and(|of| of.overshoot > 1.0 && of.overshoot < CLEAR)
     };
     !keys.is_empty() && keys.iter().all(|key| open(key) && near(key))
 }
@@ -141,15 +142,16 @@ pub(super) fn prove(
     let search = &search.only(is_of_head);
     let fails = |key: &Key| evidence.residuals.get(key).is_some_and(|of| !of.passes);
     let fail = evidence.failing.iter().any(fails);
-    let of = Reproduction::new(search, evidence, fail)?;
-    let right = of.fit(Rounded(of.roundings.narrowest, of.roundings.tiles), None)?;
-    if of.is_explained(&right) || of.adds_labels_early() {
+    let reproduction = Reproduction::new(search, evidence, fail)?;
+    let right = reproduction
+        .fit(Rounded(reproduction.roundings.narrowest, reproduction.roundings.tiles), None)?;
+    if reproduction.is_explained(&right) || reproduction.adds_labels_early() {
         return None;
     }
     // A cause that only rounds intermediates is no fault where the bounds allow it and the job does
     // not declare otherwise.
-    let declared = of.fail || members::points(&of.roundings).is_empty();
-    let roundings = &of.roundings;
+    let declared = reproduction.fail || members::points(&reproduction.roundings).is_empty();
+    let roundings = &reproduction.roundings;
     let provable = move |cause: &dyn Cause, hypothesis: &Hypothesis| {
         let policy = hypothesis.world.policy(roundings);
         let says = policy.is_some_and(|(policy, _)| members::contradicts(&policy, roundings));
@@ -163,23 +165,23 @@ pub(super) fn prove(
     });
     let near: Vec<(&dyn Cause, Hypothesis, Fit)> = hypotheses
         .filter_map(|(cause, hypothesis)| {
-            let fit = of.beside(&hypothesis, &right);
+            let fit = reproduction.beside(&hypothesis, &right);
             search.meter.leaves(cause.id());
             let fit = fit?;
-            of.gains(&fit, &right).then_some((cause, hypothesis, fit))
+            reproduction.gains(&fit, &right).then_some((cause, hypothesis, fit))
         })
         .collect();
     let spent = search.meter.is_spent();
     // A hypothesis that is far behind the nearest on a few rows is neither the cause nor tied with
     // it.
     let least = near.iter().map(|(.., fit)| fit.left).fold(f64::INFINITY, f64::min);
-    let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || of.is_exact(fit);
+    let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || reproduction.is_exact(fit);
     let near: Vec<_> = near.into_iter().filter(|(.., fit)| beside(fit)).collect();
     if near.is_empty() {
         return None;
     }
     let ids: Vec<&str> = near.iter().map(|(cause, ..)| cause.id()).collect();
-    let proof = of.confirmed(near);
+    let proof = reproduction.confirmed(near);
     // With untried causes left, a fault counts as proved only if it leaves next to nothing, so that
     // others could at most be tied.
     let proof = proof.filter(|proof| !spent || proof.times >= DECISIVE);
@@ -195,8 +197,9 @@ pub(super) fn prove(
 /// that explains the rest proves nothing about it.
 pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
     let single = |key: &Key| {
-        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
+        let is_of_unit =
+            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(is_of_unit);
         comparison.is_none_or(|one| one.tally.exceeding > 0 || one.tally.exceeding_rows > 0)
     };
     if evidence.failing.iter().any(single) {
