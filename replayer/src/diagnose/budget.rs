@@ -1,5 +1,5 @@
-//! How much a search for causes may do: bounded in counted work, not in time, so that one dump
-//! has one answer on every machine and with any number of threads.
+//! How much work a search for causes may do. The bound is on counted work, not on time, so that a
+//! dump has the same answer on every machine and with any number of threads.
 //!
 //! A unit of work is about a multiply-add of the reference. The replay counts its own work in
 //! the same units, so a share of the replay's work is about that share of its time.
@@ -12,23 +12,23 @@ use std::sync::{Mutex, PoisonError};
 use crate::kernels::{NoProgress, Progress};
 use crate::replay::outcome::{NotChecked, Outcome};
 
-/// Work of a trial beside its products: what a head of a few tokens costs.
+/// Work of a trial beside its matrix products, which dominates for a head of a few tokens.
 const TRIAL: u64 = 1 << 20;
 /// Work of comparing one element with its allowance.
 const ELEMENT: u64 = 100;
-/// Work that a quick search may always do, about four seconds of a core: a replay of a small
-/// head takes milliseconds, and its causes are worth the wait.
+/// Work that a quick search may always do, about four seconds of one core. The replay of a small
+/// head takes milliseconds, and twice that would be too little to find a cause.
 const FLOOR: u64 = 1 << 35;
 /// How many times the replay's work a quick search may do.
 const QUICK: u64 = 2;
-/// A cause may take one in so many parts of the budget to look for its parameters.
+/// A cause may spend one part in this many of the budget on looking for its parameters.
 const LOOKS: u64 = 4;
-/// How many times what a quick search may do a thorough one may do.
+/// A thorough search may do this many times the work of a quick one.
 const THOROUGH: u64 = 25;
 
-/// What other declarations are called among the causes that were not all tried.
+/// The name of other declarations in the list of what was not fully tried.
 const DECLARATIONS: &str = "other declarations";
-/// The same of causes beside others: by themselves they were tried.
+/// The name of pairs of causes in that list.
 pub(super) const PAIRS: &str = "pairs of causes";
 
 /// How closely causes are looked for.
@@ -44,7 +44,7 @@ pub enum Causes {
 }
 
 impl Causes {
-    /// All of them, as they are typed.
+    /// All of them, as they are spelled on the command line.
     pub const WORDS: [&str; 3] = ["none", "quick", "thorough"];
 
     /// Work that a search after this replay may do.
@@ -77,12 +77,12 @@ impl FromStr for Causes {
 pub struct Budget<'a> {
     /// How closely it looks.
     pub causes: Causes,
-    /// Told of the work done.
+    /// Where the work done is reported.
     pub progress: &'a dyn Progress,
-    /// Told before a search begins how much work it may do.
+    /// Called before the search begins with the work that it may do.
     pub begin: &'a dyn Fn(u64),
-    /// How many searches of one step share what a search may always do: one for each version that
-    /// ranks hold.
+    /// How many searches of one step share the work that a search may always do: one for each
+    /// version of the tensors that ranks hold.
     pub among: u64,
 }
 
@@ -92,20 +92,20 @@ impl Default for Budget<'_> {
     }
 }
 
-/// Counts the work of a search, and what was left out for it.
+/// Counts the work of a search, and lists what the budget left untried.
 pub struct Meter<'a> {
     progress: &'a dyn Progress,
     done: AtomicU64,
-    /// What was done when the last cause began to look for its parameters.
+    /// The work that was done when the current cause began to look for its parameters.
     looked_from: AtomicU64,
     limit: u64,
-    /// What one cause may do to look for its parameters.
+    /// The work that one cause may spend on looking for its parameters.
     share: AtomicU64,
     left_out: Mutex<BTreeSet<String>>,
 }
 
 impl<'a> Meter<'a> {
-    /// Of a search that begins now.
+    /// The meter of a search that begins now.
     pub fn new(budget: &Budget<'a>, outcome: &Outcome) -> Meter<'a> {
         let limit = budget.causes.limit(outcome, budget.among);
         (budget.begin)(limit);
@@ -114,7 +114,7 @@ impl<'a> Meter<'a> {
         Meter { progress: budget.progress, done, looked_from, limit, share, left_out }
     }
 
-    /// Counts what a trial or a look at the dump takes beside its products.
+    /// Counts the work of a trial beside its matrix products.
     pub(super) fn looked_at(&self, outcome: &Outcome) {
         self.advance(beside_products(outcome));
     }
@@ -125,7 +125,8 @@ impl<'a> Meter<'a> {
         self.done.load(Ordering::Relaxed) >= self.limit / 3 * 2
     }
 
-    /// Whether another declaration may be tried: the causes are left as much as these took.
+    /// Whether another declaration may be tried. Declarations get the first third of the budget and
+    /// the causes the second; the last is kept for confirmations.
     pub(super) fn may_redeclare(&self) -> bool {
         let may = self.done.load(Ordering::Relaxed) < self.limit / 3;
         if !may {
@@ -134,20 +135,22 @@ impl<'a> Meter<'a> {
         may
     }
 
-    /// A cause begins to look for its parameters.
+    /// Notes that a cause begins to look for its parameters.
     pub(super) fn look(&self) {
         self.looked_from.store(self.done.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Whether it may go on: no cause takes more than its share from the others.
+    /// Whether the current cause may go on looking: it has not used up its share, nor is the budget
+    /// spent.
     pub(super) fn may_look(&self) -> bool {
         let from = self.looked_from.load(Ordering::Relaxed);
         let done = self.done.load(Ordering::Relaxed) - from;
         !self.is_spent() && done < self.share.load(Ordering::Relaxed)
     }
 
-    /// Causes that did not see all, where a search that found nothing is to try them again with
-    /// what the others did not need: more for each than before.
+    /// After a search that found nothing: the causes that ran out of their share and may be tried
+    /// again, and raises their share to an equal part of what is left. Empty where that part would
+    /// not be larger than before.
     pub(super) fn lends(&self) -> BTreeSet<String> {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
         let is_cause = |of: &&String| ![DECLARATIONS, PAIRS].contains(&of.as_str());
@@ -162,19 +165,19 @@ impl<'a> Meter<'a> {
         causes
     }
 
-    /// Whether nothing more may be computed.
+    /// Whether the whole budget is used up, including the third for confirmations.
     pub(super) fn is_over(&self) -> bool {
         self.done.load(Ordering::Relaxed) >= self.limit
     }
 
-    /// Notes a cause of which, where the budget is spent, not everything was tried.
+    /// Lists a cause as not fully tried if the budget is spent.
     pub(super) fn leaves(&self, cause: &str) {
         if self.is_spent() {
             self.leaves_out(cause);
         }
     }
 
-    /// Notes a cause that ended to look for its parameters before it had seen all.
+    /// Lists a cause as not fully tried if it ran out of its share while it looked for parameters.
     pub(super) fn has_looked(&self, cause: &str) {
         if !self.may_look() {
             self.leaves_out(cause);
@@ -213,7 +216,7 @@ impl Progress for Meter<'_> {
     }
 }
 
-/// Work of an outcome beside its products.
+/// Work of the comparisons of an outcome, beside the matrix products.
 fn beside_products(outcome: &Outcome) -> u64 {
     let all = outcome.stages.iter().flat_map(|stage| &stage.comparisons);
     TRIAL + ELEMENT * all.map(|one| one.tally.elements).sum::<u64>()

@@ -1,5 +1,5 @@
-//! What an entry of the catalogue is: a hypothesis about a job, with its parameters, that
-//! can be tried on the dump.
+//! What an entry of the catalogue is: a kind of fault ([`Cause`]) that offers hypotheses
+//! ([`Hypothesis`]), each a world with concrete parameters that can be tried on the dump.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use super::evidence::Evidence;
 use crate::head::Stage;
 use crate::replay::world::World;
 
-/// How long the parameters of a cause take to be found, in the order in which causes are tried.
+/// How much work it takes to find the parameters of a cause. Cheap causes are tried first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Effort {
     /// They are read off the dump, or solved for.
@@ -27,43 +27,44 @@ impl Effort {
 
 /// One entry of the catalogue. Everything that is known of it lies in its own file.
 pub trait Cause: Sync {
-    /// Its id, as NUMERICS and the reports spell it.
+    /// Its id, as reports and docs/causes.md spell it.
     fn id(&self) -> &str;
 
     /// What it is, in one sentence.
     fn about(&self) -> &str;
 
-    /// Where it really happened: projects and their issues.
+    /// Where it happened in real projects: their names and issues or commits.
     fn cases(&self) -> &'static [&'static str];
 
-    /// What cures it, in one sentence.
+    /// How to fix it, in one sentence.
     fn advice(&self) -> &str;
 
-    /// What is worth trying, with parameters; empty where the detectors say that this
-    /// cause cannot be.
+    /// The hypotheses of this cause that are worth a trial; empty where the detectors rule the
+    /// cause out.
     fn hypotheses(&self, _evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         Vec::new()
     }
 
-    /// True when what it does may be no more than to round an intermediate: a job that does
-    /// not declare how it rounds may do that, and where the bounds allow it, it is no fault.
+    /// True when this cause may do no more than round an intermediate value. A job that does not
+    /// declare its roundings may do so, and as long as its errors are within the bounds it is no
+    /// fault.
     fn may_be_right(&self) -> bool {
         false
     }
 
-    /// How long its parameters take to be looked for: causes that take little are tried first.
+    /// How much work it takes to find its parameters.
     fn effort(&self) -> Effort {
         Effort::Little
     }
 
-    /// For causes that are seen and not computed: the sentence that proves it.
+    /// For causes that show in the dump without a trial: what shows them.
     fn observed(&self, _evidence: &Evidence<'_>) -> Option<Observed> {
         None
     }
 }
 
-/// Fitted numbers that one for every token counts as: whatever explains as much with fewer is
-/// to be preferred.
+/// How many fitted numbers a hypothesis counts as that has one number for every token: any
+/// hypothesis that explains as much with fewer is preferred.
 const FOR_EVERY_TOKEN: usize = 8;
 
 /// One set of parameters of a cause, ready to be tried.
@@ -73,37 +74,39 @@ pub struct Hypothesis {
     pub world: Arc<dyn World>,
     /// Parameters in words, for the report.
     pub parameters: Vec<(&'static str, String)>,
-    /// How many of them were fitted to captured gradients rather than taken from what the
-    /// dump says of itself. A hypothesis with fewer is preferred.
+    /// How many of them were fitted to captured gradients instead of being read from the dump. Of
+    /// two hypotheses that explain as much, the one with fewer is preferred.
     pub fitted: usize,
-    /// Whether it has a number for every token: whatever one gradient is, such numbers explain
-    /// it. It is believed where it explains the other gradient too.
-    pub of_both: bool,
+    /// True when it has a number for every token, fitted to one gradient. Such numbers fit nearly
+    /// any gradient, so it is believed only if it explains the other gradient as well.
+    pub per_token: bool,
 }
 
 impl Hypothesis {
     /// A hypothesis whose parameters all come from the dump.
     pub fn new(world: impl World + 'static, parameters: Vec<(&'static str, String)>) -> Hypothesis {
-        Hypothesis { world: Arc::new(world), parameters, fitted: 0, of_both: false }
+        Hypothesis { world: Arc::new(world), parameters, fitted: 0, per_token: false }
     }
 
-    /// Whether it is a policy that is emulated: such trials share no passes with others.
+    /// Whether its trial emulates a rounding policy. Such a trial cannot reuse the forward passes
+    /// of other trials.
     pub fn emulates(&self, evidence: &Evidence<'_>) -> bool {
         evidence.roundings().is_some_and(|of| self.world.policy(&of).is_some())
     }
 
-    /// The same with a number for every token, fitted to one gradient.
-    pub fn of_both(self) -> Hypothesis {
-        Hypothesis { fitted: FOR_EVERY_TOKEN, of_both: true, ..self }
+    /// The same hypothesis, marked as having a number for every token that was fitted to one
+    /// gradient.
+    pub fn with_number_per_token(self) -> Hypothesis {
+        Hypothesis { fitted: FOR_EVERY_TOKEN, per_token: true, ..self }
     }
 
-    /// The same with so many parameters fitted.
+    /// The same hypothesis, with the number of its parameters that were fitted.
     pub fn fitted(self, fitted: usize) -> Hypothesis {
         Hypothesis { fitted, ..self }
     }
 }
 
-/// What a cause that needs no emulation was seen by.
+/// What shows a cause that needs no trial.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Observed {
     /// One sentence with ranks, microbatches, rows.

@@ -1,4 +1,5 @@
-//! What the cheap detectors say of a divergence, before anything is emulated.
+//! What is known of a divergence: the replay's comparisons, and measurements of the captured
+//! tensors, made when first asked for and kept.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,8 +12,8 @@ use super::detectors::captured::{Values, captured};
 use super::detectors::direct::{distance, energy};
 use super::detectors::plane::Plane;
 use super::detectors::reference::{self, Reference};
-use super::detectors::relabelled::{self, Labels};
-use super::detectors::units::{UnitState, units};
+use super::detectors::shown_labels::{self, Labels};
+use super::detectors::unit_states::{UnitState, units};
 use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};
 use crate::kernels::{NoProgress, Progress};
@@ -23,7 +24,7 @@ use crate::replay::world::World;
 
 use super::search::Search;
 
-/// Share of a gradient's energy that roundings of its partial sums do not take.
+/// Rounding the partial sums of a gradient makes an error of less than this share of its energy.
 const HALF: f64 = 0.5;
 
 /// One comparison of a replay: a stage of one microbatch and unit.
@@ -37,33 +38,34 @@ pub struct Key {
     pub rank: Option<Rank>,
 }
 
-/// How far a captured tensor is from what a world says it should be.
+/// How far a captured tensor is from its reference in a world.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Residual {
-    /// Sum of squared errors; infinite where a captured value is no number.
+    /// Sum of squared errors; infinite where a captured value is NaN or infinite.
     pub energy: f64,
-    /// What rounding is expected to make of it.
+    /// The sum of squared errors that rounding is expected to cause.
     pub floor: f64,
-    /// Sum of squares of what it should be.
+    /// Sum of squares of the reference.
     pub reference: f64,
-    /// Sum of captured squares.
+    /// Sum of squares of the captured values.
     pub captured: f64,
     /// `⟨captured, reference⟩ / ⟨reference, reference⟩`.
     pub factor: f64,
-    /// Captured values compared.
+    /// How many captured values were compared.
     pub elements: u64,
     /// How many rows hold the error: see [`crate::compare::Tally::rows_in_error`].
     pub rows: f64,
-    /// Values that are no numbers.
+    /// How many values are NaN or infinite.
     pub nonfinite: u64,
     /// True when rounding explains it.
     pub passes: bool,
-    /// How many times the energy that rounding may make of it, or of a part of it, it has.
+    /// Energy over the largest that rounding may cause, by the worst of the comparison's tests: of
+    /// all its elements or of a part of them.
     pub overshoot: f64,
 }
 
 impl Residual {
-    /// D6, D7: energy that is left when the reference is scaled as fits best.
+    /// The energy that is left when the reference is scaled by the factor that fits best.
     pub fn left_by_scale(&self) -> f64 {
         match self.captured - self.factor * self.factor * self.reference {
             left if left.is_finite() && self.nonfinite == 0 => left.max(0.0),
@@ -80,50 +82,53 @@ impl Residual {
     }
 }
 
-/// A hypothesis that leaves no more than this share of a comparison's energy is what happened:
-/// 99 % of the error's amplitude are no coincidence where what is left is near its bound, too.
+/// A hypothesis that leaves at most this share of a comparison's energy explains it, even where the
+/// rest is somewhat beyond its bound: that 99 % of the error's amplitude vanish is no coincidence.
 const NOTHING: f64 = 1e-4;
-/// Energy over its bound that may be left then: the bounds are of the declared head. The one
-/// that was computed may round several times as much, as where it reads one row often, and an
-/// emulation has roundings of its own beside the job's.
+/// How many times the bound the energy may then be. The bounds are those of the declared head; a
+/// head with a fault may round more, for example where it reads one row repeatedly, and an
+/// emulation rounds in other places than the job.
 const ROUNDS_MORE: f64 = 16.0;
 
-/// Accepts what a hypothesis leaves next to nothing of, of the comparisons that failed before.
-pub(super) fn accept_next_to_nothing(found: &mut Residuals, before: &Residuals) {
-    for (key, of) in found {
-        let failed = before.get(key).filter(|before| !before.passes && of.nonfinite == 0);
-        let next_to_nothing = failed.is_some_and(|before| of.energy <= NOTHING * before.energy);
-        of.passes |= next_to_nothing && of.overshoot <= ROUNDS_MORE;
+/// Lets those comparisons pass that failed before and of whose energy a hypothesis leaves at most
+/// [`NOTHING`].
+pub(super) fn accept_next_to_nothing(residuals: &mut Residuals, before: &Residuals) {
+    for (key, residual) in residuals {
+        let failed = before.get(key).filter(|before| !before.passes && residual.nonfinite == 0);
+        let next_to_nothing =
+            failed.is_some_and(|before| residual.energy <= NOTHING * before.energy);
+        residual.passes |= next_to_nothing && residual.overshoot <= ROUNDS_MORE;
     }
 }
 
-/// A hypothesis has wider bounds where rounding may make so many times the energy under it that it
-/// may make of the declared head. Neither this number nor the next is derived: the wrong cause for
-/// which they are here had 5.5 times the declared bound and left 0.98 of the energy.
+/// A hypothesis counts as having wider bounds where its floor is more than this many times that of
+/// the declared head. Neither this number nor the next is derived: they exclude a wrong cause that
+/// had 5.5 times the declared bound and left 0.98 of the energy.
 const WIDER: f64 = 1.5;
-/// In wider bounds at most this share of a comparison's energy may be left.
+/// With wider bounds, at most this share of a comparison's energy may be left.
 const REDUCED: f64 = 0.5;
 
-/// Lets a comparison fail that passes only because its bounds are wider, with an error that is
-/// hardly smaller than before. Errors and bounds are taken relative to the reference, which
-/// another hypothesis may make larger or smaller.
-pub(super) fn reject_wider_bounds(found: &mut Residuals, before: &Residuals) {
-    for (key, of) in found {
+/// Lets a comparison fail that passes only because the hypothesis widened its bounds, while its
+/// error hardly shrank. Errors and bounds are taken relative to the reference, whose size a
+/// hypothesis may change.
+pub(super) fn reject_wider_bounds(residuals: &mut Residuals, before: &Residuals) {
+    for (key, residual) in residuals {
         let failed = before.get(key).filter(|before| !before.passes && before.nonfinite == 0);
         let Some(before) = failed else { continue };
-        let size = of.reference / before.reference;
-        let wider = of.floor > WIDER * before.floor * size;
-        if wider && of.energy > REDUCED * before.energy * size {
-            of.passes = false;
-            of.floor = before.floor * size;
+        let size = residual.reference / before.reference;
+        let wider = residual.floor > WIDER * before.floor * size;
+        if wider && residual.energy > REDUCED * before.energy * size {
+            residual.passes = false;
+            residual.floor = before.floor * size;
         }
     }
 }
 
-/// Share of a row's squared size that it is off by at least where it holds something else.
+/// A row whose squared error is at least this share of its squared norm may hold something else
+/// than its own values.
 const OTHER: f64 = 0.25;
 
-/// Multiply-adds of one GEMM up to which a reference of all rows is worked out.
+/// Up to this many multiply-adds of one GEMM, a reference of all rows is computed.
 const ALL_ROWS: u64 = 1 << 31;
 
 /// Every comparison of an outcome.
@@ -131,7 +136,7 @@ pub type Residuals = BTreeMap<Key, Residual>;
 
 /// The comparisons of an outcome, by key.
 pub fn residuals(outcome: &Outcome) -> Residuals {
-    let mut found = Residuals::new();
+    let mut residuals = Residuals::new();
     for stage in &outcome.stages {
         for one in &stage.comparisons {
             let key = Key { stage: stage.stage, microbatch: one.microbatch, rank: one.rank };
@@ -149,13 +154,14 @@ pub fn residuals(outcome: &Outcome) -> Residuals {
                 passes: one.excess.is_none(),
                 overshoot: one.overshoot,
             };
-            found.insert(key, residual);
+            residuals.insert(key, residual);
         }
     }
-    found
+    residuals
 }
 
-/// The planes that somebody asked for, by microbatch and rank.
+/// The planes of dlogits that were asked for, by microbatch and rank; `None` for one that is too
+/// large.
 type Planes = BTreeMap<(Option<Microbatch>, Option<Rank>), Option<Rc<Plane>>>;
 
 /// What is known of a divergence.
@@ -166,20 +172,20 @@ pub struct Evidence<'a> {
     pub outcome: &'a Outcome,
     /// Inputs of every microbatch, as declared.
     pub inputs: &'a [MicrobatchInputs],
-    /// Every comparison in the world that is the background of this search: as declared,
-    /// or with causes that were found before.
+    /// Every comparison in the background of this search: as declared, or in the worlds of causes
+    /// that were found before.
     pub residuals: Residuals,
     /// The same over all rows, where the background is the declaration alone.
     pub whole: Residuals,
-    /// Those of them that fail.
+    /// The comparisons that fail.
     pub failing: BTreeSet<Key>,
-    /// The background.
+    /// The worlds that are in force already; none for the declared head.
     pub background: Vec<&'a dyn World>,
-    /// Where a world can be tried while its parameters are looked for.
+    /// Lets detectors try a world while they look for its parameters.
     search: Option<&'a Search<'a>>,
-    /// What each unit's backward starts from, once somebody asked.
+    /// What each unit's backward starts from (lse and cotangents), computed when first asked for.
     units: OnceCell<Vec<UnitState>>,
-    /// Rows that trials look at; none for all of them.
+    /// Rows that trials compare; none for all of them.
     pub rows: Option<Rows>,
     glance: OnceCell<Option<Residuals>>,
     reference: OnceCell<Reference>,
@@ -226,45 +232,46 @@ impl<'a> Evidence<'a> {
         }
     }
 
-    /// The same with a search that parameters can be fitted in.
+    /// The same with a search, in which detectors can fit parameters.
     pub fn searched_by(self, search: &'a Search<'a>) -> Evidence<'a> {
         Evidence { search: Some(search), ..self }
     }
 
-    /// The same divergence as far as the rows of another search show it; none where the dump cannot
-    /// be judged in it.
+    /// The same divergence, compared on the rows of another search; none where the dump cannot be
+    /// judged there.
     pub(super) fn seen_in<'s>(&self, search: &'s Search<'s>) -> Option<Evidence<'s>>
     where
         'a: 's,
     {
         let residuals = search.residuals(&[])?;
-        let found = Evidence::new(self.step, self.outcome, self.inputs, residuals, Vec::new());
+        let evidence = Evidence::new(self.step, self.outcome, self.inputs, residuals, Vec::new());
         let (failing, rows) = (self.failing.clone(), search.rows.clone());
-        Some(Evidence { failing, rows, ..found.searched_by(search) })
+        Some(Evidence { failing, rows, ..evidence.searched_by(search) })
     }
 
-    /// Forward passes that trials have in common.
+    /// Forward passes that trials share.
     pub(super) fn cache(&self) -> Option<&PassCache> {
         self.search.map(|search| &*search.cache)
     }
 
-    /// Counts work of looking for parameters, in multiply-adds; true where no more may be done.
+    /// Counts the work of looking for parameters, in multiply-adds. Returns true when no more may
+    /// be done: the caller must then skip that work.
     pub fn spend(&self, work: usize) -> bool {
         let Some(search) = self.search else { return false };
-        // What is not done any more is not counted either.
+        // Work that is refused is not counted.
         if search.meter.may_look() {
             search.meter.advance(work as u64);
         }
         !search.meter.may_look()
     }
 
-    /// Whether the worst error of these stages is so large that it is no rounding of partial
-    /// sums: those lose bits of a gradient, and not half of it.
+    /// Whether some failing comparison of these stages has an error too large for rounded partial
+    /// sums, which lose the low bits of a gradient, not half of it.
     pub fn is_beyond_rounding(&self, stages: &[Stage]) -> bool {
         self.failing_of(stages).any(|(_, of)| !(of.energy <= HALF * of.reference))
     }
 
-    /// Told of the work of what is computed while parameters are looked for.
+    /// Where computations report their work while parameters are looked for.
     pub fn progress(&self) -> &'a dyn Progress {
         self.search.map_or(&NoProgress, |search| search.meter)
     }
@@ -277,33 +284,33 @@ impl<'a> Evidence<'a> {
         self.search?.residuals(&worlds)
     }
 
-    /// The background's comparisons over the few rows of a glance; none where all rows are
-    /// few.
+    /// The background's comparisons over the few rows of a glance; none where there are no glances.
     pub(super) fn glance(&self) -> Option<&Residuals> {
-        let found = || self.search.and_then(|search| search.glance(&self.background));
-        self.glance.get_or_init(found).as_ref()
+        let compared = || self.search.and_then(|search| search.glance(&self.background));
+        self.glance.get_or_init(compared).as_ref()
     }
 
-    /// The same in a world on top of the background.
+    /// The comparisons of a glance in a world on top of the background.
     pub fn glance_in(&self, world: &dyn World) -> Option<Residuals> {
         let mut worlds = self.background.clone();
         worlds.push(world);
         self.search?.glance(&worlds)
     }
 
-    /// What every compared stage should be in the background.
+    /// The reference values of every compared stage in the background, for the rows that trials
+    /// compare.
     pub fn reference(&self) -> &Reference {
         let rows = self.rows.as_ref();
         self.reference.get_or_init(|| reference::reference(self, None, rows))
     }
 
-    /// The labels that rows of dq show, where they are others than the recorded ones.
+    /// The labels that rows of dq show, where they differ from the recorded ones.
     pub fn labels_of_rows(&self) -> Option<&Labels> {
-        self.labels.get_or_init(|| relabelled::read(self)).as_ref()
+        self.labels.get_or_init(|| shown_labels::read(self)).as_ref()
     }
 
-    /// The same with every row, where a sample does not do, all of them are not too many, and a
-    /// row that was looked at may hold something else than its own.
+    /// The reference of all rows. `None` where trials look at a sample and either all rows are too
+    /// many, or no sampled row is so far off that it may hold another row's values.
     pub fn all_rows(&self) -> Option<&Reference> {
         let work = |one: &MicrobatchInputs| {
             let head = one.head(self.step)?;
@@ -317,47 +324,51 @@ impl<'a> Evidence<'a> {
         }
     }
 
-    /// Whether a row of a failing gradient is as far from its reference as another row, zeros or
-    /// what was never written would be: the rows that are furthest off are among those of a sample.
+    /// Whether some row of a failing gradient is as far from its reference as another row, zeros or
+    /// uninitialised memory would be. The sample contains the rows with the largest errors, so it
+    /// is enough to look there.
     fn holds_other_rows(&self) -> bool {
         let is_other = |key: Key| {
-            let (captured, table) = (self.captured(key)?, self.reference().stages.get(&key)?);
-            let off = |(&row, of): (&usize, &Vec<f64>)| {
-                !(distance(captured.row(row), of) <= OTHER * energy(of))
+            let (captured, rows) = (self.captured(key)?, self.reference().stages.get(&key)?);
+            let off = |(&row, reference): (&usize, &Vec<f64>)| {
+                !(distance(captured.row(row), reference) <= OTHER * energy(reference))
             };
-            Some(table.iter().any(off))
+            Some(rows.iter().any(off))
         };
         self.failing_of(&Stage::GRADIENTS).any(|(key, _)| is_other(key).unwrap_or(true))
     }
 
-    /// What the dump holds of a comparison.
-    pub fn captured(&self, of: Key) -> Option<Rc<Values>> {
+    /// The captured values of a comparison.
+    pub fn captured(&self, key: Key) -> Option<Rc<Values>> {
         let mut all = self.captured.borrow_mut();
-        let found = all.entry(of);
-        found.or_insert_with(|| captured(self.step, self.inputs, of).map(Rc::new)).clone()
+        let entry = all.entry(key);
+        entry.or_insert_with(|| captured(self.step, self.inputs, key).map(Rc::new)).clone()
     }
 
-    /// All entries of dlogits of a unit whose gradient fails; `None` where it is not small.
+    /// All entries of dlogits of a unit whose gradient fails; `None` where it passes, or the unit
+    /// is too large.
     pub fn plane(&self, of: Key) -> Option<Rc<Plane>> {
         let fails = self.residuals.get(&of).is_some_and(|found| !found.passes);
         if fails { self.plane_of(of.microbatch, of.rank) } else { None }
     }
 
-    /// The same of any unit, made once; the products that are made of it are counted each time.
+    /// All entries of dlogits of a unit, computed once. The matrix products for which a caller
+    /// wants them are counted at every call.
     pub fn plane_of(
         &self,
         microbatch: Option<Microbatch>,
         rank: Option<Rank>,
     ) -> Option<Rc<Plane>> {
         let place = (microbatch, rank);
-        let known = self.planes.borrow().get(&place).cloned();
-        let found = known.unwrap_or_else(|| {
-            let held = self.planes.borrow().values().flatten().map(|one| one.p.values.len()).sum();
-            let made = Plane::new(self, place, held).map(Rc::new);
+        let cached = self.planes.borrow().get(&place).cloned();
+        let plane = cached.unwrap_or_else(|| {
+            let held_entries =
+                self.planes.borrow().values().flatten().map(|one| one.p.values.len()).sum();
+            let made = Plane::new(self, place, held_entries).map(Rc::new);
             self.planes.borrow_mut().insert(place, made.clone());
             made
         })?;
-        (!self.spend(found.work())).then_some(found)
+        (!self.spend(plane.work())).then_some(plane)
     }
 
     /// The inputs of a microbatch.
@@ -365,19 +376,21 @@ impl<'a> Evidence<'a> {
         self.inputs.iter().find(|one| one.microbatch == microbatch)
     }
 
-    /// Whether some comparison of a stage fails; of a dk that was recorded in sums alone, a sum.
+    /// Whether some comparison of a stage fails. Where dk was recorded only as sums, a failing sum
+    /// counts for dk.
     pub fn fails(&self, stage: Stage) -> bool {
-        let of = |wanted: &dyn Fn(Stage) -> bool| self.failing.iter().any(|key| wanted(key.stage));
-        let in_sums = stage == Stage::Dk && self.has_sums_alone() && of(&Stage::is_sum);
-        of(&|one| one == stage) || in_sums
+        let any_fails =
+            |wanted: &dyn Fn(Stage) -> bool| self.failing.iter().any(|key| wanted(key.stage));
+        let in_sums = stage == Stage::Dk && self.has_sums_alone() && any_fails(&Stage::is_sum);
+        any_fails(&|one| one == stage) || in_sums
     }
 
-    /// Whether a stage was compared, and nowhere found wrong.
+    /// Whether a stage was compared and passes everywhere.
     pub fn agrees(&self, stage: Stage) -> bool {
         self.residuals.keys().any(|key| key.stage == stage) && !self.fails(stage)
     }
 
-    /// Whether dk was compared in sums only.
+    /// Whether dk of single units was not compared, only sums of it at most.
     pub fn has_sums_alone(&self) -> bool {
         !self.residuals.keys().any(|key| key.stage == Stage::Dk)
     }
@@ -392,8 +405,8 @@ impl<'a> Evidence<'a> {
         &'e self,
         stages: &'e [Stage],
     ) -> impl Iterator<Item = (Key, Residual)> + 'e {
-        let of = |key: &&Key| stages.contains(&key.stage);
-        self.failing.iter().filter(of).map(|key| (*key, self.residuals[key]))
+        let wanted = |key: &&Key| stages.contains(&key.stage);
+        self.failing.iter().filter(wanted).map(|key| (*key, self.residuals[key]))
     }
 
     /// Whether something of the forward pass before the loss was compared.
@@ -401,7 +414,7 @@ impl<'a> Evidence<'a> {
         self.residuals.keys().any(|key| Stage::FORWARD[..4].contains(&key.stage))
     }
 
-    /// What each unit's backward starts from in the background.
+    /// What each unit's backward starts from in the background: lse and cotangents.
     pub fn units(&self) -> &[UnitState] {
         self.units.get_or_init(|| units(self))
     }
@@ -411,13 +424,13 @@ impl<'a> Evidence<'a> {
         let over = |(_, residual): &(Key, Residual)| residual.energy / residual.floor;
         let failing = self.failing_of(stages);
         let (key, _) = failing.max_by(|a, b| by_size(&over(a), &over(b)))?;
-        let of = |unit: &&UnitState| {
+        let is_unit = |unit: &&UnitState| {
             unit.microbatch == key.microbatch && (unit.rank == key.rank || key.rank.is_none())
         };
-        self.units().iter().find(of)
+        self.units().iter().find(is_unit)
     }
 
-    /// What the job declared of its roundings.
+    /// The rounding policies that the job's declaration allows.
     pub fn roundings(&self) -> Option<Roundings> {
         let dtype = self.inputs.first()?.dtype(self.step);
         Roundings::plausible(&self.step.options, dtype).ok()
@@ -436,8 +449,8 @@ impl<'a> Evidence<'a> {
     /// True when every failing comparison of these stages is its reference times one
     /// factor of its own, and there is one.
     pub fn all_scaled(&self, stages: &[Stage]) -> bool {
-        let mut of = self.failing_of(stages).peekable();
-        of.peek().is_some() && of.all(|(_, residual)| residual.is_scaled())
+        let mut failing = self.failing_of(stages).peekable();
+        failing.peek().is_some() && failing.all(|(_, residual)| residual.is_scaled())
     }
 }
 
@@ -450,7 +463,7 @@ mod tests {
     fn one(energy: f64, floor: f64, reference: f64, passes: bool) -> Residuals {
         let rest = (reference, 1.0, 1, 1.0, 0, 1.0);
         let (captured, factor, elements, rows, nonfinite, overshoot) = rest;
-        let found = Residual {
+        let residual = Residual {
             energy,
             floor,
             reference,
@@ -462,24 +475,24 @@ mod tests {
             passes,
             overshoot,
         };
-        [(KEY, found)].into_iter().collect()
+        [(KEY, residual)].into_iter().collect()
     }
 
-    /// Goal: what leaves the error as it was and passes in wider bounds is no explanation.
-    /// Method: an error, a bound and a reference before and in a hypothesis' world.
+    /// Goal: a hypothesis that leaves the error as it was and passes in wider bounds is no
+    /// explanation. Method: an error, a bound and a reference, before and in a hypothesis' world.
     #[test]
     fn wider_bounds_alone_explain_nothing() {
         let before = one(1.2, 1.0, 100.0, false);
-        let passes = |mut found: Residuals| {
-            reject_wider_bounds(&mut found, &before);
-            (found[&KEY].passes, found[&KEY].floor)
+        let passes = |mut residuals: Residuals| {
+            reject_wider_bounds(&mut residuals, &before);
+            (residuals[&KEY].passes, residuals[&KEY].floor)
         };
         assert_eq!(passes(one(1.2, 5.0, 100.0, true)), (false, 1.0));
         assert_eq!(passes(one(0.5, 5.0, 100.0, true)), (true, 5.0), "it is hardly there any more");
         assert_eq!(passes(one(0.9, 1.0, 100.0, true)), (true, 1.0), "the bound is the same");
         assert_eq!(passes(one(12.0, 10.0, 1000.0, true)), (true, 10.0), "all of it is larger");
-        let mut found = one(1.2, 5.0, 100.0, true);
-        reject_wider_bounds(&mut found, &one(1.2, 1.0, 100.0, true));
-        assert!(found[&KEY].passes, "it passed before");
+        let mut residuals = one(1.2, 5.0, 100.0, true);
+        reject_wider_bounds(&mut residuals, &one(1.2, 1.0, 100.0, true));
+        assert!(residuals[&KEY].passes, "it passed before");
     }
 }

@@ -1,26 +1,37 @@
-//! Why a stage diverged: the causes of the catalogue are tried on the dump, and one is
-//! named when it brings the captured tensors to what rounding explains.
+//! Why a stage diverged. Each cause of the catalogue is tried on the dump; it is named when, with
+//! that cause in the reference, the captured tensors differ from it by no more than rounding
+//! explains.
 //!
-//! A wrong cause is worse than none: what nothing explains is `unknown`, and what two
-//! causes explain equally well is tied.
+//! A wrong cause is worse than none: a divergence that no cause explains is `unknown`, and two
+//! causes that explain it equally well are tied.
+//!
+//! The words of this module: a *world* is a hypothesis about the job in executable form, hooks that
+//! change a replay ([`World`]). A *trial* is a replay in a world, judged by the same bounds as the
+//! declared head; the *background* of a trial are the worlds that are in force already. A *unit* is
+//! the set of tokens of one microbatch whose gradients were summed before anything was recorded:
+//! one rank's, or all. A *comparison* is one stage of one unit, captured against reference, and a
+//! [`Key`] names it. Its *energy* is the sum of the squared errors, its *floor* the energy that
+//! rounding is expected to cause. A world *explains* a comparison that fails as declared and passes
+//! in that world. A *glance* is a trial over about 24 rows, which dismisses hopeless hypotheses
+//! cheaply.
 
-pub mod against;
 pub mod budget;
 pub mod catalogue;
 pub mod cause;
 pub mod causes;
-pub mod decide;
+pub mod counterevidence;
+pub mod data_worlds;
+pub mod decision;
 mod declarations;
 pub mod detectors;
 pub mod evidence;
-mod found;
-mod limited;
-mod own;
-mod plain;
+mod findings;
+mod localized;
 mod proof;
-pub mod rearranged;
 mod sample;
 pub mod search;
+mod user_variants;
+mod without_parts;
 pub mod worlds;
 
 use std::collections::BTreeSet;
@@ -31,47 +42,53 @@ use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::outcome::{NotChecked, Outcome, StageOutcome};
 use crate::replay::variant::Variant;
 use crate::replay::world::World;
-use against::Part;
 use budget::Meter;
 pub use budget::{Budget, Causes};
 use catalogue::CATALOGUE;
 use cause::{Cause, Effort};
-use decide::{CLEAR, Decision, cover, decide};
+use counterevidence::Part;
+use decision::{CLEAR, Decision, cover, decide};
 use declarations::Suspect;
 use evidence::{Evidence, Key, residuals};
-use found::unknown;
-pub use found::{Found, StageResidual, Standing};
-pub use own::VariantStage;
+use findings::unknown;
+pub use findings::{Found, StageResidual, Standing};
 use proof::Proof;
 use search::{Search, Tried};
+use user_variants::UserVariant;
+pub use user_variants::VariantStage;
 
-/// Hypotheses that a second cause is sought beside.
+/// How many hypotheses are each tried together with every other cause, of those that remove most of
+/// the error.
 const PARTNERS: usize = 6;
-/// The same of those that explain some comparisons and make others worse.
+/// The same, of those that explain some comparisons and make others worse.
 const EXPLAINING: usize = 2;
-/// A partner of a composite must remove this share of the energy beyond the floor.
+/// The first cause of a pair must remove at least this share of the energy above the floor.
 const PARTIAL: f64 = 0.2;
 
-/// How every stage of every variant came out.
+/// Judges every stage that the user's variants compute.
 pub fn variants(
     step: &HeadStep<'_>,
     variants: &[Arc<Variant>],
 ) -> Result<Vec<VariantStage>, StepError> {
-    let all: Vec<Vec<VariantStage>> =
-        variants.iter().map(|one| own::judge(step, one)).collect::<Result<_, _>>()?;
-    Ok(all.concat())
+    let judged: Vec<Vec<VariantStage>> = variants
+        .iter()
+        .map(|variant| user_variants::judge(step, variant))
+        .collect::<Result<_, _>>()?;
+    Ok(judged.concat())
 }
 
-/// Names the causes of a divergence; empty when nothing diverged. What undeclared roundings
-/// hide and a cause reproduces becomes a divergence of the outcome. Variants are tried
-/// beside the catalogue. What could not be tried within the budget is said in the outcome.
+/// Names the causes of a divergence; empty when nothing diverged. The user's variants are tried as
+/// the catalogue's causes are. Where undeclared roundings widen a bound so that a fault passes, and
+/// a cause reproduces its errors, that comparison becomes a divergence of `outcome`.
+/// `outcome.not_checked` lists the causes for which the budget did not suffice.
 pub fn diagnose(
     step: &HeadStep<'_>,
     outcome: &mut Outcome,
     variants: &[Arc<Variant>],
     budget: &Budget<'_>,
 ) -> Result<Vec<Found>, StepError> {
-    // A search reads every input: what it would find of zeros in their place is no cause.
+    // The search needs every input. It would read those that are lacking as zeros, and might name a
+    // cause for the errors that these zeros make.
     if !step.lacking.is_nothing() {
         if outcome.first_divergence().is_some() {
             let (what, why) =
@@ -83,13 +100,13 @@ pub fn diagnose(
     if budget.causes == Causes::None {
         return Ok(Vec::new());
     }
-    let own: Vec<own::Own> = variants.iter().cloned().map(own::Own).collect();
+    let user_causes: Vec<UserVariant> = variants.iter().cloned().map(UserVariant).collect();
     let mut catalogue: Vec<&dyn Cause> = CATALOGUE.to_vec();
-    catalogue.extend(own.iter().map(|one| one as &dyn Cause));
+    catalogue.extend(user_causes.iter().map(|one| one as &dyn Cause));
     let (examined, left_out) = examine(step, outcome, &catalogue, budget)?;
     outcome.not_checked.extend(left_out);
     Ok(match examined {
-        Examined::Diverged(found, suspect) => told(outcome, found, suspect),
+        Examined::Diverged(findings, suspect) => told(outcome, findings, suspect),
         Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.told(outcome)),
         Examined::Cleared(keys) => {
             keys.iter().for_each(|key| outcome.cleared(key.stage, (key.microbatch, key.rank)));
@@ -98,15 +115,17 @@ pub fn diagnose(
     })
 }
 
-/// The causes, and in the outcome the declaration that explains as much.
+/// The causes to report. Where another declaration of the head explains the divergence, `outcome`
+/// gets it, and the causes that it makes superfluous are dropped.
 fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
-        // The declaration gives the factor, so it is not one that nothing explains. A cause of some
-        // stages is left out beside an option that explains all of them.
+        // `upstream-factor` says that no count gives the factor; here the declaration gives it. A
+        // cause that explains only some of the stages is dropped beside an option that explains
+        // all.
         let known = |one: &Found| one.standing == Standing::Unknown || suspect.is_no_more_than(one);
         found.retain(|one| one.id != causes::upstream_factor::ID && known(one));
         let explained = found.iter().any(|one| one.standing != Standing::Unknown);
-        // Something does explain it.
+        // The declaration explains the divergence, so it is not `unknown`.
         found.retain(|one| one.standing != Standing::Unknown);
         if let [alone] = &mut found[..] {
             alone.standing = Standing::Named;
@@ -116,7 +135,7 @@ fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) 
     found
 }
 
-/// Causes that several versions of one tensor show.
+/// Causes that show in ranks holding different versions of one replicated tensor.
 const OF_VERSIONS: [&str; 4] = [
     "silent-corruption",
     "sync-wrong-microbatch",
@@ -124,17 +143,19 @@ const OF_VERSIONS: [&str; 4] = [
     causes::replica_divergence::ID,
 ];
 
-/// Where the versions of tensors come from on which replicas disagree.
+/// Causes that explain why replicas of a tensor differ from rank to rank.
 pub struct Versions(Vec<Found>);
 
 impl Versions {
-    /// Of the step as all ranks hold it; `outcome`: what was found of every version.
+    /// Looks for them in the step with the tensors of all ranks. `outcome`: the comparisons of
+    /// every version.
     pub fn of(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Versions, StepError> {
         of_versions(step, outcome).map(Versions)
     }
 
-    /// Whether one of them explains all that fails in one version: nothing is then looked for
-    /// there, as each of many ranks may hold a version of its own.
+    /// Whether one of these causes explains every stage that fails in one version. That version is
+    /// then not searched: each of many ranks may hold its own, and one search for each would be
+    /// slow.
     pub fn explain_all_of(&self, outcome: &Outcome) -> bool {
         let fails =
             |stage: &&StageOutcome| stage.comparisons.iter().any(|one| one.excess.is_some());
@@ -143,7 +164,7 @@ impl Versions {
         !failing.is_empty() && self.0.iter().any(|of| explains(of, &failing))
     }
 
-    /// All causes: these, and those of single versions that they do not explain.
+    /// These causes, followed by those found in single versions that these do not explain.
     pub fn with(self, causes: Vec<Found>) -> Vec<Found> {
         let Versions(mut all) = self;
         let said =
@@ -154,8 +175,8 @@ impl Versions {
     }
 }
 
-/// Whether where versions come from explains what is wrong with some stages. That ranks hold other
-/// bits says nothing of what any of them should hold.
+/// Whether a cause explains the divergence of all these stages. `replica-divergence` does not: that
+/// ranks hold different bits says nothing about which of them is wrong.
 fn explains(of: &Found, stages: &[&str]) -> bool {
     of.id != causes::replica_divergence::ID && stages.iter().all(|stage| of.stages.contains(stage))
 }
@@ -177,25 +198,28 @@ fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, Ste
     let evidence = Evidence::new(step, outcome, &inputs, base, Vec::new()).searched_by(&search);
     let known = CATALOGUE.iter().copied().filter(|cause| OF_VERSIONS.contains(&cause.id()));
     let known: Vec<&dyn Cause> = known.collect();
-    Ok(found::observed(&known, &evidence))
+    Ok(findings::observed(&known, &evidence))
 }
 
-/// What an examination of an outcome finds.
+/// What the search finds.
 enum Examined {
-    /// Why it diverged, if it did, and the declaration with which it would not.
+    /// The causes of the divergence, if there is one, and another declaration with which nothing
+    /// would diverge.
     Diverged(Vec<Found>, Option<Suspect>),
-    /// A fault of a head that passes.
+    /// A fault in a head of which every comparison passes.
     Hidden(Option<Proof>),
-    /// It leaves its bounds, and a plausible policy errs as it does: the bounds are wrong.
+    /// These comparisons fail, but a plausible rounding policy reproduces their errors: the bounds
+    /// were too narrow, and there is no fault.
     Cleared(BTreeSet<Key>),
 }
 
-/// Multiply-adds of one GEMM over all microbatches up to which a trial takes less time than
-/// its threads take to wake each other.
+/// Up to this many multiply-adds of one GEMM over all microbatches, starting threads takes longer
+/// than a trial.
 const SMALL: u64 = 1 << 22;
 
-/// Runs a search in one thread where its trials are small, else in one of the threads that share
-/// its work: from outside each piece of work would be handed over and waited for.
+/// Runs a search in a pool of one thread where its trials are small. Otherwise runs it on a thread
+/// of the global pool: a caller outside the pool would have to hand over each piece of work and
+/// wait for it.
 fn in_few_threads<R: Send>(inputs: &[MicrobatchInputs], run: impl FnOnce() -> R + Send) -> R {
     match rayon::ThreadPoolBuilder::new().num_threads(1).build() {
         Ok(one) if sample::work(inputs).0 <= SMALL => one.install(run),
@@ -218,9 +242,9 @@ fn examine(
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
     let meter = Meter::new(budget, outcome);
-    let of = (step, outcome, &inputs[..], &meter);
-    let found = in_few_threads(&inputs, || searched(of, catalogue, (diverged, open)));
-    Ok((found, meter.said(budget.causes)))
+    let subject = (step, outcome, &inputs[..], &meter);
+    let examined = in_few_threads(&inputs, || searched(subject, catalogue, (diverged, open)));
+    Ok((examined, meter.said(budget.causes)))
 }
 
 fn searched(
@@ -228,7 +252,8 @@ fn searched(
     catalogue: &[&dyn Cause],
     (diverged, open): (bool, BTreeSet<Key>),
 ) -> Examined {
-    // What passes is asked for its roundings: sums of it say nothing of those.
+    // Where nothing diverged, only the rounding policy is looked for, and sums of gradients over
+    // microbatches and ranks say nothing about it.
     let compared: BTreeSet<Stage> =
         stages(outcome, |stage| diverged || !stage.is_sum()).into_iter().collect();
     let cache = outcome.passes.0.clone();
@@ -245,7 +270,7 @@ fn searched(
         None => residuals(outcome),
     };
     let mut evidence = Evidence::new(step, outcome, inputs, base, Vec::new()).searched_by(&search);
-    let fails = |(_, of): &(&Key, &evidence::Residual)| !of.passes;
+    let fails = |(_, residual): &(&Key, &evidence::Residual)| !residual.passes;
     let failing = evidence.whole.iter().filter(fails).map(|(&key, _)| key).collect();
     evidence.failing = failing;
     if !diverged && step.unusable.is_empty() {
@@ -257,46 +282,46 @@ fn searched(
         return Examined::Cleared(evidence.failing);
     }
     let suspect = declarations::suspect(&search, &evidence);
-    let mut seen = found::observed(catalogue, &evidence);
-    let of_seen = |key: &Key| seen.iter().any(|one| one.stages.contains(&key.stage.name()));
-    evidence.failing.retain(|key| !of_seen(key));
-    if evidence.failing.is_empty() && !(seen.is_empty() && diverged) {
-        return Examined::Diverged(seen, suspect);
+    let mut observed = findings::observed(catalogue, &evidence);
+    let is_observed = |key: &Key| observed.iter().any(|one| one.stages.contains(&key.stage.name()));
+    evidence.failing.retain(|key| !is_observed(key));
+    if evidence.failing.is_empty() && !(observed.is_empty() && diverged) {
+        return Examined::Diverged(observed, suspect);
     }
     let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
     let compute = |of: &[&dyn Cause]| computed(&search, of, &evidence);
-    let found = match &suspect {
-        // The causes that such an option may be mistaken for take little effort: only those are
-        // tried.
+    let computed_causes = match &suspect {
+        // Only the cheap causes are tried: all those that could be mistaken for such an option are
+        // among them.
         Some(suspect) if suspect.is_enough() => {
-            let soon = catalogue.iter().copied().filter(|one| one.effort() == Effort::Little);
-            compute(&soon.collect::<Vec<_>>())
+            let cheap = catalogue.iter().copied().filter(|one| one.effort() == Effort::Little);
+            compute(&cheap.collect::<Vec<_>>())
         }
         _ => twice(meter, catalogue, compute, is_unknown),
     };
-    seen.extend(found);
-    Examined::Diverged(seen, suspect)
+    observed.extend(computed_causes);
+    Examined::Diverged(observed, suspect)
 }
 
-/// What a search of a catalogue finds. Where it is nothing, what was not needed is lent to the
-/// causes that had to end before they had seen all.
+/// Searches the catalogue. If it finds nothing, the unspent rest of the budget goes to the causes
+/// that had run out of their share, and those are tried once more.
 fn twice<T>(
     meter: &Meter<'_>,
     catalogue: &[&dyn Cause],
     search: impl Fn(&[&dyn Cause]) -> T,
     is_nothing: impl Fn(&T) -> bool,
 ) -> T {
-    let found = search(catalogue);
-    let again = if is_nothing(&found) { meter.lends() } else { BTreeSet::new() };
+    let first = search(catalogue);
+    let again = if is_nothing(&first) { meter.lends() } else { BTreeSet::new() };
     if again.is_empty() {
-        return found;
+        return first;
     }
-    let of = catalogue.iter().copied().filter(|cause| again.contains(cause.id()));
-    let more = search(&of.collect::<Vec<_>>());
-    if is_nothing(&more) { found } else { more }
+    let cut_off = catalogue.iter().copied().filter(|cause| again.contains(cause.id()));
+    let more = search(&cut_off.collect::<Vec<_>>());
+    if is_nothing(&more) { first } else { more }
 }
 
-/// The causes that emulation finds.
+/// The causes that are found by trying their worlds, in contrast to those that are observed.
 fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
     let failing = &evidence.failing;
     if failing.is_empty() {
@@ -305,7 +330,7 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
     if proof::is_marginal(evidence, failing) {
         let proof = proof::prove(search, catalogue, evidence);
         let proof = proof.filter(|proof| proof.of.is_superset(failing));
-        return proof.map_or_else(|| vec![found::unproved(evidence)], |proof| proof.found);
+        return proof.map_or_else(|| vec![findings::unproved(evidence)], |proof| proof.found);
     }
     let mut tried = search.all(catalogue, evidence);
     if let Some(found) = alone(search, &mut tried, failing, evidence) {
@@ -313,16 +338,16 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
     }
     let marginal = |(keys, _): &(BTreeSet<Key>, Decision)| proof::is_marginal(evidence, keys);
     if let Some(parts) = cover(&tried, failing).filter(|parts| !parts.iter().any(marginal)) {
-        let of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
-            found::of_decision(&tried, decision, keys, evidence)
+        let findings_of = |(keys, decision): &(BTreeSet<Key>, Decision)| {
+            findings::of_decision(&tried, decision, keys, evidence)
         };
-        return parts.iter().flat_map(of).collect();
+        return parts.iter().flat_map(findings_of).collect();
     }
     let stacked = stacked(search, catalogue, &tried, evidence);
     stacked.unwrap_or_else(|| apart(search, &mut tried, evidence))
 }
 
-/// One cause, or several tied, of some failing comparisons.
+/// The one cause, or the several tied ones, that explain all of these failing comparisons.
 fn alone(
     search: &Search<'_>,
     tried: &mut [Tried<'_>],
@@ -331,24 +356,26 @@ fn alone(
 ) -> Option<Vec<Found>> {
     loop {
         let decision = decide(tried, keys)?;
-        let again: Vec<usize> =
-            decision.winners.iter().copied().filter(|&at| !tried[at].full).collect();
-        if search.rows.is_none() || again.is_empty() {
-            return Some(found::of_decision(tried, &decision, keys, evidence));
+        let sampled_only: Vec<usize> =
+            decision.winners.iter().copied().filter(|&index| !tried[index].full).collect();
+        if search.rows.is_none() || sampled_only.is_empty() {
+            return Some(findings::of_decision(tried, &decision, keys, evidence));
         }
-        // What a sample accepts must hold for all rows.
-        again.iter().for_each(|&at| search.confirm(&mut tried[at], evidence));
+        // A winner on the sampled rows must also pass on all rows.
+        sampled_only.iter().for_each(|&index| search.confirm(&mut tried[index], evidence));
     }
 }
 
-/// The head's stages and the sums after them, each for itself: sums are judged from the
-/// addends that were captured, so what is wrong with one says nothing of the other, and
-/// that one is not known does not hide the other.
+/// Decides the head's stages and the sums over microbatches and ranks separately. The reference of
+/// a sum is made of the captured gradients, so a fault in one group does not affect the other, and
+/// an unknown cause in one must not hide a known cause in the other.
 fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) -> Vec<Found> {
     let (sums, head): (BTreeSet<Key>, BTreeSet<Key>) =
         evidence.failing.iter().copied().partition(|key| key.stage.is_sum());
-    let nans = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite > 0);
-    // A sum of what is no number is none: that says nothing of the sum.
+    let nans =
+        |key: &Key| evidence.residuals.get(key).is_some_and(|or_in_part| or_in_part.nonfinite > 0);
+    // A NaN in the head's gradients makes every sum of them NaN, whether the sum itself was taken
+    // rightly or not.
     if head.iter().any(nans) {
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
@@ -361,18 +388,18 @@ fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) 
     if each.iter().all(|(found, _)| found.is_none()) {
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
-    let of = |(found, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
+    let or_in_part = |(found, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
         let found = found.or_else(|| in_part(search, tried, keys, evidence));
         found.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
     };
-    each.into_iter().flat_map(of).collect()
+    each.into_iter().flat_map(or_in_part).collect()
 }
 
-/// Gradients that a cause may explain while something else is not known.
+/// Sets of gradients that one cause may explain while the rest stays unknown.
 const SIDES: [&[Part]; 3] = [&[Part::Plane, Part::OfQ, Part::OfK], &[Part::OfK], &[Part::OfQ]];
 
-/// A cause of some of the gradients that fail, where it leaves next to nothing of them, and what
-/// is not known of the rest.
+/// A cause that removes nearly all of the error from one of the `SIDES`, followed by `unknown` for
+/// the other failing comparisons.
 fn in_part(
     search: &Search<'_>,
     tried: &mut [Tried<'_>],
@@ -380,35 +407,40 @@ fn in_part(
     evidence: &Evidence<'_>,
 ) -> Option<Vec<Found>> {
     SIDES.iter().find_map(|side| {
-        let here = |key: &&Key| side.contains(&Part::of(key.stage));
-        let of: BTreeSet<Key> = keys.iter().filter(here).copied().collect();
-        let rest: BTreeSet<Key> = keys.difference(&of).copied().collect();
-        let before = search::left_of(&evidence.residuals, &of);
+        let on_side = |key: &&Key| side.contains(&Part::of(key.stage));
+        let explained_keys: BTreeSet<Key> = keys.iter().filter(on_side).copied().collect();
+        let rest: BTreeSet<Key> = keys.difference(&explained_keys).copied().collect();
+        let before = search::left_of(&evidence.residuals, &explained_keys);
         let settles = |one: &Tried<'_>| {
-            // Beside causes that were not tried a fitted number says nothing of a part.
-            let most = if search.meter.is_spent() { 0 } else { BOUGHT };
-            let bought = !one.hypothesis.of_both && one.hypothesis.fitted > most;
-            !bought && one.explains.is_superset(&of) && search::SETTLED * one.left_of(&of) <= before
+            // If some causes could not be tried, a hypothesis with any fitted number is not
+            // believed here.
+            let most_fitted = if search.meter.is_spent() { 0 } else { BOUGHT };
+            let overfitted = !one.hypothesis.per_token && one.hypothesis.fitted > most_fitted;
+            !overfitted
+                && one.explains.is_superset(&explained_keys)
+                && search::SETTLED * one.left_of(&explained_keys) <= before
         };
-        if of.is_empty() || rest.is_empty() || !tried.iter().any(settles) {
+        if explained_keys.is_empty() || rest.is_empty() || !tried.iter().any(settles) {
             return None;
         }
-        let mut found = alone(search, tried, &of, evidence)?;
-        found.push(unknown(evidence, tried, &rest));
-        Some(found)
+        let mut findings = alone(search, tried, &explained_keys, evidence)?;
+        findings.push(unknown(evidence, tried, &rest));
+        Some(findings)
     })
 }
 
-/// More fitted numbers than these say little where something else is not known.
+/// A hypothesis with more fitted numbers than this is not believed to explain one side while
+/// another cause is unknown.
 const BOUGHT: usize = 2;
 
-/// Stages with comparisons.
+/// The stages that were compared, of those that are wanted.
 fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
     let compared = outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
     compared.map(|one| one.stage).filter(|&stage| wanted(stage)).collect()
 }
 
-/// Two causes in one comparison: the second explains what the first leaves.
+/// Pairs of causes in the same comparisons: the second explains the error that remains in the world
+/// of the first.
 fn stacked<'a>(
     search: &'a Search<'a>,
     catalogue: &[&dyn Cause],
@@ -427,56 +459,59 @@ fn stacked<'a>(
             vec![world],
         )
         .searched_by(search);
-        // What passes as declared need not pass in the first cause's world too.
+        // Comparisons that pass as declared may fail in the world of the first cause; the second
+        // does not have to explain those.
         inner.failing.retain(|key| evidence.failing.contains(key));
         let second = search.all(catalogue, &inner);
-        let other = |one: &Tried<'_>| one.cause.id() != first.cause.id() && !one.hypothesis.of_both;
+        let other =
+            |one: &Tried<'_>| one.cause.id() != first.cause.id() && !one.hypothesis.per_token;
         let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();
         let Some(decision) = decide(&second, &inner.failing) else { continue };
-        // A second cause explains little, and little is explained by many: it is believed
-        // when nothing else comes near.
+        // Little error remains for the second cause, and many causes explain little, so it must
+        // leave far less than any other.
         if decision.next.is_some_and(|(_, by)| by < CLEAR) {
             continue;
         }
-        let said = found::of_decision(&second, &decision, &inner.failing, &inner);
+        let said = findings::of_decision(&second, &decision, &inner.failing, &inner);
         for (&at, said) in decision.winners.iter().zip(said) {
             let winner = &second[at];
             let mut ids = [first.cause.id(), winner.cause.id()];
             ids.sort_unstable();
             let worlds = [world, &*winner.hypothesis.world];
             let known = pairs.iter().any(|pair| pair.ids == ids && pair.sure);
-            // The same two the other way round, or what a sample accepts and all rows do not.
+            // Skips a pair that is already known in the other order, and one that passes on the
+            // sample but not on all rows.
             if known || search.rows.is_some() && !search.holds(&worlds, &inner.failing) {
                 continue;
             }
-            // What the first explains is as the first leaves it: the second may be in one
-            // gradient alone.
+            // The second cause may concern one gradient alone: of the comparisons that the first
+            // explains, the energy that the first leaves counts.
             let done: BTreeSet<Key> =
                 evidence.failing.difference(&inner.failing).copied().collect();
             let left = winner.left_of(&inner.failing) + first.left_of(&done);
-            let found = vec![found::partner(first, left, evidence), said];
+            let found = vec![findings::partner(first, left, evidence), said];
             pairs.push(Pair { ids, left, found, sure: decision.winners.len() == 1 });
         }
     }
-    // A pair is not sure beside others that were not tried.
+    // When the budget ran out, an untried pair might explain as much, so none is reported.
     if search.meter.is_spent() { None } else { best_pairs(pairs) }
 }
 
-/// What a second cause is sought beside: whatever takes most of the energy away, and
-/// whatever explains most comparisons though it makes others worse.
+/// The candidates for the first cause of a pair: those that remove most of the energy, and those
+/// that explain most comparisons although they make others worse.
 fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a Tried<'c>> {
     let before = search::left_of(&evidence.residuals, &evidence.failing);
     let floor = evidence.failing.len() as f64;
-    let tried = || tried.iter().filter(|one| !one.hypothesis.of_both);
-    let takes = |one: &&Tried<'_>| before - one.left > PARTIAL * (before - floor).max(0.0);
-    let mut found: Vec<&Tried<'_>> = tried().filter(takes).collect();
-    found.sort_by(|a, b| a.left.total_cmp(&b.left));
-    found.truncate(PARTNERS);
-    let explains = |one: &&Tried<'_>| !takes(one) && !one.explains.is_empty();
-    let mut more: Vec<&Tried<'_>> = tried().filter(explains).collect();
-    more.sort_by_key(|one| std::cmp::Reverse(one.explains.len()));
-    found.extend(more.into_iter().take(EXPLAINING));
-    found
+    let tried = || tried.iter().filter(|one| !one.hypothesis.per_token);
+    let removes = |one: &&Tried<'_>| before - one.left > PARTIAL * (before - floor).max(0.0);
+    let mut partners: Vec<&Tried<'_>> = tried().filter(removes).collect();
+    partners.sort_by(|a, b| a.left.total_cmp(&b.left));
+    partners.truncate(PARTNERS);
+    let explains = |one: &&Tried<'_>| !removes(one) && !one.explains.is_empty();
+    let mut explaining: Vec<&Tried<'_>> = tried().filter(explains).collect();
+    explaining.sort_by_key(|one| std::cmp::Reverse(one.explains.len()));
+    partners.extend(explaining.into_iter().take(EXPLAINING));
+    partners
 }
 
 /// Two causes that together explain everything.
@@ -484,22 +519,22 @@ struct Pair<'a> {
     ids: [&'a str; 2],
     left: f64,
     found: Vec<Found>,
-    /// Whether no other second cause explains as much beside the first.
+    /// True when no other second cause explains as much together with the first.
     sure: bool,
 }
 
-/// The pair that leaves least; of several that leave nearly as little, what not all of them
-/// hold is tied.
+/// The causes of the pair that leaves least energy. Where several pairs leave nearly as little, the
+/// causes that are in all of these pairs are named, and the others are tied.
 fn best_pairs(mut pairs: Vec<Pair<'_>>) -> Option<Vec<Found>> {
     pairs.sort_by(|a, b| a.left.total_cmp(&b.left));
     let least = pairs.iter().find(|pair| pair.sure)?.left;
     pairs.retain(|pair| !(pair.left >= CLEAR * least.max(f64::MIN_POSITIVE)));
     let common = |id: &str| pairs.iter().all(|pair| pair.ids.contains(&id));
     let mut all: Vec<Found> = Vec::new();
-    for one in pairs.iter().flat_map(|pair| &pair.found) {
-        if all.iter().all(|of| of.id != one.id) {
-            let standing = if common(&one.id) { one.standing } else { Standing::Tied };
-            all.push(Found { standing, ..one.clone() });
+    for finding in pairs.iter().flat_map(|pair| &pair.found) {
+        if all.iter().all(|known| known.id != finding.id) {
+            let standing = if common(&finding.id) { finding.standing } else { Standing::Tied };
+            all.push(Found { standing, ..finding.clone() });
         }
     }
     Some(all)

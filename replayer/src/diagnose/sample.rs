@@ -1,8 +1,9 @@
-//! Which rows hypotheses are tried on, where all of them would take too long.
+//! The sample of rows that hypotheses are tried on where all rows would take too long.
 //!
-//! Rows that the replay found worst come first: they are what must be explained. Rows of
-//! frequent labels are next, because sums of many addends tell formats apart. The rest is
-//! evenly spread, so that what is right everywhere else is seen to stay right.
+//! First come the rows with the largest errors, which must be explained. Next come the rows of the
+//! most frequent labels: their gradients are sums of many summands, which show the format of the
+//! accumulator. The rest is spread evenly, so that a hypothesis that breaks rows which agree is
+//! noticed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,31 +12,31 @@ use crate::kernels::matrix::IGNORED;
 use crate::replay::outcome::Outcome;
 use crate::replay::trial::Rows;
 
-/// Multiply-adds of one GEMM up to which all rows are looked at of what diverged.
+/// Where the replay diverged: up to this many multiply-adds of one GEMM, trials compare all rows.
 const ALL: u64 = 1 << 24;
-/// The same of what passes: how it was rounded shows in many rows together, and few causes are
-/// asked.
+/// The same where every comparison passes: a rounding policy shows only in many rows together, and
+/// few causes are tried there.
 const ALL_OF_PASSING: u64 = 1 << 26;
 /// Rows of dk, and tokens of a microbatch, in a sample.
 const KEPT: usize = 192;
 /// The same for a glance.
 const FEW: usize = 24;
-/// Multiply-adds of one GEMM from which a glance is cheaper than a look at all rows.
+/// From this many multiply-adds of one GEMM on, a glance saves more than it costs.
 const WORTH: u64 = 1 << 20;
 
-/// A sample of rows; `None` where all of them can be looked at.
+/// The sample that trials compare; `None` where they compare all rows.
 pub(super) fn rows(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows> {
     let diverged = outcome.first_divergence().is_some();
     sampled(outcome, inputs, (if diverged { ALL } else { ALL_OF_PASSING }, KEPT))
 }
 
-/// The few rows that show at a glance that a hypothesis is no better than the declaration.
+/// The few rows of a glance; `None` where the head is so small that a glance saves nothing.
 pub(super) fn few(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows> {
     sampled(outcome, inputs, (WORTH, FEW))
 }
 
-/// Multiply-adds of one GEMM over all microbatches, and the rows of k; zeros where there are
-/// no products.
+/// Multiply-adds of one GEMM over all microbatches, and the number of rows of k; zeros where the
+/// logits were recorded and there is no GEMM.
 pub(super) fn work(inputs: &[MicrobatchInputs]) -> (u64, usize) {
     let sizes = inputs.iter().filter_map(|one| match &one.scores {
         Scores::Product { q, k } => {
@@ -73,36 +74,36 @@ fn sampled(
     Some(Rows { tokens: tokens.collect(), classes: classes.iter().copied().collect() })
 }
 
-/// Rows that the replay names of some stages.
+/// The rows with the largest errors in some stages, up to a third of the sample.
 fn worst(
     outcome: &Outcome,
     stages: &[Stage],
     microbatch: Option<Option<backtape::identity::Microbatch>>,
     kept: usize,
 ) -> BTreeSet<usize> {
-    let mut found = BTreeSet::new();
+    let mut rows = BTreeSet::new();
     for &stage in stages {
         for one in &outcome.stage(stage).comparisons {
             if microbatch.is_some_and(|of| of != one.microbatch) {
                 continue;
             }
-            found.extend(one.tally.worst_rows.iter().map(|row| row.row as usize));
+            rows.extend(one.tally.worst_rows.iter().map(|row| row.row as usize));
             let single = [&one.tally.worst, &one.tally.first, &one.tally.first_nonfinite];
-            found.extend(single.into_iter().flatten().map(|worst| worst.index.0 as usize));
+            rows.extend(single.into_iter().flatten().map(|worst| worst.index.0 as usize));
         }
     }
-    found.into_iter().take(kept / 3).collect()
+    rows.into_iter().take(kept / 3).collect()
 }
 
-/// Fills up with rows that lie evenly, both ends among them.
-fn spread(rows: &mut BTreeSet<usize>, of: usize, kept: usize) {
-    rows.retain(|&row| row < of);
+/// Fills the sample with evenly spaced rows, the first and the last among them.
+fn spread(rows: &mut BTreeSet<usize>, count: usize, kept: usize) {
+    rows.retain(|&row| row < count);
     let more = kept.saturating_sub(rows.len()).max(1);
-    if of > 0 {
+    if count > 0 {
         rows.extend(
             (0..more)
-                .map(|i| i * (of - 1) / more.max(2).saturating_sub(1))
-                .map(|row| row.min(of - 1)),
+                .map(|i| i * (count - 1) / more.max(2).saturating_sub(1))
+                .map(|row| row.min(count - 1)),
         );
     }
 }

@@ -1,39 +1,41 @@
-//! Tries the hypotheses of a catalogue and keeps what each of them explains.
+//! Tries the hypotheses of a catalogue and records which failing comparisons each of them explains.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::against::{Against, Part};
 use super::budget::{Meter, PAIRS};
 use super::cause::{Cause, Effort, Hypothesis};
+use super::counterevidence::{Counterevidence, Part};
 use super::detectors::places::Places;
 use super::evidence::{
     Evidence, Key, Residuals, accept_next_to_nothing, reject_wider_bounds, residuals,
 };
-use super::limited::{Within, limited};
-use super::plain;
+use super::localized::{Region, localized};
+use super::without_parts;
 use crate::head::{HeadStep, Stage};
 use crate::kernels::Progress;
 use crate::replay::executor::pass_cache::PassCache;
 use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{AtTies, World};
 
-/// A hypothesis that leaves less than this share of the energy, of all comparisons or of
-/// one, may fail by ties alone.
+/// A hypothesis that leaves less than this share of the energy, of all comparisons or of one, may
+/// fail only because values near a rounding tie rounded the other way in the job. It is tried again
+/// with allowance for those.
 const NEAR: f64 = 0.1;
-/// A hypothesis that leaves so many times less energy than there was settles a search.
+/// A hypothesis that reduces the energy by this factor ends the search.
 pub(super) const SETTLED: f64 = 1e4;
-/// A hypothesis with more fitted numbers than these does not end the search: one that holds in some
-/// places alone may explain as much with none.
+/// A hypothesis with more fitted numbers than this does not end the search: one that holds only in
+/// some microbatches or on some ranks may explain as much without any.
 const FEW: usize = 2;
-/// A glance that shows this many times the floor in all that fails speaks for all rows.
+/// A glance decides only if, in its few rows, every failing comparison has more than this many
+/// times its floor.
 const SHOWN: f64 = 4.0;
-/// A hypothesis that leaves more than this share of the energy is dismissed at a glance.
+/// A hypothesis that leaves more than this share of the energy in a glance is dismissed.
 const DISMISSED: f64 = 0.95;
 
-/// A hypothesis with what it explains.
+/// A hypothesis that was tried, and what it explains.
 pub struct Tried<'c> {
-    /// Its cause.
+    /// The cause that offered it.
     pub cause: &'c dyn Cause,
     /// Its world and parameters.
     pub hypothesis: Hypothesis,
@@ -41,35 +43,38 @@ pub struct Tried<'c> {
     pub residuals: Residuals,
     /// Comparisons that fail without it and pass with it.
     pub explains: BTreeSet<Key>,
-    /// Sum over all failing comparisons of the energy left, each over its floor.
+    /// Energy left in the failing comparisons, each divided by its floor, summed.
     pub left: f64,
     /// True when the comparisons are over all rows, not over a sample.
     pub full: bool,
-    /// What agrees as declared and would not if this were what happened.
-    pub against: Against,
+    /// The parts of the step that agree as declared and would not in this world.
+    pub against: Counterevidence,
 }
 
 impl Tried<'_> {
-    /// Numbers that were fitted, and a half where a part of the step speaks against it: of two
-    /// that explain as much, the one with less is believed. That a fault is in a part alone is
-    /// a choice of few; a number is one of many.
+    /// The number of fitted parameters, plus one half where a part of the step speaks against the
+    /// hypothesis. Of two hypotheses that explain as much, the cheaper is believed. Counterevidence
+    /// costs less than a number: to say that the fault is in one part alone is a choice among few
+    /// parts.
     pub fn cost(&self) -> f64 {
         self.hypothesis.fitted as f64 + if self.against.parts.is_empty() { 0.0 } else { 0.5 }
     }
 
-    /// Energy that is left of some comparisons, each over what rounding is expected to
-    /// make of it, so that stages of different size count alike.
+    /// Energy left in some comparisons, each divided by its floor, so that large and small stages
+    /// count alike.
     pub fn left_of(&self, keys: &BTreeSet<Key>) -> f64 {
         left_of(&self.residuals, keys)
     }
 
     /// True when every one of these comparisons is equal in every bit.
     pub fn exact(&self, keys: &BTreeSet<Key>) -> bool {
-        keys.iter().all(|key| self.residuals.get(key).is_some_and(|found| found.energy == 0.0))
+        keys.iter()
+            .all(|key| self.residuals.get(key).is_some_and(|residual| residual.energy == 0.0))
     }
 }
 
-/// Energy left of some comparisons, each over its floor; infinite where one is missing.
+/// Energy left in some comparisons, each divided by its floor, summed; infinite where one is
+/// missing.
 pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
     let one = |key: &Key| match of.get(key) {
         Some(found) if found.energy == 0.0 => 0.0,
@@ -79,68 +84,74 @@ pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
     keys.iter().map(one).sum()
 }
 
-/// Whether a hypothesis explains all that fails and leaves so little of it that no rounding of
-/// sums is what happened.
-fn is_settled(found: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
+/// Whether a hypothesis explains everything that fails and leaves so little energy that the
+/// expensive causes, which round partial sums, need not be tried.
+fn is_settled(tried: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
     let before = left_of(&evidence.residuals, &evidence.failing);
     let settles = |(_, one): &(usize, Tried<'_>)| {
-        !one.hypothesis.of_both
+        !one.hypothesis.per_token
             && one.explains.is_superset(&evidence.failing)
             && SETTLED * one.left <= before
     };
-    found.iter().any(settles)
+    tried.iter().any(settles)
 }
 
-/// Numbers for every token are read off dq, so they explain nothing where they explain dq alone. As
-/// many fitted numbers as there are elements explain whatever those are, but for what is no number.
+/// Takes back what a hypothesis explains only because it was fitted to it. Numbers for every token
+/// are fitted to dq, so they must explain another part of the step too. As many fitted numbers as
+/// there are elements fit any values; only that NaNs stand in the right elements would still mean
+/// something.
 fn believe(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeSet<Key>) {
     let has = |part: Part| explains.iter().any(|key| Part::of(key.stage) == part);
     let elements = |key: &Key| residuals.get(key).map_or(0, |of| of.elements as usize);
     let all: usize = explains.iter().map(elements).sum();
     let beside = has(Part::OfK) || has(Part::Sums) || has(Part::Forward);
-    let of_one = hypothesis.of_both && !(has(Part::OfQ) && beside);
+    let of_one = hypothesis.per_token && !(has(Part::OfQ) && beside);
     let bought = hypothesis.fitted > 0 && hypothesis.fitted >= all;
     if of_one || (bought && !hypothesis.world.has_nan()) {
         explains.clear();
     }
 }
 
-/// What a cause is tried as, for what is said of those that were not: by itself, or beside another.
+/// The name under which the report lists what the budget left untried: the cause itself, or `PAIRS`
+/// where it was tried together with another cause.
 fn tried_as<'c>(cause: &'c dyn Cause, evidence: &Evidence<'_>) -> &'c str {
     if evidence.background.is_empty() { cause.id() } else { PAIRS }
 }
 
-/// Where hypotheses are tried.
+/// What trials share: the dump, the stages and rows to compare, the cache and the budget.
 pub struct Search<'a> {
     /// The dump and the head as declared.
     pub step: &'a HeadStep<'a>,
     /// Stages that are compared.
     pub compared: BTreeSet<Stage>,
-    /// Rows that trials look at.
+    /// The rows that trials compare; all where none.
     pub rows: Option<Rows>,
-    /// Few of them, for a glance; none where all are few.
+    /// The few rows of a glance; none where the head is so small that a glance saves nothing.
     pub few: Option<Rows>,
-    /// Forward passes that trials have in common.
+    /// Forward passes that trials share.
     pub cache: Arc<PassCache>,
-    /// Counts its work, and ends it.
+    /// Counts the work, and ends the search when the budget is spent.
     pub meter: &'a Meter<'a>,
 }
 
-/// What detectors are shown, and where what they say of it holds: all that failed, everywhere; or
-/// what failed in those places alone where something is wrong.
+/// What detectors look at, and where the hypotheses they offer are to hold. First everything, with
+/// hypotheses that hold everywhere; then only the failing microbatches and ranks, with hypotheses
+/// limited to those.
 struct Look<'l> {
     shown: &'l Evidence<'l>,
-    within: Option<&'l Arc<Within>>,
+    within: Option<&'l Arc<Region>>,
 }
 
-/// What a glance shows of a hypothesis that is no better than its background.
+/// What a glance showed of a hypothesis that is no better than its background: its comparisons, and
+/// the energy left, extrapolated to all rows.
 struct Dismissed {
     residuals: Residuals,
     left: f64,
 }
 
 impl<'a> Search<'a> {
-    /// Every comparison in a world; `None` where the dump cannot be judged in it.
+    /// Every comparison in these worlds; `None` where the dump cannot be judged in them, or no
+    /// further hypothesis may be tried.
     pub fn residuals(&self, worlds: &[&dyn World]) -> Option<Residuals> {
         if self.meter.is_spent() {
             return None;
@@ -148,7 +159,7 @@ impl<'a> Search<'a> {
         self.judged(worlds, self.rows.as_ref())
     }
 
-    /// The same of what is to be confirmed, from the part of the budget that is kept for it.
+    /// The same for a confirmation, which may use the third of the budget that is kept for it.
     pub(super) fn confirming(&self, worlds: &[&dyn World]) -> Option<Residuals> {
         if self.meter.is_over() {
             return None;
@@ -156,31 +167,33 @@ impl<'a> Search<'a> {
         self.judged(worlds, self.rows.as_ref())
     }
 
-    /// The comparisons of some rows; each stage in the worlds that speak of it.
+    /// Compares these rows. Each stage is replayed only in those worlds that say something about
+    /// it.
     fn judged(&self, worlds: &[&dyn World], rows: Option<&Rows>) -> Option<Residuals> {
         let mut groups: BTreeMap<Vec<usize>, BTreeSet<Stage>> = BTreeMap::new();
         let alone = !self.compared.contains(&Stage::Dk);
         for &stage in &self.compared {
-            // What is said of dk is said of its sum where that alone was recorded.
+            // Where only sums of dk were recorded, a world that speaks of dk also speaks of its
+            // sums.
             let sum = alone && stage.is_sum();
             let speaks =
                 |world: &dyn World| world.speaks_of(stage) || sum && world.speaks_of(Stage::Dk);
-            let of = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
-            groups.entry(of).or_default().insert(stage);
+            let speaking = (0..worlds.len()).filter(|&at| speaks(worlds[at])).collect();
+            groups.entry(speaking).or_default().insert(stage);
         }
-        let mut found = Residuals::new();
+        let mut compared = Residuals::new();
         for (of, stages) in groups {
             let all: Vec<&dyn World> = of.iter().map(|&at| worlds[at]).collect();
             let with = (rows, Some(&*self.cache), self.meter as &dyn Progress);
             let outcome = counted_trial(self.step, &self.compared, &all, with).ok()?;
             self.meter.looked_at(&outcome);
-            found
+            compared
                 .extend(residuals(&outcome).into_iter().filter(|(k, _)| stages.contains(&k.stage)));
         }
-        Some(found)
+        Some(compared)
     }
 
-    /// The same search of some stages alone.
+    /// The same search, comparing only some stages.
     pub(super) fn only(&self, wanted: impl Fn(Stage) -> bool) -> Search<'a> {
         Search {
             step: self.step,
@@ -192,14 +205,15 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Every comparison in a world, over the few rows of a glance.
+    /// Every comparison in these worlds, over the few rows of a glance.
     pub fn glance(&self, worlds: &[&dyn World]) -> Option<Residuals> {
         let few = self.few.as_ref().filter(|_| !self.meter.is_spent())?;
         self.judged(worlds, Some(few))
     }
 
-    /// A hypothesis that a glance shows to be no better than its background, where the
-    /// glance shows all that fails.
+    /// The glance's comparisons, if they show that the hypothesis is no better than its background;
+    /// `None` if it deserves a full trial, also where not every failing comparison fails clearly in
+    /// the glance's rows.
     fn dismissed(&self, worlds: &[&dyn World], evidence: &Evidence<'_>) -> Option<Dismissed> {
         let base = evidence.glance()?;
         let clear =
@@ -216,29 +230,30 @@ impl<'a> Search<'a> {
         Some(Dismissed { residuals, left: share * left_of(&evidence.residuals, &evidence.failing) })
     }
 
-    /// Every comparison in a world, over all rows. What is to pass and does not is looked at
-    /// again with the values near ties, which takes as many emulations more.
+    /// Every comparison in these worlds, over all rows. If one of `to_pass` fails, they are
+    /// compared again with allowance for values near rounding ties, which doubles the emulations.
     pub(super) fn in_full(
         &self,
         worlds: &[&dyn World],
         to_pass: &BTreeSet<Key>,
     ) -> Option<Residuals> {
         let mut all: Vec<&dyn World> = worlds.to_vec();
-        let look = |all: &Vec<&dyn World>| match self.meter.is_over() {
+        let compare = |all: &Vec<&dyn World>| match self.meter.is_over() {
             true => None,
             false => self.judged(all, None),
         };
-        let found = look(&all)?;
-        let passes = |key: &Key| found.get(key).is_some_and(|of| of.passes);
+        let residuals = compare(&all)?;
+        let passes = |key: &Key| residuals.get(key).is_some_and(|residual| residual.passes);
         if to_pass.iter().all(passes) {
-            return Some(found);
+            return Some(residuals);
         }
         all.push(&AtTies);
-        look(&all)
+        compare(&all)
     }
 
-    /// The same search of what fails: a gradient and its parts together, as it is judged as
-    /// their sum, without the gradients of which nothing fails.
+    /// The same search without the family of gradients (those of q, or those of k and bias) in
+    /// which nothing fails. A family stays whole, as a gradient is judged as the sum of its
+    /// recorded parts.
     pub(super) fn of_failing(&self, failing: &BTreeSet<Key>) -> Search<'a> {
         let fails = |of: &[Stage]| failing.iter().any(|key| of.contains(&key.stage));
         let families = [&Stage::OF_Q[..], &Stage::OF_CLASSES[..]].map(|of| (of, fails(of)));
@@ -251,36 +266,36 @@ impl<'a> Search<'a> {
         keys.iter().all(|key| all.get(key).is_some_and(|found| found.passes))
     }
 
-    /// Tries a hypothesis again, over all rows. Of what passes and belongs to nothing that
-    /// fails a sample has said enough.
-    pub fn confirm(&self, of: &mut Tried<'_>, evidence: &Evidence<'_>) {
+    /// Tries a hypothesis again over all rows, in the families of gradients in which something
+    /// fails. For the others the sample is enough.
+    pub fn confirm(&self, tried: &mut Tried<'_>, evidence: &Evidence<'_>) {
         let mut worlds = evidence.background.clone();
-        worlds.push(&*of.hypothesis.world);
+        worlds.push(&*tried.hypothesis.world);
         let search = self.of_failing(&evidence.failing);
-        let found = search.in_full(&worlds, &evidence.failing);
-        if found.is_none() {
-            self.meter.leaves(tried_as(of.cause, evidence));
+        let confirmed = search.in_full(&worlds, &evidence.failing);
+        if confirmed.is_none() {
+            self.meter.leaves(tried_as(tried.cause, evidence));
         }
-        of.residuals.retain(|key, _| !search.compared.contains(&key.stage));
-        let mut found = found.unwrap_or_default();
-        reject_wider_bounds(&mut found, &evidence.whole);
-        of.residuals.extend(found);
-        accept_next_to_nothing(&mut of.residuals, &evidence.residuals);
-        (of.explains, of.against) = evidence.explained(&of.residuals);
-        believe(&of.hypothesis, &of.residuals, &mut of.explains);
-        of.left = left_of(&of.residuals, &evidence.failing);
-        of.full = true;
+        tried.residuals.retain(|key, _| !search.compared.contains(&key.stage));
+        let mut confirmed = confirmed.unwrap_or_default();
+        reject_wider_bounds(&mut confirmed, &evidence.whole);
+        tried.residuals.extend(confirmed);
+        accept_next_to_nothing(&mut tried.residuals, &evidence.residuals);
+        (tried.explains, tried.against) = evidence.explained(&tried.residuals);
+        believe(&tried.hypothesis, &tried.residuals, &mut tried.explains);
+        tried.left = left_of(&tried.residuals, &evidence.failing);
+        tried.full = true;
     }
 
-    /// Tries every hypothesis of the catalogue on top of the evidence's background, as far as
-    /// the budget goes: causes whose parameters are soon found first. Those that are looked for
-    /// among many are left out where one of the others explains a gross fault.
+    /// Tries the hypotheses of the catalogue on top of the evidence's background, as far as the
+    /// budget goes, cheap causes first. The expensive ones are left out if a cheaper one settles
+    /// the search.
     pub fn all<'c>(&self, catalogue: &[&'c dyn Cause], evidence: &Evidence<'_>) -> Vec<Tried<'c>> {
         let alone = evidence.background.is_empty();
         let places = if alone { Places::of(evidence) } else { None };
-        let here = places.as_ref().map(|places| self.over(places.among(evidence)));
+        let here = places.as_ref().map(|places| self.over_rows(places.among(evidence)));
         let shown = here.as_ref().and_then(|here| evidence.seen_in(here));
-        let within = places.map(|places| Arc::new(Within::new(evidence, places)));
+        let within = places.map(|places| Arc::new(Region::new(evidence, places)));
         let narrowed = within.as_ref().zip(shown.as_ref());
         let narrowed = narrowed.map(|(within, shown)| Look { shown, within: Some(within) });
         let whole = Look { shown: evidence, within: None };
@@ -300,20 +315,20 @@ impl<'a> Search<'a> {
             }
         }
         if alone && !found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
-            self.try_plainly(&of_effort(Effort::Little), evidence, &mut found);
+            self.try_without_parts(&of_effort(Effort::Little), evidence, &mut found);
         }
-        // Ties are told in the order of the catalogue.
+        // Tied causes are reported in the order of the catalogue.
         found.sort_by_key(|(at, _)| *at);
         found.into_iter().map(|(_, tried)| tried).collect()
     }
 
-    /// The same search of these rows.
-    fn over(&self, rows: Rows) -> Search<'a> {
+    /// The same search over these rows.
+    fn over_rows(&self, rows: Rows) -> Search<'a> {
         Search { rows: Some(rows), few: None, ..self.only(|_| true) }
     }
 
-    /// What was tried, in one rank or one microbatch after the other, where sums alone fail and
-    /// nothing explains them.
+    /// Where only sums fail and nothing explains them: tries each hypothesis again, limited to one
+    /// rank or one microbatch after the other.
     fn in_each_place<'c>(
         &self,
         found: &[(usize, Tried<'c>)],
@@ -324,45 +339,46 @@ impl<'a> Search<'a> {
         }
         let mut more = Vec::new();
         for places in Places::each(evidence) {
-            let within = Arc::new(Within::new(evidence, places));
+            let within = Arc::new(Region::new(evidence, places));
             for (at, one) in found {
                 if self.meter.is_spent() {
                     self.meter.leaves(tried_as(one.cause, evidence));
                     return more;
                 }
-                let of = limited(one.hypothesis.clone(), evidence, &within);
-                more.extend(self.one(one.cause, of, evidence).map(|one| (*at, one)));
+                let of = localized(one.hypothesis.clone(), evidence, &within);
+                more.extend(self.try_one(one.cause, of, evidence).map(|one| (*at, one)));
             }
         }
         more
     }
 
-    /// Tries what some causes read off gradients without their parts, where those hide a failure.
-    fn try_plainly<'c>(
+    /// Where a gradient agrees with the sum of its recorded parts although a part is wrong: tries
+    /// these causes on the same dump without the recorded parts.
+    fn try_without_parts<'c>(
         &self,
         causes: &[(usize, &'c dyn Cause)],
         evidence: &Evidence<'_>,
         found: &mut Vec<(usize, Tried<'c>)>,
     ) {
-        let Some(step) = plain::step(evidence) else { return };
-        let search = plain::search(&step, self);
-        let Some(shown) = plain::shown(&search, evidence) else { return };
+        let Some(step) = without_parts::step(evidence) else { return };
+        let search = without_parts::search(&step, self);
+        let Some(shown) = without_parts::shown(&search, evidence) else { return };
         self.try_all(causes, (evidence, &[Look { shown: &shown, within: None }]), found);
     }
 
-    /// Tries the hypotheses of some causes: as they are, and as the further looks show them, as far
-    /// as nothing explains everything. Those come last that emulate a policy: the others share
-    /// their passes.
+    /// Tries the hypotheses of some causes, first as offered for everything, then as offered for
+    /// the failing places if nothing explains all yet. Hypotheses that emulate a rounding policy
+    /// come last, because only the others share forward passes.
     fn try_all<'c>(
         &self,
         causes: &[(usize, &'c dyn Cause)],
         (evidence, looks): (&Evidence<'_>, &[Look<'_>]),
         found: &mut Vec<(usize, Tried<'c>)>,
     ) {
-        // One that was fitted with many numbers is held against those that hold in some places.
+        // A hypothesis with many fitted numbers does not stop those that hold in some places only.
         let explained = |found: &[(usize, Tried<'c>)]| {
-            let of = |one: &Tried<'c>| one.explains.is_superset(&evidence.failing);
-            found.iter().any(|(_, one)| of(one) && one.hypothesis.fitted <= FEW)
+            let explains_all = |one: &Tried<'c>| one.explains.is_superset(&evidence.failing);
+            found.iter().any(|(_, one)| explains_all(one) && one.hypothesis.fitted <= FEW)
         };
         let mut last = Vec::new();
         for (number, look) in looks.iter().enumerate() {
@@ -372,18 +388,19 @@ impl<'a> Search<'a> {
             }
             for &(at, cause) in causes {
                 let all = self.hypotheses(cause, look.shown);
-                for of in all {
+                for offered in all {
                     if self.meter.is_spent() {
                         self.meter.leaves(tried_as(cause, evidence));
                         break;
                     }
-                    let of = match look.within {
-                        Some(within) => limited(of, evidence, within),
-                        None => of,
+                    let hypothesis = match look.within {
+                        Some(within) => localized(offered, evidence, within),
+                        None => offered,
                     };
-                    match of.emulates(evidence) {
-                        true => last.push((at, further, cause, of)),
-                        false => found.extend(self.one(cause, of, evidence).map(|one| (at, one))),
+                    match hypothesis.emulates(evidence) {
+                        true => last.push((at, further, cause, hypothesis)),
+                        false => found
+                            .extend(self.try_one(cause, hypothesis, evidence).map(|one| (at, one))),
                     }
                 }
             }
@@ -391,11 +408,12 @@ impl<'a> Search<'a> {
         last.sort_by_key(|(at, ..)| *at);
         let mut reproduced = None;
         for (at, further, cause, of) in last {
-            // Of one cause no other hypothesis explains more than every bit.
+            // Once a hypothesis of this cause reproduces every bit, its other hypotheses are
+            // superfluous.
             if (further && explained(found)) || reproduced == Some(at) {
                 continue;
             }
-            let mut one = self.one(cause, of, evidence);
+            let mut one = self.try_one(cause, of, evidence);
             if one.as_mut().is_some_and(|one| self.reproduces(one, evidence)) {
                 reproduced = Some(at);
             }
@@ -403,32 +421,34 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether a hypothesis without a fitted number gives every bit of what fails: over all rows,
-    /// of which a sample says too little.
-    fn reproduces(&self, one: &mut Tried<'_>, evidence: &Evidence<'_>) -> bool {
+    /// Whether a hypothesis without fitted numbers gives every bit of the failing tensors over all
+    /// rows. One that does so on a sample is confirmed first.
+    fn reproduces(&self, tried: &mut Tried<'_>, evidence: &Evidence<'_>) -> bool {
         let failing = &evidence.failing;
-        let exact = |one: &Tried<'_>| {
-            one.hypothesis.fitted == 0 && one.explains.is_superset(failing) && one.exact(failing)
+        let exact = |tried: &Tried<'_>| {
+            tried.hypothesis.fitted == 0
+                && tried.explains.is_superset(failing)
+                && tried.exact(failing)
         };
-        if exact(one) && !one.full {
-            self.confirm(one, evidence);
+        if exact(tried) && !tried.full {
+            self.confirm(tried, evidence);
         }
-        exact(one)
+        exact(tried)
     }
 
-    /// What a cause has to be tried; nothing once the budget is spent.
+    /// The hypotheses that a cause offers; none once the budget is spent.
     pub(super) fn hypotheses(&self, cause: &dyn Cause, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         if self.meter.is_spent() {
             self.meter.leaves(tried_as(cause, evidence));
             return Vec::new();
         }
         self.meter.look();
-        let found = cause.hypotheses(evidence);
+        let hypotheses = cause.hypotheses(evidence);
         self.meter.has_looked(tried_as(cause, evidence));
-        found
+        hypotheses
     }
 
-    fn one<'c>(
+    fn try_one<'c>(
         &self,
         cause: &'c dyn Cause,
         hypothesis: Hypothesis,
@@ -437,7 +457,7 @@ impl<'a> Search<'a> {
         let mut worlds = evidence.background.clone();
         worlds.push(&*hypothesis.world);
         if let Some(Dismissed { residuals, left }) = self.dismissed(&worlds, evidence) {
-            let (explains, full, against) = (BTreeSet::new(), false, Against::default());
+            let (explains, full, against) = (BTreeSet::new(), false, Counterevidence::default());
             return Some(Tried { cause, hypothesis, residuals, explains, left, full, against });
         }
         let Some(mut residuals) = self.residuals(&worlds) else {
@@ -448,14 +468,15 @@ impl<'a> Search<'a> {
         let (mut explains, mut against) = evidence.explained(&residuals);
         let left = left_of(&residuals, &evidence.failing);
         let before = left_of(&evidence.residuals, &evidence.failing);
-        // One comparison may be near while a second fault is all of the energy.
+        // One comparison may be nearly explained while a second fault makes up most of the total
+        // energy.
         let is_near = |key: &Key| {
             let pair = residuals.get(key).zip(evidence.residuals.get(key));
             !explains.contains(key)
                 && pair.is_some_and(|(now, before)| now.energy < NEAR * before.energy)
         };
         let near = left < NEAR * before || evidence.failing.iter().any(is_near);
-        // Near, and a few values may have rounded the other way in the job.
+        // Nearly explained: values near a rounding tie may have rounded the other way in the job.
         if explains.len() < evidence.failing.len() && near {
             worlds.push(&AtTies);
             let Some(at_ties) = self.residuals(&worlds) else {

@@ -1,4 +1,5 @@
-//! Worlds that several causes are made of.
+//! Worlds that several causes share: a factor on some stages, other options of the head, a forward
+//! and a backward that differ, other numbers to divide the loss by.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +15,7 @@ use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::{Tiles, reference};
 use crate::replay::world::{At, Expectation, Pass, World};
 
-/// Some stages are a factor of what they should be.
+/// Some stages are multiplied by one factor.
 #[derive(Clone)]
 pub struct Scaled {
     /// The factor.
@@ -29,8 +30,8 @@ impl World for Scaled {
     }
 }
 
-/// A factor that entered with the loss: what the backward rounds has it already, which
-/// shows where entries lie in a format's smallest numbers.
+/// A factor that multiplied the loss, so that the backward rounds values that have it already. This
+/// differs from a later factor where entries are subnormal in the job's format.
 struct Entering(Scaled);
 
 impl World for Entering {
@@ -43,8 +44,8 @@ impl World for Entering {
     }
 }
 
-/// A factor of some stages: after the backward, and where every gradient that fails is among
-/// them also before it.
+/// Hypotheses of one factor on some stages: applied after the backward, and, if every failing
+/// gradient is among those stages, also applied to the loss before it.
 pub fn scaled(
     evidence: &Evidence<'_>,
     of: Scaled,
@@ -61,71 +62,77 @@ pub fn scaled(
     before.into_iter().chain([Hypothesis::new(of, parameters)]).collect()
 }
 
-/// lse of every microbatch whose own was not captured, as the head declares it.
+/// lse `[T]` for the backward to start from, by microbatch.
 pub type DeclaredLse = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// What the backward of a wrong head may start from.
-pub struct Starts {
-    /// lse that was captured, or that the wrong head has: nothing is given.
+/// The lse values that the backward of a head with other options may start from.
+pub struct BackwardStarts {
+    /// No lse is given: the captured one is read, or that of the wrong head's forward.
     pub as_it_is: DeclaredLse,
-    /// lse as declared, where it was not captured: the forward was right.
+    /// lse as declared, for microbatches where none was captured: the forward was right.
     pub declared: DeclaredLse,
-    /// lse of the wrong head, where another was captured: the backward has its own.
+    /// lse of the wrong head, for microbatches where another was captured: the backward computes
+    /// its own.
     pub own: DeclaredLse,
 }
 
-impl Starts {
-    /// Of a head whose options or inputs are others.
-    pub fn of(evidence: &Evidence<'_>, options: &dyn Fn(&mut HeadOptions), bias: f64) -> Starts {
+impl BackwardStarts {
+    /// The lse values for a head whose options are changed by `options` and whose bias is
+    /// multiplied by `bias`.
+    pub fn of(
+        evidence: &Evidence<'_>,
+        options: &dyn Fn(&mut HeadOptions),
+        bias: f64,
+    ) -> BackwardStarts {
         let mut other = evidence.step.clone();
         options(&mut other.options);
-        let mut found = Starts {
+        let mut starts = BackwardStarts {
             as_it_is: DeclaredLse::new(),
             declared: DeclaredLse::new(),
             own: DeclaredLse::new(),
         };
         if !evidence.fails_any(&Stage::GRADIENTS) {
-            return found;
+            return starts;
         }
         for inputs in evidence.inputs {
             let captured = evidence.step.find(Role::Lse, inputs.microbatch).is_some();
             let step = if captured { &other } else { evidence.step };
             let times = if captured { bias } else { 1.0 };
-            let list = if captured { &mut found.own } else { &mut found.declared };
+            let list = if captured { &mut starts.own } else { &mut starts.declared };
             list.extend(
                 forward((inputs, evidence), step, times).map(|of| (inputs.microbatch, of.lse)),
             );
         }
-        found
+        starts
     }
 
-    /// Each with its place in words, without those that are empty.
+    /// Each of them, with words for where the fault then is, without those that are empty.
     pub fn each(self) -> Vec<(DeclaredLse, &'static str)> {
-        let mut found = vec![(self.as_it_is, "all that fails")];
+        let mut starts = vec![(self.as_it_is, "all that fails")];
         for (lse, words) in [
             (self.declared, "the backward, from the lse of a right forward"),
             (self.own, "the backward, with an lse of its own"),
         ] {
             if !lse.is_empty() {
-                found.push((lse, words));
+                starts.push((lse, words));
             }
         }
-        found
+        starts
     }
 }
 
-/// Where a cause is, of which this world is a part.
+/// Words for where the fault is in a [`ForwardOnly`] world.
 pub const FORWARD_ONLY: &str = "the forward; the backward has the declared one";
 
-/// A forward of a wrong head was recorded; the backward is that of the declared head.
+/// The recorded forward has the fault; the backward is that of the declared head.
 pub struct ForwardOnly {
     /// lse and label logits of the wrong forward, and the declared lse, `[T]` each.
     columns: BTreeMap<Option<Microbatch>, [Vec<f64>; 3]>,
 }
 
 impl ForwardOnly {
-    /// Of a head whose options or bias are others; none where gradients are right, or say
-    /// nothing of the forward.
+    /// For a head whose options are changed by `options` and whose bias is multiplied by `bias`.
+    /// None unless lse was captured in every microbatch, and lse and a gradient fail.
     pub fn of(
         evidence: &Evidence<'_>,
         options: &dyn Fn(&mut HeadOptions),
@@ -164,7 +171,7 @@ impl World for ForwardOnly {
     }
 }
 
-/// The forward of a microbatch in f64, with so many times its bias.
+/// The forward of a microbatch in f64, its bias multiplied by `times`.
 fn forward(
     (inputs, evidence): (&MicrobatchInputs, &Evidence<'_>),
     step: &HeadStep<'_>,
@@ -176,19 +183,19 @@ fn forward(
     Some(reference::forward(&head, Tiles::default(), evidence.progress()))
 }
 
-/// Other options of the head, and what follows from them.
+/// Other options of the head.
 #[derive(Clone)]
-pub struct Optioned<F> {
+pub struct ChangedOptions<F> {
     /// Changes the options.
     pub change: F,
-    /// lse that the backward starts from all the same; empty where the forward has the
-    /// changed options too.
+    /// lse that the backward starts from in spite of the changed options; empty where the forward
+    /// has them too.
     pub lse: DeclaredLse,
-    /// A factor of all gradients besides.
+    /// A further factor on all gradients.
     pub factor: f64,
 }
 
-impl<F: Fn(&mut HeadOptions) + Send + Sync> World for Optioned<F> {
+impl<F: Fn(&mut HeadOptions) + Send + Sync> World for ChangedOptions<F> {
     fn options(&self, options: &mut HeadOptions) {
         (self.change)(options);
     }
@@ -204,7 +211,7 @@ impl<F: Fn(&mut HeadOptions) + Send + Sync> World for Optioned<F> {
     }
 }
 
-/// What tokens are counted by.
+/// What is counted to get the number that the loss is divided by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Count {
     /// Tokens that are not ignored.
@@ -213,13 +220,13 @@ pub enum Count {
     All,
     /// The sum of the weights.
     Weights,
-    /// Tokens of a weight above 0.
+    /// Tokens that are not ignored and have a weight above 0.
     Weighted,
-    /// Tokens that are not ignored, and one more for each sequence: what was not ignored
-    /// before labels were shifted by one.
+    /// Tokens that are not ignored plus one for each sequence: the count before the labels were
+    /// shifted by one.
     ValidBeforeShift,
-    /// Tokens that are not ignored, but the first of each sequence: they were counted
-    /// after one more shift.
+    /// Tokens that are not ignored, without the first of each sequence: the count after one shift
+    /// too many.
     ValidAfterShift,
     /// All tokens but one of each sequence.
     AllAfterShift,
@@ -240,10 +247,10 @@ impl Count {
         Count::One,
     ];
 
-    /// What losses are mostly divided by.
+    /// What most jobs divide the loss by.
     pub const USUAL: [Count; 3] = [Count::Valid, Count::All, Count::Weights];
 
-    /// What is declared, and the usual ones, once each.
+    /// The declared count and the usual ones, each once.
     pub fn declared_and_usual(options: &HeadOptions) -> Vec<Count> {
         let declared = Count::declared(options).filter(|&of| of != Count::One);
         let others = Count::USUAL.into_iter().filter(|&of| Some(of) != declared);
@@ -264,7 +271,7 @@ impl Count {
         }
     }
 
-    /// What the head declares, where it is one of these.
+    /// The count that the head declares, where it is one of these.
     pub fn declared(options: &HeadOptions) -> Option<Count> {
         match (options.reduction, options.denominator) {
             (LossReduction::Mean, Denominator::Valid) => Some(Count::Valid),
@@ -275,7 +282,7 @@ impl Count {
         }
     }
 
-    /// The count over some rows.
+    /// The count over some rows of a microbatch.
     fn of(self, inputs: &MicrobatchInputs, policy: bool, rows: &[usize]) -> f64 {
         let length = inputs.sequence.max(1);
         let kept =
@@ -301,7 +308,8 @@ impl Count {
     }
 }
 
-/// Which group's count divides the tokens of a group.
+/// Tokens are counted in groups (of sequences, ranks or microbatches); this says which group's
+/// count divides the loss of a group's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
     /// Its own.
@@ -315,7 +323,7 @@ pub enum Whose {
 }
 
 impl Whose {
-    /// In words; none of a group's own.
+    /// In words; none for a group's own count.
     pub fn words(self) -> Option<&'static str> {
         match self {
             Whose::Own => None,
@@ -325,17 +333,17 @@ impl Whose {
         }
     }
 
-    /// Gives every group that count.
+    /// Replaces the count of every group by that one.
     fn give(self, counts: &mut [(Unit, f64)]) {
         let each = || counts.iter().map(|(_, n)| *n);
-        let found = match self {
+        let chosen = match self {
             Whose::Own => None,
             Whose::Largest => each().reduce(f64::max),
             Whose::Smallest => each().reduce(f64::min),
             Whose::First => each().next(),
         };
-        if let Some(found) = found {
-            counts.iter_mut().for_each(|(_, n)| *n = found);
+        if let Some(chosen) = chosen {
+            counts.iter_mut().for_each(|(_, n)| *n = chosen);
         }
     }
 }
@@ -349,15 +357,14 @@ pub struct Counted {
     pub span: Span,
     /// Whose count.
     pub whose: Whose,
-    /// What the loss is divided by beside the count: the number of means, for instance,
-    /// that are averaged.
+    /// A further divisor, for example the number of means that are averaged.
     pub means: f64,
     /// Factor of the sums over microbatches and over ranks.
     pub sums: BTreeMap<Stage, f64>,
 }
 
 impl Counted {
-    /// The tokens of a microbatch by what divides them; none where ranks share tokens.
+    /// The tokens of a microbatch in groups, each with its divisor; none where ranks share tokens.
     fn used(
         &self,
         step: &HeadStep<'_>,
@@ -369,20 +376,20 @@ impl Counted {
         Some(self.of_groups(step.is_policy_loss(), &other.groups(all, own).ok()?))
     }
 
-    /// What divides each of these groups.
+    /// The divisor of each of these groups.
     pub fn of_groups(&self, policy: bool, groups: &[CountedTogether<'_>]) -> Vec<(Unit, f64)> {
         let n = |over: &[(&MicrobatchInputs, Unit)]| match self.count {
             Count::One => 1.0,
             count => over.iter().map(|(one, unit)| count.of(one, policy, &unit.rows)).sum(),
         };
         let one = |(unit, over): &CountedTogether<'_>| (unit.clone(), n(over) * self.means);
-        let mut found: Vec<(Unit, f64)> = groups.iter().map(one).collect();
-        self.whose.give(&mut found);
-        found
+        let mut divisors: Vec<(Unit, f64)> = groups.iter().map(one).collect();
+        self.whose.give(&mut divisors);
+        divisors
     }
 }
 
-/// What a token's loss is divided by.
+/// The divisor of a token's loss.
 pub fn divisor(of: &[(Unit, f64)], row: usize) -> Option<f64> {
     of.iter().find(|(unit, _)| unit.rows.binary_search(&row).is_ok()).map(|(_, n)| *n)
 }
@@ -398,13 +405,14 @@ impl World for Counted {
         let (used, declared) = (self.used(step, all, own), step.denominators(all, own).ok());
         let Some((used, declared)) = used.zip(declared) else { return };
         let finer = if used.len() >= of.len() { &used } else { &*of };
-        // Over what the background of this world divides by, not over the declared.
+        // The change is a ratio to the declared divisor and applies to the one of the background,
+        // which another world may have changed.
         let one = |(unit, n): &(Unit, f64)| {
             let ratio = |&row: &usize| {
                 Some(divisor(of, row)? * divisor(&used, row)? / divisor(&declared, row)?)
             };
-            let found = unit.rows.first().and_then(ratio).filter(|n| n.is_finite());
-            (unit.clone(), found.unwrap_or(*n))
+            let changed = unit.rows.first().and_then(ratio).filter(|n| n.is_finite());
+            (unit.clone(), changed.unwrap_or(*n))
         };
         *of = finer.iter().map(one).collect();
     }

@@ -1,13 +1,12 @@
-//! `accumulation-window`: the sum over microbatches does not hold each of them once: only
+//! `accumulation-window`: the sum over microbatches does not contain each of them once: it has only
 //! some, only the last, or earlier ones doubled each time another is added.
 //!
-//! Detectors: the captured sum is solved for weights of the captured addends, by least
-//! squares; they must be whole numbers, up to one common factor of counts. A microbatch's
-//! gradient that holds another's beside its own, because a buffer was not cleared, is solved
-//! for likewise. Where sums alone were recorded, they are solved for their tokens: all of a
-//! rank's microbatch alike.
-//! Emulation: the sum with these weights. Or the gradient with what the other microbatch's
-//! tensor holds.
+//! Detectors: the captured sum is solved for the weights of the captured addends, by least squares;
+//! they must be whole numbers, times a common factor that counts explain. A microbatch's gradient
+//! that contains another's too, because a buffer was not cleared, is solved for likewise. Where
+//! only sums were recorded, they are solved for the weight of each token: all tokens of a rank's
+//! microbatch must have one. Emulation: the sum with these weights; or the gradient plus the other
+//! microbatch's captured tensor.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -19,9 +18,9 @@ use backtape::shard::TensorKey;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{divisor, unrecorded};
 use crate::diagnose::detectors::captured::Values;
-use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::fit::rounded;
-use crate::diagnose::detectors::solve::multiples;
+use crate::diagnose::detectors::least_squares::multiples;
+use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::head::step::numbers;
@@ -31,9 +30,9 @@ use crate::replay::world::{Expectation, World};
 /// The catalogue's entry.
 pub struct AccumulationWindow;
 
-/// Elements of dk that the weights are solved on, evenly spread.
+/// The weights are solved from at most this many evenly spaced elements of dk.
 const ELEMENTS: usize = 1 << 17;
-/// Microbatches up to which the weights are solved: the system is as large as their square.
+/// The weights of more microbatches than this are not solved: the system grows with their square.
 const MOST: usize = 256;
 /// How far from a whole number a weight may lie.
 const NEAR: f64 = 0.02;
@@ -58,27 +57,27 @@ impl Cause for AccumulationWindow {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = windows(evidence);
-        found.extend(uncleared(evidence));
-        found.extend(of_parts(evidence));
-        found
+        let mut hypotheses = windows(evidence);
+        hypotheses.extend(uncleared(evidence));
+        hypotheses.extend(of_parts(evidence));
+        hypotheses
     }
 }
 
-/// Sums that hold some ranks' microbatches otherwise than once, solved for their tokens: ranks that
-/// hold tokens together have no addend of their own.
+/// The hypothesis of sums that contain some ranks' microbatches more or less often than once, from
+/// the weights of their tokens, as ranks that share tokens have no addend of their own.
 fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = CountedSums::of(evidence, Of::Whole)?;
-    if !found.of_parts || found.parts.is_empty() {
+    let sums = CountedSums::of(evidence, Of::Whole)?;
+    if !sums.of_parts || sums.parts.is_empty() {
         return None;
     }
     let often = |(words, often): &(String, f64)| format!("{words} {often} times");
-    let words = found.parts.iter().map(often).collect::<Vec<_>>().join(", ");
-    let fitted = found.parts.len();
-    Some(Hypothesis::new(found, vec![("holds", words)]).fitted(fitted))
+    let words = sums.parts.iter().map(often).collect::<Vec<_>>().join(", ");
+    let fitted = sums.parts.len();
+    Some(Hypothesis::new(sums, vec![("holds", words)]).fitted(fitted))
 }
 
-/// Sums over microbatches that hold each of them otherwise.
+/// Hypotheses of sums over microbatches with other weights than 1.
 fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let count = evidence.microbatches();
     if !(2..=MOST).contains(&count) {
@@ -92,12 +91,12 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let (held, found): (Vec<usize>, Vec<f64>) = found.into_iter().unzip();
         let divisor = divisor(evidence, key);
         let whole = whole(&found, divisor);
-        // Weights that are no whole numbers were fitted, one for each microbatch.
+        // Weights that are no whole numbers count as fitted, one for each microbatch.
         fitted = if whole.is_some() { fitted } else { held.len() };
         let Some(solved) = whole.or_else(|| raw(&found, divisor)) else { continue };
-        let mut of = vec![1.0; count];
-        held.into_iter().zip(solved).for_each(|(at, weight)| of[at] = weight);
-        weights.insert((key.stage, key.rank), of);
+        let mut of_microbatches = vec![1.0; count];
+        held.into_iter().zip(solved).for_each(|(at, weight)| of_microbatches[at] = weight);
+        weights.insert((key.stage, key.rank), of_microbatches);
     }
     let Some((&(_, rank), first)) = weights.iter().next() else { return Vec::new() };
     let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
@@ -112,8 +111,8 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     vec![Hypothesis::new(Window { ids, weights }, parameters).fitted(fitted)]
 }
 
-/// Gradients of microbatches that hold those of other microbatches too: the buffer that they were
-/// recorded from was not cleared.
+/// The hypothesis that gradients of microbatches contain those of other microbatches too, because
+/// the buffer that they were recorded from was not cleared.
 fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut world = Uncleared { of: BTreeMap::new() };
     let mut words = Vec::new();
@@ -126,8 +125,8 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             .iter()
             .filter(|inputs| inputs.microbatch != key.microbatch)
             .filter_map(|inputs| {
-                let of = Key { microbatch: inputs.microbatch, ..key };
-                Some((of, evidence.captured(of)?))
+                let other_key = Key { microbatch: inputs.microbatch, ..key };
+                Some((other_key, evidence.captured(other_key)?))
             })
             .filter(|(_, of)| of.values.len() == captured.values.len())
             .collect();
@@ -140,21 +139,21 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             return None;
         }
         let all: Vec<&[f64]> = std::iter::once(&own).chain(&seen).map(|x| &x[..]).collect();
-        let found = multiples(&all, &rows(&captured))?;
+        let weights = multiples(&all, &rows(&captured))?;
         let near = |x: f64| (x - x.round()).abs() <= 2.0 * NEAR && x.round() <= 2.0;
-        if found.len() < 2 || found[0].round() != 1.0 || !found.iter().all(|&x| near(x)) {
+        if weights.len() < 2 || weights[0].round() != 1.0 || !weights.iter().all(|&x| near(x)) {
             return None;
         }
-        let held = others.iter().zip(&found[1..]).filter(|(_, x)| x.round() > 0.0);
+        let held = others.iter().zip(&weights[1..]).filter(|(_, x)| x.round() > 0.0);
         let held: Vec<(f64, Key, Rc<Values>)> =
             held.map(|((of, values), x)| (x.round(), *of, values.clone())).collect();
         if held.is_empty() {
             return None;
         }
-        let of = |(_, key, _): &(f64, Key, Rc<Values>)| {
+        let microbatch_name = |(_, key, _): &(f64, Key, Rc<Values>)| {
             key.microbatch.map_or("another".to_string(), |mb| mb.to_string())
         };
-        let names: Vec<String> = held.iter().map(of).collect();
+        let names: Vec<String> = held.iter().map(microbatch_name).collect();
         let own = key.microbatch.map_or(String::new(), |mb| format!(" of microbatch {mb}"));
         let said = format!("{}{own} holds what microbatch {} holds", key.stage, names.join(", "));
         if !words.contains(&said) {
@@ -169,10 +168,11 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
-/// Gradients that are told in words.
+/// The report lists at most this many gradients.
 const TOLD: usize = 4;
 
-/// Captured gradients that others hold beside their own.
+/// Captured gradients of other microbatches that are added to a gradient: how often, the number of
+/// columns, and the values.
 struct Uncleared {
     of: BTreeMap<Key, Vec<(f64, usize, Vec<f64>)>>,
 }
@@ -194,39 +194,39 @@ fn short(x: f64) -> String {
     format!("{}", (x * 1e4).round() / 1e4 + 0.0)
 }
 
-/// Weights in a captured sum of each microbatch's addend that is not zero, by which it is; none
-/// where they cannot be told.
+/// The weight in a captured sum of each microbatch whose addend is not zero, with the microbatch's
+/// index; none where they cannot be solved for.
 fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(usize, f64)>> {
     let step = evidence.step;
     let reduced = key.stage == Stage::Reduce;
     if reduced && step.find_reduced(Role::Dk, false).is_some() {
-        return None; // Reduced from sums that were captured: they have no microbatches.
+        return None; // The addends are ranks' captured sums over microbatches.
     }
-    let of = step.find_reduced(Role::Dk, reduced)?;
-    let total = held(evidence, of, key.rank.filter(|_| !reduced))?;
+    let sum_key = step.find_reduced(Role::Dk, reduced)?;
+    let total = values_of(evidence, sum_key, key.rank.filter(|_| !reduced))?;
     let stride = total.len().div_ceil(ELEMENTS).max(1);
     let chosen = |all: Vec<f64>| all.into_iter().step_by(stride).collect::<Vec<f64>>();
     let size = total.len();
     let total = chosen(total);
     let part = |inputs: &crate::head::MicrobatchInputs| {
-        let of = step.find(Role::Dk, inputs.microbatch)?;
-        let whole = held(evidence, of, key.rank.filter(|_| !reduced))?;
+        let key_of_addend = step.find(Role::Dk, inputs.microbatch)?;
+        let whole = values_of(evidence, key_of_addend, key.rank.filter(|_| !reduced))?;
         Some(whole).filter(|whole| whole.len() == size).map(chosen)
     };
     let recorded = evidence.inputs.iter().map(part).collect::<Option<Vec<Vec<f64>>>>();
     let parts = recorded.or_else(|| {
         let all =
             unrecorded(evidence, key).filter(|all| all.iter().all(|of| of.2.len() == size))?;
-        let of = |inputs: &crate::head::MicrobatchInputs| {
+        let sum_over_ranks = |inputs: &crate::head::MicrobatchInputs| {
             let mut sum = vec![0.0; size];
             for (_, _, values) in all.iter().filter(|of| of.0 == inputs.microbatch) {
                 sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
             }
             chosen(sum)
         };
-        Some(evidence.inputs.iter().map(of).collect())
+        Some(evidence.inputs.iter().map(sum_over_ranks).collect())
     })?;
-    // A rank without tokens in a microbatch adds nothing: how often is all the same.
+    // A rank without tokens in a microbatch adds zeros, of which no weight can be solved.
     let held: Vec<usize> =
         (0..parts.len()).filter(|&at| parts[at].iter().any(|&x| x != 0.0)).collect();
     let all: Vec<&[f64]> = held.iter().map(|&at| &parts[at][..]).collect();
@@ -234,8 +234,8 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(usize, f64)>> {
     Some(held.into_iter().zip(found).collect())
 }
 
-/// A tensor's addend of one rank, at its place in the whole, or the sum of all.
-fn held(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<Vec<f64>> {
+/// One rank's addend of a tensor, at its place in the whole tensor, or the sum of all addends.
+fn values_of(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<Vec<f64>> {
     let step = evidence.step;
     if step.tensors[key].partial.is_none() {
         return numbers(&step.assemble(key).ok()?);
@@ -246,20 +246,21 @@ fn held(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Option<
     Some(sum.total)
 }
 
-/// Weights over declared ones as they were solved; none where all are alike: that is a scale.
+/// The weights relative to the declared ones, as solved; none where all are equal, which is one
+/// factor on the sum.
 fn raw(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
     let all: Vec<f64> = found.iter().map(|x| rounded(x * divisor, 3)).collect();
     let differs = |x: &f64| (x - all[0]).abs() > NEAR * all[0].abs();
     all.iter().any(differs).then_some(all)
 }
 
-/// Whole numbers times one factor of counts, as weights over declared ones; none where
-/// they are no such numbers, or all alike: that is a scale, not a window.
-fn whole(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
-    let count = found.len() as f64;
-    let weights: Vec<f64> = found.iter().map(|x| x * divisor).collect();
+/// The weights relative to the declared ones, as whole numbers times one factor that counts
+/// explain; none where they are not, or all are equal, which is one factor on the sum.
+fn whole(solved: &[f64], divisor: f64) -> Option<Vec<f64>> {
+    let count = solved.len() as f64;
+    let weights: Vec<f64> = solved.iter().map(|x| x * divisor).collect();
     let held = weights.iter().filter(|x| x.abs() > NEAR).count() as f64;
-    // A window that is divided by what it holds, by all, or not at all.
+    // The sum may be divided by the number of microbatches in it, by that of all, or not at all.
     let factors = [1.0, 1.0 / count, count, 1.0 / held, count / held];
     let nearest = |factor: f64| {
         let one = |x: &f64| {
@@ -269,8 +270,8 @@ fn whole(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
         };
         weights.iter().map(one).collect::<Option<Vec<f64>>>()
     };
-    let found = factors.into_iter().find_map(nearest)?;
-    found.iter().any(|x| *x != found[0]).then_some(found)
+    let solved = factors.into_iter().find_map(nearest)?;
+    solved.iter().any(|x| *x != solved[0]).then_some(solved)
 }
 
 /// Weights of each microbatch in a sum, by stage and rank.
@@ -281,7 +282,7 @@ struct Window {
 
 impl World for Window {
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
-        // The reduction is one sum, whichever rank an addend comes from.
+        // The sum over ranks is one sum, from whichever rank an addend comes.
         let rank = rank.filter(|_| stage == Stage::Accumulate);
         let at = self.ids.iter().position(|id| *id == microbatch && id.is_some());
         let weights = self.weights.get(&(stage, rank));

@@ -1,9 +1,8 @@
 //! `all-ignored`: a microbatch, or a rank's part of it, has no token that counts, and its
 //! mean is 0/0.
 //!
-//! Detectors: every comparison that fails has values that are no numbers, and each of
-//! them is of tokens none of which counts, or a sum that such a gradient enters.
-//! It is seen, not emulated.
+//! Detectors: every failing comparison has NaNs, and is one of tokens none of which counts, or a
+//! sum that contains such a gradient. It is observed without a trial.
 
 use std::collections::BTreeSet;
 
@@ -16,8 +15,8 @@ use crate::head::{MicrobatchInputs, Share, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::microbatch::name;
 
-/// Share of the values that must be no numbers: a class that no product reaches, or an
-/// exact zero, may keep one.
+/// At least this share of the values must be NaN: an element may stay finite where no product
+/// reaches its class.
 const MOST: f64 = 0.9;
 
 /// The catalogue's entry.
@@ -43,17 +42,19 @@ impl Cause for AllIgnored {
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let empty = empty(evidence);
         let none = |key: &Key| {
-            let of = |(microbatch, _): &&Empty| *microbatch == key.microbatch;
+            let is_of_microbatch = |(microbatch, _): &&Empty| *microbatch == key.microbatch;
             match key.rank {
                 _ if key.stage.is_sum() => !empty.is_empty(),
-                // A comparison of all tokens has the rank's among them.
-                None => empty.iter().any(|one| of(&one)),
-                Some(rank) => empty.iter().filter(of).any(|(_, ranks)| ranks.contains(&rank)),
+                // A comparison over all ranks includes that rank's tokens.
+                None => empty.iter().any(|one| is_of_microbatch(&one)),
+                Some(rank) => {
+                    empty.iter().filter(is_of_microbatch).any(|(_, ranks)| ranks.contains(&rank))
+                }
             }
         };
         let sound = |key: &Key| {
             let one = &evidence.residuals[key];
-            one.nonfinite > 0 && none(key) && all_of_them(evidence, key, &empty)
+            one.nonfinite > 0 && none(key) && are_all_nan(evidence, key, &empty)
         };
         if empty.is_empty() || evidence.failing.is_empty() || !evidence.failing.iter().all(sound) {
             return None;
@@ -71,8 +72,8 @@ impl Cause for AllIgnored {
     }
 }
 
-/// A microbatch without tokens that count; ranks: those whose part has none, empty where
-/// the whole has none.
+/// A microbatch in which no token counts on some ranks, and those ranks; no ranks where no token of
+/// the whole microbatch counts.
 type Empty = (Option<Microbatch>, Vec<Rank>);
 
 fn words((microbatch, ranks): &Empty) -> String {
@@ -87,7 +88,7 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let mut by_rank = evidence.step.clone();
     by_rank.options.scope = Scope::Rank.into();
-    let of = |one: &MicrobatchInputs| {
+    let empty_part = |one: &MicrobatchInputs| {
         let silent = |&t: &usize| one.labels[t] == IGNORED || one.weights[t] == 0.0;
         let units = by_rank.denominators(&all, one).unwrap_or_default();
         let ranks: Vec<Rank> = units
@@ -98,14 +99,14 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
         let whole = (0..one.tokens()).all(|t| silent(&t));
         (whole || !ranks.is_empty()).then_some((one.microbatch, ranks))
     };
-    evidence.inputs.iter().filter_map(of).collect()
+    evidence.inputs.iter().filter_map(empty_part).collect()
 }
 
-/// Whether every value that such tokens have a part in is no number: one that is alone has
-/// another origin. Label parts have none, and a sum over tokens has all of theirs.
-fn all_of_them(evidence: &Evidence<'_>, key: &Key, empty: &[Empty]) -> bool {
-    let found = &evidence.residuals[key];
-    let share = found.nonfinite as f64 / found.elements.max(1) as f64;
+/// Whether nearly every value that such tokens contribute to is NaN: a single NaN has another
+/// origin. A label part is not checked, as ignored tokens contribute nothing to it.
+fn are_all_nan(evidence: &Evidence<'_>, key: &Key, empty: &[Empty]) -> bool {
+    let residual = &evidence.residuals[key];
+    let share = residual.nonfinite as f64 / residual.elements.max(1) as f64;
     let inputs = evidence.inputs.iter().find(|one| one.microbatch == key.microbatch);
     match key.stage {
         of if of.share() == Share::Label => true,
@@ -121,10 +122,10 @@ fn valid(inputs: &MicrobatchInputs, evidence: &Evidence<'_>) -> f64 {
     inputs.valid_vocab.min(all) as f64 / all as f64
 }
 
-/// Share of a microbatch's tokens that are of ranks without one that counts.
+/// Share of a microbatch's tokens that belong to ranks on which no token counts.
 fn silent_share(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, empty: &[Empty]) -> f64 {
-    let of = empty.iter().find(|(microbatch, _)| *microbatch == inputs.microbatch);
-    let Some((_, ranks)) = of else { return 1.0 };
+    let empty_part = empty.iter().find(|(microbatch, _)| *microbatch == inputs.microbatch);
+    let Some((_, ranks)) = empty_part else { return 1.0 };
     let mut step = evidence.step.clone();
     step.options.scope = Scope::Rank.into();
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();

@@ -1,13 +1,13 @@
 //! `bias-twice`: the bias of the logits is added twice, or not at all, in the forward or
 //! in the backward; or its gradient is.
 //!
-//! Detectors: there is a bias, and lse, label logits, gradients or dbias fail.
-//! Emulation: logits with 0 or 2 of it; dbias of 0 or 2, or without the label's part.
+//! Detectors: there is a bias, and lse, label logits, gradients or dbias fail. Emulation: logits
+//! with 0 or 2 times the bias; dbias times 0 or 2, or without the label's part.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::stages_times;
+use crate::diagnose::detectors::common_factor::stages_times;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled, Starts};
+use crate::diagnose::worlds::{BackwardStarts, DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::world::{At, Pass, UnitTokens, World};
 
@@ -37,12 +37,12 @@ impl Cause for BiasTwice {
         if !biased || !(gradients || evidence.fails_any(&Stage::FORWARD)) {
             return Vec::new();
         }
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for times in [0.0, 2.0] {
-            // Differentiated, a bias that is added twice has twice its gradient.
+            // Automatic differentiation of a bias that is added twice gives twice its gradient.
             let own: &[f64] = if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
-            for (lse, place) in Starts::of(evidence, &|_| {}, times).each() {
-                let of = |&gradient: &f64| {
+            for (lse, place) in BackwardStarts::of(evidence, &|_| {}, times).each() {
+                let with_gradient = |&gradient: &f64| {
                     let mut parameters =
                         vec![("times", times.to_string()), ("in", place.to_string())];
                     if own.len() > 1 {
@@ -51,33 +51,33 @@ impl Cause for BiasTwice {
                     let lse = lse.clone();
                     Hypothesis::new(Biased { times, lse, gradient }, parameters)
                 };
-                found.extend(own.iter().map(of));
+                hypotheses.extend(own.iter().map(with_gradient));
             }
             if let Some(world) = ForwardOnly::of(evidence, &|_| {}, times) {
                 let parameters =
                     vec![("times", times.to_string()), ("in", FORWARD_ONLY.to_string())];
-                found.push(Hypothesis::new(world, parameters));
+                hypotheses.push(Hypothesis::new(world, parameters));
             }
             let stages = stages_times(evidence, times, &[Stage::Dbias]);
-            if !stages.is_empty() || (times == 0.0 && zero(evidence, Stage::Dbias)) {
+            if !stages.is_empty() || (times == 0.0 && is_zero(evidence, Stage::Dbias)) {
                 let stages = [Stage::Dbias].into();
                 let parameters =
                     vec![("times", times.to_string()), ("in", "its gradient".to_string())];
-                found.push(Hypothesis::new(Scaled { factor: times, stages }, parameters));
+                hypotheses.push(Hypothesis::new(Scaled { factor: times, stages }, parameters));
             }
         }
-        // The gradients of q and k have a label's part of their own.
+        // dq and dk compute their label's part themselves, so they agree if only dbias lacks it.
         let others = |key: &Key| key.stage.is_gradient() && key.stage != Stage::Dbias;
         if evidence.fails(Stage::Dbias) && !evidence.failing.iter().any(others) {
             let parameters = vec![("left out of its gradient", "the label's part".to_string())];
-            found.push(Hypothesis::new(Unlabelled, parameters));
+            hypotheses.push(Hypothesis::new(Unlabelled, parameters));
         }
-        found
+        hypotheses
     }
 }
 
 /// Whether a stage fails because all of it is zero.
-fn zero(evidence: &Evidence<'_>, stage: Stage) -> bool {
+fn is_zero(evidence: &Evidence<'_>, stage: Stage) -> bool {
     evidence.fails(stage)
         && evidence.residuals.iter().all(|(key, one)| key.stage != stage || one.captured == 0.0)
 }
@@ -105,7 +105,7 @@ impl World for Biased {
     }
 }
 
-/// The label's part is left out of the sum over tokens.
+/// The sum over tokens that gives dbias lacks the label's part.
 struct Unlabelled;
 
 impl World for Unlabelled {

@@ -1,32 +1,33 @@
-//! `block-index-times-block`: an index map returns the offset of a block where its index was
-//! meant, and the offset is multiplied by the block's size once more. Block i then lies at
-//! row `i b b`: the first block is right, the rest is not, or is no number.
+//! `block-index-times-block`: an index map returns the offset of a block instead of its index, and
+//! the offset is multiplied by the block's size b once more. Block i is then read at row `i * b *
+//! b`: the first block is right, the others are wrong or NaN.
 //!
-//! Detectors: captured rows of a few tokens against what every usual block size gives, for q
-//! and for k; rows of dq that are the reference's rows of other blocks; rows of dk that are
-//! no numbers from the second block on; a first tensor of which only the blocks at `i b b` hold
-//! numbers; where dk alone fails, every block size is held against a few rows of it.
-//! Emulation: those rows, in both passes or in one, read by the softmax path alone or by
-//! all of the head; beyond the end the last block, the last row, zeros or no numbers.
+//! Detectors: the captured values of a few tokens are compared with what each block size gives, for
+//! q and for k; rows of dq are the reference's rows of other blocks; rows of dk are NaN from the
+//! second block on; where dk alone fails, a few of its rows are computed with every block size.
+//! Emulation: those rows are read, in both passes or in one, by the softmax path alone or by the
+//! whole head; beyond the end, the last block, the last row, zeros or NaN are read.
 
 use std::collections::BTreeMap;
 
 use super::block_of_dk;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
+use crate::diagnose::data_worlds::MovedRows;
 use crate::diagnose::detectors::direct::{alike, energy};
-use crate::diagnose::detectors::extents::of_ranks;
-use crate::diagnose::detectors::maps::{BLOCKS, Beyond, Map};
-use crate::diagnose::detectors::misread::{Looked, Operand, Passes, hypotheses, worlds};
+use crate::diagnose::detectors::misread_rows::{
+    FailingTokens, Operand, Passes, hypotheses, worlds,
+};
 use crate::diagnose::detectors::nan::nans;
+use crate::diagnose::detectors::row_maps::{BLOCKS, Beyond, Map};
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::MovedRows;
 use crate::head::{MicrobatchInputs, Stage};
 
 /// The catalogue's entry.
 pub struct BlockIndexTimesBlock;
 
-/// What a job may read beyond the end.
+/// What may be read beyond the end.
 pub(super) const BEYOND: [Beyond; 5] =
     [Beyond::BlockMovedBack, Beyond::BlockAtEnd, Beyond::LastRow, Beyond::Zeros, Beyond::Wraps];
 
@@ -55,11 +56,11 @@ impl Cause for BlockIndexTimesBlock {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let mut found = written(evidence);
-        if let Some(looked) = Looked::new(evidence) {
+        let mut offered = written(evidence);
+        if let Some(failing_tokens) = FailingTokens::new(evidence) {
             for operand in [Operand::K, Operand::Q] {
                 let shown = if operand == Operand::K {
-                    looked.block_sizes(evidence, &BEYOND)
+                    failing_tokens.block_sizes(evidence, &BEYOND)
                 } else {
                     None
                 };
@@ -67,14 +68,19 @@ impl Cause for BlockIndexTimesBlock {
                     for beyond in BEYOND {
                         let map = Map::BlockTwice { size, beyond };
                         let parameters = parameters(operand, size, beyond);
-                        found.extend(hypotheses(evidence, &looked, (operand, map), &parameters));
+                        offered.extend(hypotheses(
+                            evidence,
+                            &failing_tokens,
+                            (operand, map),
+                            &parameters,
+                        ));
                     }
                 }
             }
         }
-        found.extend(block_of_dk::hypothesis(evidence));
-        found.extend(strict(evidence));
-        found
+        offered.extend(block_of_dk::hypothesis(evidence));
+        offered.extend(strict(evidence));
+        offered
     }
 }
 
@@ -83,15 +89,15 @@ pub(super) fn parameters(
     size: usize,
     beyond: Beyond,
 ) -> Vec<(&'static str, String)> {
-    let of = if operand == Operand::Q { "q" } else { "k" };
+    let operand_name = if operand == Operand::Q { "q" } else { "k" };
     vec![
-        ("operand", of.to_string()),
+        ("operand", operand_name.to_string()),
         ("block", size.to_string()),
         ("beyond the end", beyond.name().to_string()),
     ]
 }
 
-/// Block sizes of which an operand has three or more: fewer do not show.
+/// The usual and declared block sizes that are smaller than the operand.
 fn sizes(evidence: &Evidence<'_>, operand: Operand) -> Vec<usize> {
     let rows = |inputs: &MicrobatchInputs| match operand {
         Operand::Q => of_ranks(evidence.step, inputs).iter().map(Vec::len).max(),
@@ -108,14 +114,14 @@ fn sizes(evidence: &Evidence<'_>, operand: Operand) -> Vec<usize> {
     sizes
 }
 
-/// Rows that lie beyond the end are no numbers: then every token is, and rows of dk are from
-/// the second block on.
+/// Hypotheses that rows beyond the end are NaN: then every token is NaN, and so are the rows of dk
+/// whose block lies beyond the end.
 fn strict(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let Some(found) = nans(evidence) else { return Vec::new() };
-    let Some(key) = found.of.keys().find(|key| key.stage >= Stage::DkLse) else {
+    let Some(nans_found) = nans(evidence) else { return Vec::new() };
+    let Some(key) = nans_found.of.keys().find(|key| key.stage >= Stage::DkLse) else {
         return Vec::new();
     };
-    let rows = found.rows(*key, true);
+    let rows = nans_found.rows(*key, true);
     let mut hypotheses = Vec::new();
     for size in sizes(evidence, Operand::K) {
         let map = Map::BlockTwice { size, beyond: Beyond::Nans };
@@ -131,14 +137,15 @@ fn strict(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all = worlds(evidence, Operand::K, Passes::Backward, &of_k, &parameters);
         hypotheses.extend(all);
     }
-    // Which of its blocks are no numbers does not show where a forward spreads them.
+    // Only k in the backward is tried: a forward that reads NaN makes everything NaN, which does
+    // not show the block size.
     hypotheses
 }
 
-/// Rows of dq written elsewhere: a block that is written at `i b b` leaves the rows where it
-/// belongs as they were.
+/// Hypotheses that blocks of dq are written at `i * b * b`, while the rows where they belong keep
+/// the zeros they had.
 fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for size in sizes(evidence, Operand::Q) {
         let mut from = BTreeMap::new();
         let mut fits = false;
@@ -164,13 +171,13 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
         if fits && !from.is_empty() {
             let parameters = vec![("operand", "dq".to_string()), ("block", size.to_string())];
-            found.push(Hypothesis::new(MovedRows { from }, parameters));
+            hypotheses.push(Hypothesis::new(MovedRows { from }, parameters));
         }
     }
-    found
+    hypotheses
 }
 
-/// What each row holds once blocks were written at `i b b` of cleared memory.
+/// The content of each row after blocks were written at `i * b * b` in memory that was zero.
 fn rows_written(n: usize, runs: &[Vec<usize>], size: usize) -> Vec<Row> {
     let mut all = vec![Row::Zeros; n];
     for run in runs {

@@ -5,28 +5,28 @@
 //! Real: the last partial chunk that a floor division drops, one that is moved back over its
 //! neighbour and counts the overlap twice, rows of a reused buffer behind the last one.
 //!
-//! Detectors: a gradient is solved for how often it holds each addend, row and column
-//! (`detectors::counted`), a sum of dk for how often it holds the tokens of each rank and
-//! microbatch (`detectors::counted_sums`). Where the gradient of the bias or the loss fails with dk,
-//! they are held against the tokens that dk was solved for (`detectors::counted_tokens`).
-//! The rows of dk also tell how often each class is in the softmax (`detectors::counted_classes`).
-//! A tile of some rows and columns that alone holds zeros was not written.
-//! Emulation: tokens that count as often as was found, for dk alone or for all that is summed over
-//! tokens; classes, rows or columns of a gradient as often; classes in the whole head.
+//! Detectors: a gradient is solved for the weight of each product, row and column
+//! (`detectors::addend_counts`), a sum of dk for the weight of each token in it
+//! (`detectors::sum_counts`). Where the gradient of the bias or the loss fails with dk, they are
+//! compared with the weights of tokens that dk gave (`detectors::token_counts`). The rows of dk
+//! also show how often each class is in the softmax (`detectors::class_counts`). A tile of some
+//! rows and columns that alone holds zeros was not written. Emulation: tokens with the weights that
+//! were found, in dk alone or in everything that is summed over tokens; classes, rows or columns of
+//! a gradient with such weights; classes in the whole head.
 
 use super::unwritten_tile;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::counted::{ALL, Counted, What, counted};
-use crate::diagnose::detectors::counted_classes::CountedClasses;
-use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
-use crate::diagnose::detectors::counted_tokens::CountedTokens;
+use crate::diagnose::detectors::addend_counts::{ALL, Counted, What, counted};
+use crate::diagnose::detectors::class_counts::CountedClasses;
+use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::token_counts::CountedTokens;
 use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 
 /// The catalogue's entry.
 pub struct BlockMiscounted;
 
-/// Runs that are told in words; where there are more it is no block.
+/// Up to this many runs are listed; where there are more, no block was miscounted.
 const TOLD: usize = 6;
 
 impl Cause for BlockMiscounted {
@@ -50,9 +50,9 @@ impl Cause for BlockMiscounted {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all = Stage::GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits);
-        let of =
+        let in_stage =
             |stage| counted(evidence, stage, &ALL).into_iter().map(move |found| (stage, found));
-        let all = all.flat_map(of);
+        let all = all.flat_map(in_stage);
         let mut found: Vec<Hypothesis> =
             all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();
         let kinds = [(Of::Whole, What::Addends), (Of::Softmax, What::OfSoftmax)];
@@ -64,45 +64,46 @@ impl Cause for BlockMiscounted {
     }
 }
 
-/// Tokens that count otherwise than once in all that is summed over them.
+/// Tokens that count more or less often than once in everything that is summed over tokens.
 fn of_tokens(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = CountedTokens::of(evidence)?;
-    let stages: Vec<&str> = found.stages.iter().map(|stage| stage.name()).collect();
+    let counted = CountedTokens::of(evidence)?;
+    let stages: Vec<&str> = counted.stages.iter().map(|stage| stage.name()).collect();
     let parameters = vec![
         ("of", stages.join(", ")),
         ("what", "tokens".to_string()),
-        ("which", found.said.join(", ")),
+        ("which", counted.said.join(", ")),
     ];
-    let fitted = 1 + found.said.len();
-    (found.said.len() <= TOLD).then(|| Hypothesis::new(found, parameters).fitted(fitted))
+    let fitted = 1 + counted.said.len();
+    (counted.said.len() <= TOLD).then(|| Hypothesis::new(counted, parameters).fitted(fitted))
 }
 
-/// Classes that are in the softmax otherwise than once.
+/// Classes that are in the softmax more or less often than once.
 fn of_classes(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = CountedClasses::of(evidence).filter(|found| found.said.len() <= TOLD)?;
+    let counted = CountedClasses::of(evidence).filter(|counted| counted.said.len() <= TOLD)?;
     let parameters = vec![
         ("of", "the softmax, forward and backward".to_string()),
         ("what", "classes".to_string()),
-        ("which", found.said.join(", ")),
+        ("which", counted.said.join(", ")),
     ];
-    let fitted = 1 + found.said.len();
-    Some(Hypothesis::new(found, parameters).fitted(fitted))
+    let fitted = 1 + counted.said.len();
+    Some(Hypothesis::new(counted, parameters).fitted(fitted))
 }
 
-/// Tokens that sums of dk hold otherwise than once; not all of a rank's or a microbatch's alike.
+/// Tokens that are in sums of dk more or less often than once, unless all of a rank's or a
+/// microbatch's tokens have one weight.
 fn of_sums(evidence: &Evidence<'_>, of: Of, what: What) -> Option<Hypothesis> {
-    let found = CountedSums::of(evidence, of)?;
-    if found.of_parts || found.is_of_devices() {
+    let counted = CountedSums::of(evidence, of)?;
+    if counted.of_parts || counted.is_of_devices() {
         return None;
     }
     let words = words_of(what, true);
     let parameters = vec![
         ("of", "the sums of dk".to_string()),
         ("what", words.to_string()),
-        ("which", found.said.join(", ")),
+        ("which", counted.said.join(", ")),
     ];
-    let fitted = 1 + found.said.len();
-    (found.said.len() <= TOLD).then(|| Hypothesis::new(found, parameters).fitted(fitted))
+    let fitted = 1 + counted.said.len();
+    (counted.said.len() <= TOLD).then(|| Hypothesis::new(counted, parameters).fitted(fitted))
 }
 
 fn words_of(what: What, of_k: bool) -> &'static str {
@@ -111,7 +112,7 @@ fn words_of(what: What, of_k: bool) -> &'static str {
         What::Addends | What::Tile => "classes",
         What::OfSoftmax | What::TileOfSoftmax if of_k => "tokens, in the softmax part",
         What::OfSoftmax | What::TileOfSoftmax => "classes, in the softmax part",
-        What::LastOfLabel => "the label's addends",
+        What::OneOfLabel => "the label's addends",
         What::Rows | What::OverHits => "rows",
         What::Columns => "columns",
     }
@@ -120,7 +121,7 @@ fn words_of(what: What, of_k: bool) -> &'static str {
 fn hypothesis(counted: Counted, what: What, stage: Stage) -> Option<Hypothesis> {
     let of_k = !stage.is_of_q();
     let words = words_of(what, of_k);
-    // What is scattered by no rule is no block.
+    // Weights in many runs that follow no rule are no miscounted block.
     if counted.rule.is_none() && counted.said.len() > TOLD {
         return None;
     }

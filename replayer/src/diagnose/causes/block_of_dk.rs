@@ -1,38 +1,39 @@
-//! A dk alone whose kernel read the rows of q that a block's offset times its size gives: in its
-//! product `Eᵀ q'`, or in the softmax that E is made of as well.
+//! `block-index-times-block` in the kernel of dk alone. Blocks of q are read at row `i * b * b`:
+//! either only in the product `Eᵀ q`, or also in the softmax from which the entries E of dlogits
+//! are computed.
 //!
-//! The rows of dk of a few classes are made with every size of block, none from a list.
+//! A few rows of dk are computed with every block size from 2 on.
 
 use super::block_index_times_block::{BEYOND, parameters};
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::direct::Direct;
-use crate::diagnose::detectors::extents::of_ranks;
 use crate::diagnose::detectors::gradient::Gradient;
-use crate::diagnose::detectors::maps::{Beyond, Map};
-use crate::diagnose::detectors::misread::Operand;
+use crate::diagnose::detectors::misread_rows::Operand;
 use crate::diagnose::detectors::plane::Rows;
+use crate::diagnose::detectors::row_maps::{Beyond, Map};
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::TokenCotangents;
 
-/// Classes whose rows of dk are looked at, at most.
+/// How many rows of dk are compared.
 const CLASSES: usize = 12;
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 1e-3;
 
 /// The block size, and what is read beyond the end.
 type Blocks = (usize, Beyond);
 
-/// Where every dk that fails, and nothing else, is made so.
+/// The hypothesis, where a block size explains dk, and dq, dlogits and dbias do not fail.
 pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Dk]).map(|(key, _)| key).collect();
     if evidence.fails_any(&[Stage::Dq, Stage::Dlogits, Stage::Dbias]) {
         return None;
     }
     let (blocks, whole) = Kernel::of(evidence, *keys.first()?)?.reading(evidence)?;
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     for key in keys {
         let kernel = Kernel::of(evidence, key)?;
         let q = kernel.q(evidence, blocks)?;
@@ -40,19 +41,19 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         world = world.rows(key, rows.map(|class| (class, kernel.row(&q, class, whole))));
     }
     let mut words = parameters(Operand::Q, blocks.0, blocks.1);
-    let of = if whole { "dk, its softmax included" } else { "the product of dk" };
-    words.push(("only in", of.to_string()));
+    let place = if whole { "dk, its softmax included" } else { "the product of dk" };
+    words.push(("only in", place.to_string()));
     Some(Hypothesis::new(world, words).fitted(1))
 }
 
-/// What makes dk of a unit's tokens.
+/// What a unit's dk is computed from.
 struct Kernel<'a> {
     gradient: Gradient,
     inputs: &'a MicrobatchInputs,
     direct: Direct<'a>,
-    /// The entries of dlogits as they should be, `[tokens, V]`.
+    /// The right entries of dlogits, `[tokens, V]`.
     entries: Rows,
-    /// lse as the backward reads it, and the token's cotangents.
+    /// For each token, lse as the backward reads it and the cotangents.
     tokens: Vec<(f64, TokenCotangents)>,
 }
 
@@ -69,7 +70,8 @@ impl<'a> Kernel<'a> {
         Some(Kernel { gradient, inputs, direct, entries, tokens })
     }
 
-    /// The blocks that come nearest to dk, and whether the softmax reads them, too.
+    /// The block size that comes nearest to the captured dk, and whether the softmax reads these
+    /// blocks too.
     fn reading(&self, evidence: &Evidence<'_>) -> Option<(Blocks, bool)> {
         let (n, columns) = (self.tokens.len(), self.gradient.captured.cols);
         let classes = self.gradient.captured.count();
@@ -78,12 +80,12 @@ impl<'a> Kernel<'a> {
         }
         let looked = || (0..classes).step_by(classes.div_ceil(CLASSES).max(1));
         let off = |q: &Rows, whole: bool| -> f64 {
-            let of = |class: usize| {
+            let error_of_row = |class: usize| {
                 let made = self.row(q, class, whole);
                 let pairs = made.iter().zip(self.gradient.captured.row(class));
                 pairs.map(|(made, captured)| (made - captured).powi(2)).sum::<f64>()
             };
-            looked().map(of).sum()
+            looked().map(error_of_row).sum()
         };
         let maps = (2..n).flat_map(|size| BEYOND.map(|beyond| (size, beyond)));
         let tried = maps.filter_map(|blocks| Some((blocks, self.q(evidence, blocks)?)));
@@ -98,12 +100,12 @@ impl<'a> Kernel<'a> {
         let map = Map::BlockTwice { size, beyond };
         let runs = of_ranks(evidence.step, self.inputs);
         let rows: Vec<Row> = map.in_runs(self.inputs.tokens(), &runs)?;
-        let of = self.gradient.plane.rows.iter();
-        let values = of.flat_map(|&t| self.direct.q(rows[t])).collect();
+        let tokens = self.gradient.plane.rows.iter();
+        let values = tokens.flat_map(|&t| self.direct.q(rows[t])).collect();
         Some(Rows { cols: self.gradient.other().cols, values })
     }
 
-    /// A row of dk with these rows of q.
+    /// A row of dk computed with these rows of q. `whole`: whether the softmax reads them too.
     fn row(&self, q: &Rows, class: usize, whole: bool) -> Vec<f64> {
         let mut sum = vec![0.0; q.cols];
         for (at, &token) in self.tokens.iter().enumerate() {

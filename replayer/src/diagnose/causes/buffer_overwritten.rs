@@ -1,12 +1,12 @@
-//! `buffer-overwritten`: a tensor was recorded, or read again, after another one was written
-//! over it: logits that hold gradients, a gradient that holds an activation, a q that holds that of
-//! another microbatch by the time dk is made of it.
+//! `buffer-overwritten`: a tensor was recorded, or read again, after another one had been written
+//! over it: logits that hold gradients, a gradient that holds an activation, a q that is another
+//! microbatch's by the time dk is computed from it.
 //!
-//! Detectors: a captured tensor that fails is another stage's reference, or an input, row by
-//! row, or its gradient times one factor; or all that follows logits is made of those of q and k,
-//! and not of the recorded ones; or the q that dk was made with is solved for, and is that of another
-//! microbatch. Emulation: that one in its place, with what follows made of the right one; and the
-//! backward of the overwritten logits, which is what a second backward computes.
+//! Detectors: a failing tensor equals another stage's reference, or an input, or its own gradient
+//! times one factor; or everything after the logits was computed from q and k, and not from the
+//! recorded logits; or dk is solved for the q that it was computed with, and that is another
+//! microbatch's. Emulation: that tensor in its place, while what follows is computed from the right
+//! one; and the backward of the overwritten logits, which is what a second backward computes.
 
 use std::collections::BTreeMap;
 
@@ -16,11 +16,11 @@ use backtape::nan::largest;
 use super::overwritten_logits::{Held, PLANE, SAME, Tokens, of_logits};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{Direct, distance, energy, tokens};
 use crate::diagnose::detectors::other_q::{of_other_q, of_other_q_in_sums};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::inputs::Misread;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -51,23 +51,23 @@ impl Cause for BufferOverwritten {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = of_logits(evidence);
-        found.extend(of_rows(evidence));
-        found.extend(of_columns(evidence));
-        found.extend(
+        let mut hypotheses = of_logits(evidence);
+        hypotheses.extend(of_gradients(evidence));
+        hypotheses.extend(of_columns(evidence));
+        hypotheses.extend(
             of_other_q(evidence)
                 .or_else(|| of_other_q_in_sums(evidence))
                 .map(|(world, said)| Hypothesis::new(world, vec![("tensor", said.join("; "))])),
         );
-        found.extend(second_backward(evidence));
-        found
+        hypotheses.extend(second_backward(evidence));
+        hypotheses
     }
 }
 
-/// A gradient that is an input, or another part of itself.
-fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+/// The hypothesis that a gradient's buffer holds an input, or another part of the same gradient.
+fn of_gradients(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let stages = Stage::PRODUCTS;
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     let mut words: Vec<String> = Vec::new();
     for (key, _) in evidence.failing_of(&stages) {
         let Some(captured) = evidence.captured(key) else { continue };
@@ -78,12 +78,12 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    let found = !world.of.is_empty();
+    let is_any = !world.of.is_empty();
     let one = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
-    found.then(one).into_iter().collect()
+    is_any.then(one).into_iter().collect()
 }
 
-/// What a captured gradient is, if it is not itself.
+/// The input or the other gradient that a captured gradient equals: its name and values.
 fn other_rows(evidence: &Evidence<'_>, key: Key, captured: &Values) -> Option<(String, Vec<f64>)> {
     let inputs = evidence.inputs_of(key.microbatch)?;
     let head = inputs.head(evidence.step)?;
@@ -110,9 +110,9 @@ fn other_rows(evidence: &Evidence<'_>, key: Key, captured: &Values) -> Option<(S
     })
 }
 
-/// A column of one number a token that is another one.
+/// The hypothesis that lse or the label logits hold another quantity of one number per token.
 fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut world = Instead { distrusts: Vec::new(), ..Instead::default() };
+    let mut world = ReplacedValues { distrusts: Vec::new(), ..ReplacedValues::default() };
     let mut words: Vec<String> = Vec::new();
     for (key, _) in evidence.failing_of(&[Stage::Lse, Stage::LabelLogits]) {
         let reference = evidence.reference();
@@ -133,9 +133,9 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         ];
         let counts = |t: &usize| inputs.labels[*t] != IGNORED;
         let is = |values: &Vec<f64>| {
-            let of = (0..values.len()).filter(counts);
+            let counted = (0..values.len()).filter(counts);
             let off = |t: usize| (captured.values[t] - values[t]).abs() / (1.0 + values[t].abs());
-            of.clone().count() >= 8 && largest(of.map(off)) < 0.01
+            counted.clone().count() >= 8 && largest(counted.map(off)) < 0.01
         };
         let Some((name, values)) = columns.into_iter().find(|(_, values)| is(values)) else {
             continue;
@@ -146,14 +146,15 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    let found = !world.of.is_empty();
+    let is_any = !world.of.is_empty();
     let one = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
-    found.then(one).into_iter().collect()
+    is_any.then(one).into_iter().collect()
 }
 
-/// A second backward over logits that the first one wrote its gradients over.
+/// The hypothesis of a second backward that reads logits over which the first one wrote their
+/// gradient.
 fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    // What shows it on a few tokens.
+    // The gradients whose rows show it on a few tokens.
     let gradients = [Stage::Dlogits, Stage::Dq];
     let small = |inputs: &MicrobatchInputs| {
         let head = inputs.head(evidence.step);
@@ -165,28 +166,29 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let shown = |inputs: &MicrobatchInputs| {
         let all = tokens(evidence, inputs);
         let few: Vec<usize> = all.iter().copied().step_by(all.len().div_ceil(4).max(1)).collect();
-        let of = overwritten(evidence, inputs, &few);
-        of.is_some_and(|of| shows(evidence, (inputs.microbatch, &few), &of))
+        let sample = overwritten(evidence, inputs, &few);
+        sample.is_some_and(|of| shows(evidence, (inputs.microbatch, &few), &of))
     };
     if !evidence.inputs.iter().any(shown) {
         return Vec::new();
     }
-    let of = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let all: Vec<usize> = (0..inputs.tokens()).collect();
         Some((inputs.microbatch, overwritten(evidence, inputs, &all)?))
     };
-    let Some(all) = evidence.inputs.iter().map(of).collect::<Option<BTreeMap<_, _>>>() else {
+    let Some(all) = evidence.inputs.iter().map(of_microbatch).collect::<Option<BTreeMap<_, _>>>()
+    else {
         return Vec::new();
     };
     let parameters = vec![
         ("tensor", "logits".to_string()),
         ("holds", "their gradient, when a second backward reads them".to_string()),
     ];
-    vec![Hypothesis::new(Again { of: all }, parameters)]
+    vec![Hypothesis::new(SecondBackward { of: all }, parameters)]
 }
 
-/// Logits of some tokens that hold their gradient: raw, so that the head's transform gives
-/// them back, and their log-sum-exp.
+/// Logits of some tokens that hold their own gradient, before the head's transform, which gives
+/// them back; and their log-sum-exp.
 struct Overwritten {
     raw: Vec<f64>,
     lse: Vec<f64>,
@@ -204,28 +206,27 @@ fn overwritten(
     let options = &evidence.step.options;
     let transform = direct.head.transform;
     let (vocab, valid) = (direct.head.k.rows, inputs.valid_vocab);
-    let mut found =
+    let mut overwritten =
         Overwritten { raw: vec![0.0; inputs.tokens() * vocab], lse: vec![0.0; inputs.tokens()] };
     for &t in tokens {
         let q = direct.q(Row::From(t));
         let upstream = options.cotangents(g[t], lse[t], valid);
         let held: Vec<f64> = (0..valid)
             .map(|v| {
-                let of = direct.logit_of(&q, v);
-                Held::Gradient.of(of, lse[t], upstream, inputs.labels[t] as usize == v)
+                let logit = direct.logit_of(&q, v);
+                Held::Gradient.of(logit, lse[t], upstream, inputs.labels[t] as usize == v)
             })
             .collect();
-        found.lse[t] = direct.lse(&held);
+        overwritten.lse[t] = direct.lse(&held);
         for (v, &x) in held.iter().enumerate() {
             let bias = direct.head.bias.map_or(0.0, |bias| bias[v]);
-            found.raw[t * vocab + v] = transform.undone(x) - bias;
+            overwritten.raw[t * vocab + v] = transform.undone(x) - bias;
         }
     }
-    Some(found)
+    Some(overwritten)
 }
 
-/// Whether rows of dq, or dk's energy, are what a second backward gives: p is nearly the
-/// same for every class.
+/// Whether the captured rows of dq or dlogits are what a second backward gives.
 fn shows(
     evidence: &Evidence<'_>,
     (mb, tokens): (Option<Microbatch>, &[usize]),
@@ -264,11 +265,11 @@ fn shows(
     shown().unwrap_or(false)
 }
 
-struct Again {
+struct SecondBackward {
     of: Tokens<Overwritten>,
 }
 
-impl World for Again {
+impl World for SecondBackward {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         if let Some(of) = self.of.get(&inputs.microbatch) {
             inputs.reads = Some(Misread { q: None, k: None, scores: Some(of.raw.clone()) });

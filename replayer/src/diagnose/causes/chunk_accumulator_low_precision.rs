@@ -6,14 +6,14 @@
 //! like the root of the number of chunks.
 //!
 //! Detectors: dk fails, and a few of its rows summed again in chunks of some size fit much
-//! better than one sum in f32 does (`detectors::sums`).
+//! better than one sum in f32 does (`detectors::sampled_sums`).
 //! Emulation: `acc = round(acc + round(chunk))`, the chunk's product rounded before it is
 //! added or not, from either end.
 
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::pieces::{self, Pieces, Wanted};
-use crate::diagnose::detectors::sums::Sums;
+use crate::diagnose::detectors::sampled_sums::SampledSums;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
 use crate::kernels::policy::{Cut, Path, Policy, Walk};
@@ -53,7 +53,7 @@ impl Cause for ChunkAccumulatorLowPrecision {
             return Vec::new();
         }
         let fused = roundings.widest.path == Path::Fused;
-        // A fused head whose dq fails as well adds both over tiles.
+        // If dq of a fused head fails too, both are added over tiles, which is another cause.
         if fused && evidence.fails_any(&dq) {
             return Vec::new();
         }
@@ -61,15 +61,16 @@ impl Cause for ChunkAccumulatorLowPrecision {
     }
 }
 
-/// dk of the failing stage in chunks of tokens, of every size that its sums show.
+/// The hypotheses of dk summed over chunks of tokens, with every way to cut that its roundings
+/// show.
 pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypothesis> {
     let fused = roundings.widest.path == Path::Fused;
     let declared = evidence.step.options.declared.tiles.and_then(|tiles| tiles.tokens);
     let declared = declared.map(|size| size as usize);
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for precision in formats_below(roundings.narrowest.chunk_add, roundings) {
         for base in bases(roundings) {
-            // The label's part lies in a chunk's product, or a fused head adds it by itself.
+            // The label's part is in a chunk's product, or a fused head adds it separately.
             let whole = Policy { path: Path::Chunked, ..base };
             let inside = match !fused || evidence.fails(Stage::Dk) {
                 true => searched(evidence, &whole, precision, declared),
@@ -79,11 +80,11 @@ pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypot
                 true => searched(evidence, &base, precision, declared),
                 false => Vec::new(),
             };
-            found.extend(inside.iter().map(|of| hypothesis(&whole, of, declared, false)));
-            found.extend(apart.iter().map(|of| hypothesis(&base, of, declared, true)));
+            hypotheses.extend(inside.iter().map(|of| hypothesis(&whole, of, declared, false)));
+            hypotheses.extend(apart.iter().map(|of| hypothesis(&base, of, declared, true)));
         }
     }
-    found
+    hypotheses
 }
 
 fn searched(
@@ -99,7 +100,7 @@ fn searched(
         let stage = failing?;
         let unit = evidence.worst_unit(&[stage])?;
         let sequence = unit.inputs(evidence)?.sequence;
-        let sums = Sums::of_dk(evidence, unit, stage, base, !fused)?;
+        let sums = SampledSums::of_dk(evidence, unit, stage, base, !fused)?;
         let wanted = Wanted { precision, declared, sequence, equal: false };
         Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };
@@ -111,31 +112,31 @@ fn hypothesis(base: &Policy, pieces: &Pieces, declared: Option<usize>, fused: bo
     let Pieces { size, cut, total, addend, walk } = *pieces;
     let (tile_add, chunk_add, chunk_order) = (total, total, walk);
     let policy = Policy { path, tile_add, chunk_add, addend, chunk_order, cut, ..*base };
-    // dq is summed as declared: one tile of the vocabulary.
+    // dq is summed as declared, in one tile of the vocabulary.
     let tiles = Tiles { tokens: size, vocab: usize::MAX >> 1 };
     let known = declared == Some(size) && cut == Cut::default();
     Hypothesis::new(Emulated::backward(policy, tiles), parameters(pieces))
         .fitted(usize::from(!known))
 }
 
-/// Pieces in words.
+/// The parameters of a cut, in words.
 pub(super) fn parameters(pieces: &Pieces) -> Vec<(&'static str, String)> {
     let order = if pieces.walk == Walk::Ascending { "ascending" } else { "descending" };
     let Cut { first, parts, sequence, shards } = pieces.cut;
-    let of = if sequence > 0 { "places of every sequence" } else { "tokens" };
+    let places = if sequence > 0 { "places of every sequence" } else { "tokens" };
     let size = match (parts, first) {
-        (0, 0) => format!("{} {of}", pieces.size),
-        (0, first) => format!("{} {of}, the first of {first}", pieces.size),
-        (parts, _) => format!("one of {parts} equal parts of the {of}"),
+        (0, 0) => format!("{} {places}", pieces.size),
+        (0, first) => format!("{} {places}, the first of {first}", pieces.size),
+        (parts, _) => format!("one of {parts} equal parts of the {places}"),
     };
-    let mut found = vec![
+    let mut parameters = vec![
         ("accumulator", pieces.total.name().to_string()),
         ("chunk", size),
         ("a chunk's part rounded to", pieces.addend.name().to_string()),
         ("order", order.to_string()),
     ];
     if shards > 1 {
-        found.push(("shards", shards.to_string()));
+        parameters.push(("shards", shards.to_string()));
     }
-    found
+    parameters
 }

@@ -1,12 +1,11 @@
 //! `clipping`: gradients were recorded after they were clipped to a norm, as if they were
 //! the raw ones.
 //!
-//! Detectors: D6, one factor below 1 in every gradient of a stage that fails. It must be
-//! that of a clip: gradients of parameters alone have it, and the clipped norm is a round
-//! number, or the reported grad_norm says so. Or each rank's or microbatch's part of the
-//! reduced dk has a factor of its own, and all that are below 1 bring their parts to one norm. Or a
-//! sum over microbatches is what a clip to its own norm after each of them makes.
-//! Emulation: the factor, fitted.
+//! Detectors: one factor below 1 in every gradient of a failing stage. It is a clip's if only
+//! gradients of parameters have it, and the clipped norm, or the reported grad_norm times the
+//! factor, is a round number. Or each rank's or microbatch's part of the reduced dk has a factor of
+//! its own, and all that are below 1 bring their parts to one norm. Or a sum over microbatches is
+//! what a clip to its own norm after each of them makes. Emulation: the factor, fitted.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,10 +14,10 @@ use backtape::role::Role;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{Addend, Part, Solved, Summed, Weighted};
+use crate::diagnose::detectors::common_factor::informative;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::fit::{rounded, shown};
-use crate::diagnose::detectors::solve::multiples;
-use crate::diagnose::detectors::uniform::informative;
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::diagnose::worlds::Scaled;
 use crate::head::Stage;
@@ -27,11 +26,11 @@ use crate::head::step::numbers;
 /// The catalogue's entry.
 pub struct Clipping;
 
-/// How far measured factors of one clip may lie apart: rounding of bf16 values moves a
-/// slope by less.
+/// How far apart measured factors of one clip may be, relatively: rounding of bf16 values changes a
+/// factor by less.
 const ALIKE: f64 = 2e-3;
-/// How near to a round number the norm of clipped gradients must lie. torch divides by
-/// the norm plus 1e-6; a round number of two digits is met by chance once in 100 times.
+/// How near, relatively, to a number of two digits the norm of clipped gradients must be. torch
+/// divides by the norm plus 1e-6; by chance a norm is this near once in 100 times.
 const ROUND: f64 = 2e-4;
 
 impl Cause for Clipping {
@@ -52,7 +51,7 @@ impl Cause for Clipping {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if let Some(found) = of_parts(evidence).or_else(|| again_and_again(evidence)) {
+        if let Some(found) = of_parts(evidence).or_else(|| of_repeated_clips(evidence)) {
             return vec![found];
         }
         let all = [&Stage::GRADIENTS[..], &Stage::SUMS].concat();
@@ -70,8 +69,8 @@ impl Cause for Clipping {
     }
 }
 
-/// Parts of a reduced dk that were clipped to one norm before they were added: each rank's, each
-/// microbatch's, or each addend.
+/// The hypothesis that parts of a reduced dk were clipped to one norm before they were added: each
+/// rank's part, each microbatch's, or each rank's part of each microbatch.
 fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (key, _) = evidence.failing_of(&[Stage::Dk, Stage::Reduce]).next()?;
     let sum = Summed::of(evidence, key, true)?;
@@ -100,19 +99,20 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let parameters =
             vec![("clipped", format!("{words}, before the reduction")), ("max_norm", shown(to))];
         let solved = Solved::of(&sum, (key, 1.0), addends);
-        // One norm makes all the factors.
+        // A single norm gives all the factors, so one number was fitted.
         Some(Hypothesis::new(solved.world(), parameters).fitted(1))
     })
 }
 
-/// Microbatches whose factors must fall for a clip after each to be told.
+/// At least this many microbatches must have falling factors to recognise a clip after each of
+/// them.
 const FEWEST: usize = 3;
-/// Times the energy of its rounding that a sum may be off by where one norm makes it.
+/// A sum is explained by one norm if its squared error is at most this many times the floor.
 const ROUNDING: f64 = 16.0;
 
-/// Sums over microbatches that were clipped to one norm after each of them: the norm is that of the
-/// sum.
-fn again_and_again(evidence: &Evidence<'_>) -> Option<Hypothesis> {
+/// The hypothesis that the sum over microbatches was clipped to one norm after each of them was
+/// added: the norm is that of the captured sum.
+fn of_repeated_clips(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (mut of, mut to, mut fitted) = (Vec::new(), BTreeSet::new(), 1);
     for (key, _) in evidence.failing_of(&Stage::SUMS) {
         let sum = Summed::of(evidence, key, false)?;
@@ -138,11 +138,12 @@ fn again_and_again(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         if off <= ROUNDING * evidence.residuals.get(&key)?.floor {
             to.insert(shown(norm));
         } else {
-            // The norm is that of other parameters, too: each microbatch's clip has a factor.
+            // The norm may include other parameters' gradients; then each microbatch's clip has a
+            // factor of its own.
             weights = falling(evidence, &sum, &order)?;
             fitted = fitted.max(order.len());
         }
-        // One factor of all is no clip of an earlier microbatch.
+        // If all microbatches have one factor, no earlier one was clipped more often.
         let differ = weights.iter().any(|x| (x - weights[0]).abs() > ALIKE * weights[0].abs());
         if !differ {
             return None;
@@ -157,8 +158,8 @@ fn again_and_again(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (!of.is_empty()).then(|| Hypothesis::new(Weighted { of }, parameters).fitted(fitted))
 }
 
-/// The weights of a sum's parts where each microbatch's is no larger than that of the next, and none
-/// is above 1: what was there before it was clipped once more.
+/// The weights of a sum's addends, if those of each microbatch are no larger than those of the next
+/// and none is above 1: earlier microbatches are clipped more often.
 fn falling(
     evidence: &Evidence<'_>,
     sum: &Summed,
@@ -183,8 +184,8 @@ fn falling(
     Some(weights)
 }
 
-/// The norm that all parts with a factor below 1 have with it, where the others are no larger. One
-/// such part alone was brought to a norm of its own by any factor, so that norm must be round.
+/// The one norm that all parts with a factor below 1 were brought to, if the others are no larger
+/// than it. A single clipped part proves nothing unless that norm is a round number.
 fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
     let cut: Vec<usize> = (0..factors.len()).filter(|&at| factors[at] < 1.0 - ALIKE).collect();
     let to = norms[*cut.first()?] * factors[cut[0]];
@@ -197,13 +198,14 @@ fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
     (told && (0..factors.len()).all(one)).then_some(to)
 }
 
-/// The number of two digits that a norm is, if it is one.
+/// The number of two digits that a norm is near, if there is one.
 fn round(norm: f64) -> Option<f64> {
-    let found = rounded(norm, 2);
-    ((norm - found).abs() <= ROUND * norm).then_some(found)
+    let two_digits = rounded(norm, 2);
+    ((norm - two_digits).abs() <= ROUND * norm).then_some(two_digits)
 }
 
-/// The one factor of comparisons: the mean of theirs, each counted as exactly as it is known.
+/// The one factor of all comparisons: the mean of theirs, weighted by their precision; none where
+/// they differ.
 pub(super) fn common(each: &[(Key, Residual)]) -> Option<f64> {
     let weight = |one: &Residual| one.reference / one.floor.max(f64::MIN_POSITIVE);
     let sum: f64 = each.iter().map(|(_, one)| weight(one)).sum();
@@ -214,7 +216,7 @@ pub(super) fn common(each: &[(Key, Residual)]) -> Option<f64> {
     (mean > 0.0 && mean.is_finite() && each.iter().all(alike)).then_some(mean)
 }
 
-/// What shows that a factor is a clip's, in words, and the norm clipped to if known.
+/// In words, what shows that a factor is a clip's, and the norm that was clipped to, if known.
 fn support(
     evidence: &Evidence<'_>,
     failing: &BTreeSet<Stage>,
@@ -237,7 +239,7 @@ fn support(
     None
 }
 
-/// Norm of the captured dk that fails: the reduced one, or that of the only microbatch.
+/// The norm of the failing captured dk: the reduced one, or that of the only microbatch.
 fn last(evidence: &Evidence<'_>, failing: &BTreeSet<Stage>) -> Option<f64> {
     let step = evidence.step;
     let reduced = failing.contains(&Stage::Reduce);

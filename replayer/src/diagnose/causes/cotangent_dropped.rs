@@ -1,20 +1,19 @@
-//! `cotangent-dropped`: the backward starts from 1 in place of the upstream gradient, or
-//! leaves the tokens' weights out; often in only one of dq and dk. Where a kernel returns the
-//! sum of the losses, the upstream gradient holds the division of their mean as well.
+//! `cotangent-dropped`: the backward starts from 1 in place of the upstream gradient, or leaves the
+//! tokens' weights out; often in only one of dq and dk. Where a kernel returns the sum of the
+//! losses, its upstream gradient includes the division by the number of tokens.
 //!
-//! Detectors: D6 for a cotangent of the whole loss, D3 for those of tokens; which of dq and
-//! dk fails.
-//! Emulation: cotangents of 1, divisors of 1, weights of 1, or several of them, in all that
-//! follows from the loss, in the gradients alone, or in those of one side; the denominator
-//! as it was or counted with the weights of 1.
+//! Detectors: one factor of a whole stage for a cotangent of the whole loss, a factor of each token
+//! for those of tokens; and which of dq and dk fails. Emulation: cotangents, divisors or weights of
+//! 1, or several of these, in everything that follows from the loss, in the gradients alone, or in
+//! those of one side; the divisor as declared, or counted with weights of 1.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::{informative, is_towards};
+use crate::diagnose::counterevidence::Part;
+use crate::diagnose::detectors::common_factor::{informative, is_towards};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
@@ -55,22 +54,22 @@ impl Cause for CotangentDropped {
             let there = &there;
             there.iter().map(move |&out| Dropped { out, place, kept: declared(evidence) })
         });
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for one in all.filter(|one| one.is_possible(evidence)) {
             if one.out.weights != Weights::Kept && !one.out.mean {
                 let counted = Dropped { kept: Denominators::new(), ..one.clone() };
-                found.push(counted.hypothesis());
+                hypotheses.push(counted.hypothesis());
             }
-            found.push(one.hypothesis());
+            hypotheses.push(one.hypothesis());
         }
-        found
+        hypotheses
     }
 }
 
 /// Where something is left out.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
-    /// In the loss as well.
+    /// In the loss and in the gradients.
     Everywhere,
     Gradients,
     OfQ,
@@ -89,14 +88,15 @@ impl Place {
     }
 }
 
-/// Where it may be, by what fails: one side alone where the other is right.
+/// The places that the failing stages allow: one side alone only where the other side agrees or
+/// both fail.
 fn places(evidence: &Evidence<'_>) -> Vec<Place> {
-    let of = |part: Part| {
+    let compared_and_failing = |part: Part| {
         let here = |key: &&Key| Part::of(key.stage) == part;
         let compared = evidence.residuals.keys().any(|key| here(&key));
         (compared, evidence.failing.iter().any(|key| here(&key)))
     };
-    match (of(Part::OfQ), of(Part::OfK)) {
+    match (compared_and_failing(Part::OfQ), compared_and_failing(Part::OfK)) {
         ((_, true), (true, false)) => vec![Place::Everywhere, Place::OfQ],
         ((true, false), (_, true)) => vec![Place::Everywhere, Place::OfK],
         ((_, true), (_, true)) => {
@@ -106,14 +106,14 @@ fn places(evidence: &Evidence<'_>) -> Vec<Place> {
     }
 }
 
-/// What the backward takes of the tokens' weights.
+/// How the backward uses the tokens' weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Weights {
     /// As declared.
     Kept,
-    /// Only which of them are 0.
+    /// Only whether a weight is 0.
     Mask,
-    /// Nothing.
+    /// Not at all.
     Dropped,
 }
 
@@ -121,34 +121,34 @@ enum Weights {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct LeftOut {
     cotangent: bool,
-    /// What the sum of the losses is divided by.
+    /// The division of the mean by the number of tokens.
     mean: bool,
     weights: Weights,
 }
 
 impl LeftOut {
-    /// Every combination of what a head has.
+    /// Every combination that would change something for this head.
     fn there(evidence: &Evidence<'_>) -> Vec<LeftOut> {
         let any = |of: fn(&MicrobatchInputs) -> &[f64]| {
             let not_one = |(&x, &label): (&f64, &u32)| label != IGNORED && x != 1.0;
             evidence.inputs.iter().any(|one| of(one).iter().zip(&one.labels).any(not_one))
         };
         let cotangent = evidence.step.options.cotangent != 1.0 || any(|one| &one.cotangent);
-        // The weights of a policy loss are its mask: without it other tokens count.
+        // The weights of a policy loss are its mask: without them other tokens count.
         let weights = any(|one| &one.weights);
-        // Tokens of no weight stay out, or without their weight they count as well.
+        // Without weights, tokens of weight 0 may count like the others, or stay out.
         let masked = evidence.inputs.iter().any(|one| one.weights.contains(&0.0));
         let mean = declared(evidence).values().flatten().any(|&n| n != 1.0);
-        let mut found = Vec::new();
+        let mut combinations = Vec::new();
         for cotangent in [false, true].into_iter().take(1 + usize::from(cotangent)) {
             for mean in [false, true].into_iter().take(1 + usize::from(mean)) {
-                let of = |weights| LeftOut { cotangent, mean, weights };
-                found.extend((cotangent || mean).then(|| of(Weights::Kept)));
-                found.extend(weights.then(|| of(Weights::Dropped)));
-                found.extend((weights && masked).then(|| of(Weights::Mask)));
+                let combination = |weights| LeftOut { cotangent, mean, weights };
+                combinations.extend((cotangent || mean).then(|| combination(Weights::Kept)));
+                combinations.extend(weights.then(|| combination(Weights::Dropped)));
+                combinations.extend((weights && masked).then(|| combination(Weights::Mask)));
             }
         }
-        found
+        combinations
     }
 
     fn words(self) -> String {
@@ -163,14 +163,14 @@ impl LeftOut {
     }
 }
 
-/// Denominators of each microbatch.
+/// The divisors of each microbatch's groups of tokens.
 type Denominators = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 fn declared(evidence: &Evidence<'_>) -> Denominators {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let one = |own: &MicrobatchInputs| {
-        let found = evidence.step.denominators(&all, own).ok()?;
-        Some((own.microbatch, found.into_iter().map(|(_, n)| n).collect()))
+        let divisors = evidence.step.denominators(&all, own).ok()?;
+        Some((own.microbatch, divisors.into_iter().map(|(_, n)| n).collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()
 }
@@ -179,27 +179,28 @@ fn declared(evidence: &Evidence<'_>) -> Denominators {
 struct Dropped {
     out: LeftOut,
     place: Place,
-    /// The declared denominators of each microbatch, where they are kept.
+    /// The declared divisors of each microbatch; empty where they are counted anew with weights of
+    /// 1.
     kept: Denominators,
 }
 
 impl Dropped {
-    /// Whether the factors that were measured allow it.
+    /// Whether the measured factors are compatible with this hypothesis.
     fn is_possible(&self, evidence: &Evidence<'_>) -> bool {
         let LeftOut { cotangent, mean, weights } = self.out;
         if self.place == Place::Everywhere {
-            // A loss whose sum is not divided has another count.
+            // A loss that is not divided has another count, which is another cause.
             return !mean;
         }
         if weights != Weights::Kept && !mean {
             return true;
         }
-        // A factor shows before anything is emulated.
+        // A factor can be checked before any trial.
         let options = &evidence.step.options;
         let common = if cotangent { 1.0 / options.cotangent } else { 1.0 };
         let wanted = |key: &Key| {
-            let of = self.kept.get(&key.microbatch).filter(|_| mean);
-            of.map_or(common, |all| common * all.iter().sum::<f64>() / all.len() as f64)
+            let divisors = self.kept.get(&key.microbatch).filter(|_| mean);
+            divisors.map_or(common, |all| common * all.iter().sum::<f64>() / all.len() as f64)
         };
         Stage::GRADIENTS.iter().filter(|&&stage| self.place.holds(stage)).any(|&stage| {
             evidence.fails(stage)

@@ -1,9 +1,9 @@
-//! `dropped-batch`: the gradients of a microbatch, or of one rank's part of it, are zero or
-//! missing from the sum, though its tokens count.
+//! `dropped-batch`: the gradients of a microbatch, or of one rank's part of it, are zero or missing
+//! from the sum, although its tokens count in the loss.
 //!
-//! Detectors: every failing gradient of the microbatch is all zeros; the sum over ranks and
-//! microbatches solved for their weights lacks exactly one.
-//! Emulation: upstream gradients of zero; those weights.
+//! Detectors: every failing gradient of the microbatch is all zeros; or the sum over ranks and
+//! microbatches, solved for the weights of its addends, lacks exactly one. Emulation: upstream
+//! gradients of zero; or the sum with those weights.
 
 use std::collections::BTreeSet;
 
@@ -37,13 +37,14 @@ impl Cause for DroppedBatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found: Vec<Hypothesis> = silent(evidence).into_iter().collect();
-        found.extend(lacking(evidence));
-        found
+        let mut hypotheses: Vec<Hypothesis> = silent(evidence).into_iter().collect();
+        hypotheses.extend(lacking(evidence));
+        hypotheses
     }
 }
 
-/// Microbatches, or tokens of ranks, whose failing gradients are all zeros.
+/// The hypothesis that the microbatches, or ranks' tokens, whose failing gradients are all zeros
+/// had no upstream gradient.
 fn silent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut silent: BTreeSet<Key> = BTreeSet::new();
     for (key, residual) in evidence.failing_of(&Stage::GRADIENTS) {
@@ -52,22 +53,24 @@ fn silent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
         silent.insert(key);
     }
-    // One stage alone that is zero was not written; a batch leaves no gradient at all.
+    // A single stage of zeros was not written; a dropped batch has no gradient at all, so several
+    // stages must be zero.
     let all = |mb: Option<Microbatch>| {
-        let mut of = evidence.failing_of(&Stage::GRADIENTS).filter(|(key, _)| key.microbatch == mb);
+        let mut failing =
+            evidence.failing_of(&Stage::GRADIENTS).filter(|(key, _)| key.microbatch == mb);
         let stages: BTreeSet<_> =
             silent.iter().filter(|key| key.microbatch == mb).map(|key| key.stage).collect();
-        stages.len() > 1 && of.all(|(key, _)| silent.contains(&key))
+        stages.len() > 1 && failing.all(|(key, _)| silent.contains(&key))
     };
-    let of: BTreeSet<Option<Microbatch>> =
+    let microbatches: BTreeSet<Option<Microbatch>> =
         silent.iter().map(|key| key.microbatch).filter(|&mb| all(mb)).collect();
-    if of.is_empty() {
+    if microbatches.is_empty() {
         return None;
     }
     let words: Vec<String> =
-        of.iter().map(|mb| mb.map_or("all".into(), |mb| mb.to_string())).collect();
+        microbatches.iter().map(|mb| mb.map_or("all".into(), |mb| mb.to_string())).collect();
     let parts: BTreeSet<Key> =
-        silent.into_iter().filter(|key| of.contains(&key.microbatch)).collect();
+        silent.into_iter().filter(|key| microbatches.contains(&key.microbatch)).collect();
     let tokens = parts
         .iter()
         .filter_map(|&key| Some((key.microbatch, unit(evidence.step, evidence.inputs, key)?.rows)))
@@ -88,28 +91,29 @@ impl World for Silent {
     }
 }
 
-/// Sums that lack one addend of several, and hold all others once.
+/// The hypothesis that sums lack one addend and contain all others once.
 fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let lacks_one = |found: &Solved| {
         let out = found.addends.iter().filter(|of| of.weight == 0.0).count();
         let once = found.addends.iter().filter(|of| of.weight == 1.0).count();
         out == 1 && once + out == found.addends.len() && once > 1 && found.scale == 1.0
     };
-    let of: Vec<Solved> = solved(evidence).into_iter().filter(lacks_one).collect();
-    let Some(first) = of.first() else { return Vec::new() };
+    let sums: Vec<Solved> = solved(evidence).into_iter().filter(lacks_one).collect();
+    let Some(first) = sums.first() else { return Vec::new() };
     let Some(out) = first.addends.iter().find(|of| of.weight == 0.0 && of.microbatch.is_some())
     else {
-        return Vec::new(); // a whole rank: its part was not reduced
+        return Vec::new(); // A whole rank is missing: it was not reduced, another cause.
     };
-    // Left out by every rank alike, it was left out of a sum that all take alike.
+    // If every rank's sum lacks the same microbatch, the accumulation window is wrong, which is
+    // another cause.
     let same = |one: &Solved| {
         one.addends.iter().any(|of| of.weight == 0.0 && of.microbatch == out.microbatch)
     };
-    if of.len() > 1 && of.iter().all(same) {
+    if sums.len() > 1 && sums.iter().all(same) {
         return Vec::new();
     }
     let mb = out.microbatch.map_or(String::new(), |mb| mb.to_string());
     let rank = out.rank.map_or("all".into(), |rank| rank.to_string());
     let parameters = vec![("microbatch", mb), ("rank", rank)];
-    vec![Hypothesis::new(Weighted { of }, parameters)]
+    vec![Hypothesis::new(Weighted { of: sums }, parameters)]
 }

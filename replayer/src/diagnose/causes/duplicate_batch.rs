@@ -1,10 +1,9 @@
 //! `duplicate-batch`: a microbatch's or a rank's gradients are those of another one's data,
 //! or one microbatch is in the sum twice and another is not.
 //!
-//! Detectors: what was captured of one microbatch, or of one rank's tokens, equals what was
-//! captured of another, or of the same rank in another microbatch; the sum over microbatches
-//! solved for their weights.
-//! Emulation: the other's inputs; those weights.
+//! Detectors: the captured rows of one microbatch, or of one rank's tokens, equal those of another,
+//! or of the same rank in another microbatch; or the sum over microbatches is solved for their
+//! weights. Emulation: the other's inputs; or the sum with those weights.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -12,11 +11,11 @@ use std::rc::Rc;
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::{MovedTokens, ReadFromElsewhere};
 use crate::diagnose::detectors::addends::{Solved, Weighted, solved};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Moved, Reread};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
 
@@ -41,38 +40,43 @@ impl Cause for DuplicateBatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found: Vec<Hypothesis> = of_microbatches(evidence).into_iter().collect();
-        found.extend(of_ranks_data(evidence));
-        found.extend(of_ranks_microbatches(evidence));
-        found.extend(of_sums(evidence));
-        found
+        let mut hypotheses: Vec<Hypothesis> = of_microbatches(evidence).into_iter().collect();
+        hypotheses.extend(of_ranks_data(evidence));
+        hypotheses.extend(of_ranks_microbatches(evidence));
+        hypotheses.extend(of_sums(evidence));
+        hypotheses
     }
 }
 
-/// How many times the energy that rounding is expected to make may be off in a part that is right.
+/// A part is right if its squared error is at most this many times what rounding is expected to
+/// cause.
 const ROUNDED: f64 = 16.0;
-/// Stages with a row for each token, the first one that can fail first.
+/// Stages with one row per token, in the order in which they are computed.
 const OF_TOKENS: [Stage; 6] =
     [Stage::Lse, Stage::LabelLogits, Stage::Logprobs, Stage::DqLse, Stage::DqLabel, Stage::Dq];
 
-/// Whether two captured tensors are one but for rounding.
+/// Whether two captured tensors are equal up to rounding.
 fn same(a: &[f64], b: &[f64]) -> bool {
     a.len() == b.len() && energy(a) > 0.0 && distance(a, b) <= 1e-6 * energy(a)
 }
 
-/// What fails of a microbatch was captured of another one too.
+/// The hypothesis that a microbatch used another one's inputs: its failing tensor equals that of
+/// another microbatch, which passes.
 fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut from = BTreeMap::new();
     for inputs in evidence.inputs.iter().filter(|one| one.microbatch.is_some()) {
-        let of = |key: &&Key| key.microbatch == inputs.microbatch && key.stage != Stage::Loss;
-        let Some(&key) = evidence.failing.iter().find(of) else { continue };
+        let is_of_microbatch =
+            |key: &&Key| key.microbatch == inputs.microbatch && key.stage != Stage::Loss;
+        let Some(&key) = evidence.failing.iter().find(is_of_microbatch) else { continue };
         let Some(own) = evidence.captured(key) else { continue };
         let is_other = |other: &&MicrobatchInputs| {
-            let of = Key { microbatch: other.microbatch, ..key };
-            let passes = evidence.residuals.get(&of).is_some_and(|found| found.passes);
+            let other_key = Key { microbatch: other.microbatch, ..key };
+            let passes = evidence.residuals.get(&other_key).is_some_and(|found| found.passes);
             passes
                 && other.tokens() == inputs.tokens()
-                && evidence.captured(of).is_some_and(|found| same(&own.values, &found.values))
+                && evidence
+                    .captured(other_key)
+                    .is_some_and(|found| same(&own.values, &found.values))
         };
         if let Some(other) = evidence.inputs.iter().find(is_other) {
             from.insert(inputs.microbatch, (other.microbatch, None));
@@ -82,15 +86,15 @@ fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let pair = |(to, (from, _)): (&_, &(_, _))| format!("{} has that of {}", word(to), word(from));
     let pairs: Vec<String> = from.iter().map(pair).collect();
     let parameters = vec![("microbatch", pairs.join(", "))];
-    (!from.is_empty()).then(|| Hypothesis::new(Reread { from }, parameters))
+    (!from.is_empty()).then(|| Hypothesis::new(ReadFromElsewhere { from }, parameters))
 }
 
-/// What was captured of the tokens of each rank.
+/// A captured stage of a microbatch, by the ranks that hold its tokens.
 struct ByRank {
-    /// In words, and the tokens.
+    /// The ranks in words, and their tokens.
     ranks: Vec<(String, Vec<usize>)>,
     captured: Rc<Values>,
-    /// Whether it is what it should be, as far as its rows were looked at.
+    /// Whether each rank's rows are right, as far as the sample shows.
     right: Vec<bool>,
 }
 
@@ -124,7 +128,8 @@ impl ByRank {
     }
 }
 
-/// Rows of dq of one rank's tokens are those of another rank's.
+/// The hypothesis that one rank's tokens are another rank's: its rows of a gradient equal those of
+/// the other.
 fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut all: BTreeMap<Option<Microbatch>, Vec<usize>> = BTreeMap::new();
     let mut pairs: Vec<String> = Vec::new();
@@ -150,23 +155,23 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     }
     pairs.dedup();
     let parameters = vec![("tokens", pairs.join(", "))];
-    (!all.is_empty()).then(|| Hypothesis::new(Moved { from: all }, parameters))
+    (!all.is_empty()).then(|| Hypothesis::new(MovedTokens { from: all }, parameters))
 }
 
-/// What was captured of one rank's tokens in a microbatch is that of the same rank in another one.
+/// The hypothesis that one rank used its inputs of another microbatch.
 fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut from = BTreeMap::new();
     let mut pairs: Vec<String> = Vec::new();
-    // Each is read once, however many ranks and microbatches are compared with it.
+    // Each stage of a microbatch is read once, however many others are compared with it.
     let mut read: BTreeMap<(Stage, Option<Microbatch>), Option<Rc<ByRank>>> = BTreeMap::new();
     let mut by_rank = |inputs: &MicrobatchInputs, stage: Stage| {
-        let of = || ByRank::of(evidence, inputs, stage).map(Rc::new);
-        read.entry((stage, inputs.microbatch)).or_insert_with(of).clone()
+        let read_by_rank = || ByRank::of(evidence, inputs, stage).map(Rc::new);
+        read.entry((stage, inputs.microbatch)).or_insert_with(read_by_rank).clone()
     };
     for inputs in evidence.inputs {
         let fails = |stage: Stage| {
-            let of = |key: &Key| key.stage == stage && key.microbatch == inputs.microbatch;
-            evidence.failing.iter().any(of)
+            let is_of_stage = |key: &Key| key.stage == stage && key.microbatch == inputs.microbatch;
+            evidence.failing.iter().any(is_of_stage)
         };
         let Some(stage) = OF_TOKENS.into_iter().find(|&stage| fails(stage)) else { continue };
         let Some(own) = by_rank(inputs, stage) else { continue };
@@ -183,7 +188,7 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let place = from.entry(inputs.microbatch);
             let (of, tokens) = place.or_insert((other.microbatch, Some(Vec::new())));
             if *of != other.microbatch {
-                return None; // ranks that each read another microbatch: no one buffer was stale
+                return None; // The ranks read different microbatches, so it is no single stale buffer.
             }
             tokens.iter_mut().for_each(|tokens| tokens.extend(&own.ranks[to].1));
             let word = |mb: Option<Microbatch>| mb.map_or("all".into(), |mb| mb.to_string());
@@ -193,18 +198,18 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
     }
     let parameters = vec![("tokens", pairs.join(", "))];
-    (!from.is_empty()).then(|| Hypothesis::new(Reread { from }, parameters))
+    (!from.is_empty()).then(|| Hypothesis::new(ReadFromElsewhere { from }, parameters))
 }
 
-/// Sums in which one microbatch is twice and another is not.
+/// The hypothesis that sums contain one microbatch twice and another not at all.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let twice = |found: &Solved| {
         let weights: Vec<f64> = found.addends.iter().map(|of| of.weight).collect();
         let total: f64 = weights.iter().sum();
         weights.contains(&2.0) && weights.contains(&0.0) && total == weights.len() as f64
     };
-    let of: Vec<Solved> = solved(evidence).into_iter().filter(twice).collect();
-    let Some(first) = of.first() else { return Vec::new() };
+    let sums: Vec<Solved> = solved(evidence).into_iter().filter(twice).collect();
+    let Some(first) = sums.first() else { return Vec::new() };
     let named = |weight: f64| {
         let all = first.addends.iter().filter(|of| of.weight == weight);
         let one = |of: &crate::diagnose::detectors::addends::Addend| match (of.microbatch, of.rank)
@@ -216,5 +221,5 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         all.map(one).collect::<Vec<String>>().join(", ")
     };
     let parameters = vec![("twice", named(2.0)), ("left out", named(0.0))];
-    vec![Hypothesis::new(Weighted { of }, parameters)]
+    vec![Hypothesis::new(Weighted { of: sums }, parameters)]
 }

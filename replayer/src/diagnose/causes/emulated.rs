@@ -1,4 +1,5 @@
-//! Worlds that are another policy: what most causes of the arithmetic's family share.
+//! A world in which the head rounds otherwise (another rounding policy), and helpers that the
+//! causes of low precision share.
 
 use std::collections::BTreeMap;
 
@@ -13,27 +14,27 @@ use crate::kernels::round::Precision;
 use crate::replay::rounding_ties::near_ties;
 use crate::replay::world::{Expectation, Pass, World};
 
-/// The backward in another policy, and where it is given the forward as well.
+/// The backward in another rounding policy, and where given also another forward.
 pub(super) struct Emulated {
     /// The policy and its tiles; `None` leaves the backward as declared.
     pub(super) policy: Option<(Policy, Tiles)>,
-    /// lse and label logits of each microbatch, where the forward is another one.
+    /// lse and label logits of the microbatches whose forward is another one.
     pub(super) forward: Forward,
 }
 
-/// lse and label logits of the microbatches that have others than declared.
+/// lse and label logits of another forward, by microbatch.
 pub(super) type Forward = BTreeMap<Option<Microbatch>, ForwardValues>;
 
-/// What a forward pass gives, all `[T]`.
+/// The results of a forward pass, all `[T]`.
 pub(super) struct ForwardValues {
     lse: Vec<f64>,
     label: Option<Vec<f64>>,
-    /// How far each may be off where values lie near ties.
+    /// How far lse and label logits may be off where rounded values lie near ties.
     ties: [Vec<f64>; 2],
 }
 
 impl Emulated {
-    /// Only the backward.
+    /// Only the backward is another one.
     pub(super) fn backward(policy: Policy, tiles: Tiles) -> Emulated {
         Emulated { policy: Some((policy, tiles)), forward: Forward::new() }
     }
@@ -60,17 +61,17 @@ impl World for Emulated {
     }
 
     fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
-        let of = self.forward.get(&inputs.microbatch)?;
+        let values = self.forward.get(&inputs.microbatch)?;
         match stage {
-            Stage::Lse => Some(of.ties[0].clone()),
-            Stage::LabelLogits if of.label.is_some() => Some(of.ties[1].clone()),
+            Stage::Lse => Some(values.ties[0].clone()),
+            Stage::LabelLogits if values.label.is_some() => Some(values.ties[1].clone()),
             _ => None,
         }
     }
 }
 
-/// The forward pass of every microbatch in a policy. `label`: whether the label's logit is
-/// one of its logits, or computed by itself.
+/// The forward pass of every microbatch in a rounding policy. `label`: whether the label's logit
+/// comes from this pass; if not, it is as declared, because the job computes it separately.
 pub(super) fn forward(evidence: &Evidence<'_>, of: &Policy, label: bool) -> Forward {
     let one = |inputs: &MicrobatchInputs| {
         let head = inputs.head(evidence.step)?;
@@ -89,7 +90,7 @@ pub(super) fn forward(evidence: &Evidence<'_>, of: &Policy, label: bool) -> Forw
     evidence.inputs.iter().filter_map(one).collect()
 }
 
-/// Whether the head forms its logits from q and k.
+/// Whether the logits are computed from q and k, not recorded.
 pub(super) fn has_products(evidence: &Evidence<'_>) -> bool {
     let product = |one: &MicrobatchInputs| matches!(one.scores, Scores::Product { .. });
     evidence.inputs.iter().all(product)
@@ -100,8 +101,8 @@ pub(super) fn has_labels(evidence: &Evidence<'_>) -> bool {
     evidence.inputs.iter().flat_map(|one| &one.labels).any(|&label| label != IGNORED)
 }
 
-/// Path of a head whose dlogits are whole: the declared one, or the plain one for a fused
-/// head, which never tells what its kernel does inside.
+/// The path of a head that computes whole entries of dlogits: the declared one, or the plain one
+/// for a fused head, whose dump does not show what its kernel does inside.
 pub(super) fn whole(path: Path) -> Path {
     match path {
         Path::Fused => Path::Plain,
@@ -109,18 +110,19 @@ pub(super) fn whole(path: Path) -> Path {
     }
 }
 
-/// Policies that a job may have had beside its fault: what it leaves open rounded or not.
-/// The entries of dlogits are what most of them round.
+/// Rounding policies that a job may have apart from its fault: the narrowest that it declares and,
+/// where dlogits may also be wider, the same with those unrounded.
 pub(super) fn bases(roundings: &Roundings) -> Vec<Policy> {
     let (wide, narrow) = (roundings.widest, roundings.narrowest);
-    let mut found = vec![narrow];
+    let mut policies = vec![narrow];
     if wide.dlogits != narrow.dlogits {
-        found.push(Policy { dlogits: wide.dlogits, ..narrow });
+        policies.push(Policy { dlogits: wide.dlogits, ..narrow });
     }
-    found
+    policies
 }
 
-/// Formats that a job of this input falls into: its own, or either where that is wide.
+/// The formats of few bits that a job is likely to use: that of its inputs, or both bf16 and f16
+/// where its inputs are wide.
 pub(super) fn likely_formats(roundings: &Roundings) -> Vec<Precision> {
     match roundings.widest.input {
         own @ (Precision::Bf16 | Precision::F16) => vec![own],
@@ -128,11 +130,11 @@ pub(super) fn likely_formats(roundings: &Roundings) -> Vec<Precision> {
     }
 }
 
-/// Those of fewer bits than a sum is declared in. What is declared is no fault, nor is a sum
-/// in more bits: a job that declares its accumulators in bf16 may scatter in f32, and for a
-/// row of few addends f16 is as good.
+/// Those of the likely formats that are coarser than the declared format of a sum. A sum in the
+/// declared format is no fault, nor is one in more bits: a job that declares its accumulators in
+/// bf16 may scatter in f32.
 pub(super) fn formats_below(declared: Precision, roundings: &Roundings) -> Vec<Precision> {
-    let mut found = likely_formats(roundings);
-    found.retain(|of| of.unit_roundoff() > declared.unit_roundoff());
-    found
+    let mut formats = likely_formats(roundings);
+    formats.retain(|of| of.unit_roundoff() > declared.unit_roundoff());
+    formats
 }

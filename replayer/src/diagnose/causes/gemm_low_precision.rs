@@ -4,10 +4,10 @@
 //! Real: marin 8368, and every TF32 default: `allow_tf32`, `jax_default_matmul_precision`,
 //! a TPU's single bf16 pass.
 //!
-//! Detectors: q and k are f32, the GEMMs' inputs are not declared narrower, and logits, dq
-//! or dk are off by what the format costs.
-//! Emulation: q, k and dlogits rounded as they enter, in all products or in the backward's; and
-//! what the products give rounded likewise, as autocast does.
+//! Detectors: q and k are f32, no narrower format is declared for the GEMMs' inputs, and logits, dq
+//! or dk are off by as much as such a format would cause. Emulation: q, k and dlogits are rounded
+//! before they are multiplied, in all products or only in the backward's; and with autocast the
+//! results of the products are rounded to the same format.
 
 use super::emulated::{Emulated, Forward, forward, has_products, whole};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
@@ -51,19 +51,20 @@ impl Cause for GemmLowPrecision {
             return Vec::new();
         }
         let declared = roundings.widest.input.unit_roundoff();
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for precision in [Precision::Tf32, Precision::Bf16, Precision::F16] {
             if precision.unit_roundoff() > declared {
-                found.extend(of(evidence, &roundings, precision));
+                hypotheses.extend(of(evidence, &roundings, precision));
             }
         }
-        found
+        hypotheses
     }
 }
 
 fn of(evidence: &Evidence<'_>, roundings: &Roundings, precision: Precision) -> Vec<Hypothesis> {
     let own = roundings.narrowest.path;
-    // A fused head never tells whether its kernel keeps the label's part apart.
+    // The dump of a fused head does not show whether its kernel computes the label's part
+    // separately.
     let paths = [own, whole(own)].into_iter().take(1 + usize::from(whole(own) != own));
     paths.flat_map(|path| on_path(evidence, roundings, (precision, path))).collect()
 }
@@ -76,7 +77,7 @@ fn on_path(
     let narrowest = Policy { path, ..roundings.narrowest };
     let base = Policy { input: precision, ..narrowest };
     let last = Policy { operand: precision, ..narrowest };
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     let mut offer = |products: &str, base: &Policy, forward: Forward, dlogits: Precision| {
         let parameters = vec![
             ("operands rounded to", precision.name().to_string()),
@@ -84,14 +85,15 @@ fn on_path(
             ("dlogits rounded to", dlogits.name().to_string()),
         ];
         let policy = Some((Policy { dlogits, ..*base }, roundings.tiles));
-        found.push(Hypothesis::new(Emulated { policy, forward }, parameters));
+        hypotheses.push(Hypothesis::new(Emulated { policy, forward }, parameters));
     };
-    // dlogits are an operand as well; where they are made inside a kernel they may not be.
+    // dlogits are an operand too; where a kernel computes them inside, they may not be rounded.
     let entries = [precision, narrowest.dlogits];
     if evidence.fails_any(&Stage::GRADIENTS) {
         for dlogits in entries {
             offer("the backward's", &base, Forward::new(), dlogits);
-            // Logits that were kept, or made in full, and narrowed operands of dlogits.
+            // The logits were kept, or computed in full precision; only the operands of the
+            // products with dlogits are rounded.
             offer("of dlogits", &last, Forward::new(), dlogits);
         }
         offer("of dlogits, which alone are rounded", &narrowest, Forward::new(), precision);
@@ -99,18 +101,18 @@ fn on_path(
     if evidence.fails_any(&[Stage::Lse, Stage::LabelLogits, Stage::Loss])
         || evidence.fails_any(&Stage::GRADIENTS)
     {
-        // A fused head computes the label's logit by itself.
+        // A fused head computes the label's logit separately.
         let apart = base.path == Path::Fused;
         for label in [true, false].into_iter().filter(|&label| label || apart) {
             let all = if label { "all" } else { "all but the label's" };
             offer(all, &base, forward(evidence, &base, label), precision);
         }
-        // Under autocast what a product gives has the format of its operands.
+        // Under autocast the result of a product has the format of its operands.
         if precision != Precision::Tf32 {
             let autocast = Policy { logits: precision, output: precision, ..base };
             let words = "all, which give numbers of the same format";
             offer(words, &autocast, forward(evidence, &autocast, true), precision);
         }
     }
-    found
+    hypotheses
 }

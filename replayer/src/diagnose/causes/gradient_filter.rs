@@ -5,15 +5,15 @@
 //! out are exactly zero; others lose their small terms, dq with them.
 //!
 //! Detectors: dk loses what a filter of some size and threshold would leave out
-//! (`detectors::filter`).
-//! Emulation: the entries of those tiles taken off dq, dk and dlogits.
+//! (`detectors::tile_filter`). Emulation: the entries of those tiles are subtracted from dq, dk and
+//! dlogits.
 
 use backtape::nan::largest;
 use std::sync::Arc;
 
 use super::emulated::{bases, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::detectors::filter::{Filter, Filtered, Tiled};
+use crate::diagnose::detectors::tile_filter::{Filter, Filtered, Tiled};
 use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 use crate::kernels::policy::{Path, Policy};
@@ -48,7 +48,7 @@ impl Cause for GradientFilter {
         if !has_products(evidence) || !evidence.fails(Stage::Dk) || !loses(evidence) {
             return Vec::new();
         }
-        // What is seen through the rounding of the entries depends on what that is.
+        // Whether a filter is recognised depends on how the entries are rounded.
         let each = bases(&roundings).into_iter().flat_map(|base| {
             let kinds = [true, false].into_iter();
             let kinds = kinds.filter(move |&labelled| labelled || base.path == Path::Fused);
@@ -58,10 +58,10 @@ impl Cause for GradientFilter {
     }
 }
 
-/// Whether no gradient has more than it should: a filter only takes away.
+/// Whether dk is nowhere larger than it should be: a filter only takes away.
 fn loses(evidence: &Evidence<'_>) -> bool {
     let most = |stage| largest(evidence.failing_of(&[stage]).map(|(_, of)| of.factor));
-    // A row's worth of noise may be left on either side.
+    // The factor may exceed 1 a little, by noise.
     most(Stage::Dk) < 1.01
 }
 
@@ -107,9 +107,9 @@ impl World for Skips {
                 continue;
             }
             match of.at.stage {
-                Stage::Dk | Stage::DkLse => self.take_dk(unit, tiled, of),
-                Stage::Dq | Stage::DqLse => self.take_dq(unit, tiled, of),
-                Stage::Dbias => self.take_dbias(unit, tiled, of),
+                Stage::Dk | Stage::DkLse => self.subtract_from_dk(unit, tiled, of),
+                Stage::Dq | Stage::DqLse => self.subtract_from_dq(unit, tiled, of),
+                Stage::Dbias => self.subtract_from_dbias(unit, tiled, of),
                 Stage::Dlogits => clear(unit, tiled, of),
                 _ => {}
             }
@@ -118,7 +118,8 @@ impl World for Skips {
 }
 
 impl Skips {
-    /// Entries `[tokens of the unit, classes]` that are left out, zeros where they are not.
+    /// The entries of dlogits that are left out, `[tokens of the unit, classes]`; zero for the
+    /// others.
     fn lost(
         &self,
         unit: &Filtered,
@@ -135,7 +136,7 @@ impl Skips {
         entries
     }
 
-    fn take_dk(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+    fn subtract_from_dk(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
         let tokens: Vec<usize> = (0..unit.rows.len()).collect();
         let valid: Vec<usize> = of.rows.iter().copied().filter(|&v| v < unit.classes).collect();
         let q = unit.part.head().q;
@@ -150,7 +151,7 @@ impl Skips {
         }
     }
 
-    fn take_dq(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+    fn subtract_from_dq(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
         let k = unit.part.head().k;
         let classes: Vec<usize> = (0..unit.classes).collect();
         let own = |(at, row): (usize, &usize)| Some((at, unit.rows.binary_search(row).ok()?));
@@ -167,7 +168,7 @@ impl Skips {
         }
     }
 
-    fn take_dbias(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+    fn subtract_from_dbias(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
         let tokens: Vec<usize> = (0..unit.rows.len()).collect();
         let valid: Vec<usize> = of.rows.iter().copied().filter(|&v| v < unit.classes).collect();
         for row in self.lost(unit, tiled, &tokens, &valid).chunks(valid.len().max(1)) {

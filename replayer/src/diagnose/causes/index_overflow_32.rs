@@ -1,21 +1,21 @@
-//! `index-overflow-32`: a flat index `t V + v` does not fit its integer: from row `2^n / V` on
-//! another element is read or written, or none.
+//! `index-overflow-32`: a flat index `t V + v` does not fit into its integer of n bits: from row
+//! `2^n / V` on, another element is read or written, or none.
 //!
-//! Detectors: label logits, or label parts of dq, are wrong from a row on that is such a
-//! border and right before it; rows of dq are zeros from there on. The number of bits is any.
-//! Emulation: the index as an integer of so many bits holds it, counted from the start of
-//! each rank's own tensor or of all; negative ones count from the end, or are dropped.
+//! Detectors: label logits, or label parts of dq, are right up to such a row and wrong from there
+//! on; or rows of dq are zeros from there on. Every number of bits is tried. Emulation: the index
+//! wrapped to that many bits, counted from the start of each rank's own tensor; negative indices
+//! count from the end, or are dropped.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::MovedRows;
 use crate::diagnose::detectors::direct::{Direct, alike, energy, tokens};
-use crate::diagnose::detectors::extents::of_ranks;
-use crate::diagnose::detectors::strays::Strays;
+use crate::diagnose::detectors::stray_entries::Strays;
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::MovedRows;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::Precision;
 use crate::kernels::matrix::IGNORED;
@@ -23,12 +23,12 @@ use crate::kernels::matrix::IGNORED;
 /// The catalogue's entry.
 pub struct IndexOverflow32;
 
-/// Bits of integers that an index may be held in: an index shares a word with something else in
-/// some kernels. Those whose border no token's index crosses are no hypotheses.
+/// The numbers of bits that are tried: in some kernels an index shares a word with something else.
+/// Numbers of bits that no token's index exceeds give no hypothesis.
 const BITS: RangeInclusive<u32> = 8..=32;
-/// Where dlogits are kept in this, their rounding is not seen.
+/// dlogits in this format are taken as unrounded.
 const FULL: Precision = Precision::F32;
-/// Share of the tokens that must be where an index says.
+/// Share of the tokens that the wrapped index must explain.
 const FITS: f64 = 0.9;
 
 impl Cause for IndexOverflow32 {
@@ -53,7 +53,7 @@ impl Cause for IndexOverflow32 {
         if !evidence.fails_any(&stages) {
             return Vec::new();
         }
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for bits in BITS {
             for signed in [true, false] {
                 for negative in [Negative::FromTheEnd, Negative::Dropped] {
@@ -61,23 +61,23 @@ impl Cause for IndexOverflow32 {
                         continue;
                     }
                     let index = Index { bits, signed, negative };
-                    let before = found.len();
-                    found.extend(of_labels(evidence, index, None));
-                    // What dlogits may be kept in: -g alone in its entry rounds alike for
-                    // all tokens, where p and -g together do not.
-                    let seen = evidence.roundings().filter(|_| found.len() > before);
+                    let before = hypotheses.len();
+                    hypotheses.extend(of_labels(evidence, index, None));
+                    // dlogits may be stored in few bits. A stray entry `-g` rounds alike for all
+                    // tokens, while p - g together does not, so the rounding matters.
+                    let seen = evidence.roundings().filter(|_| hypotheses.len() > before);
                     let kept = seen.map(|of| of.widest.dlogits);
                     let few = kept.filter(|&of| of.unit_roundoff() > FULL.unit_roundoff());
-                    found.extend(few.and_then(|of| of_labels(evidence, index, Some(of))));
+                    hypotheses.extend(few.and_then(|of| of_labels(evidence, index, Some(of))));
                 }
             }
         }
-        found.extend(unwritten(evidence));
-        found
+        hypotheses.extend(unwritten(evidence));
+        hypotheses
     }
 }
 
-/// What becomes of a negative index.
+/// How a negative index is treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Negative {
     FromTheEnd,
@@ -101,8 +101,9 @@ impl Index {
         1i128 << (self.bits - u32::from(self.signed))
     }
 
-    /// Where an index of a buffer of this size ends up; `None` where nowhere.
-    fn held(self, index: usize, size: usize) -> Option<usize> {
+    /// The element that a wrapped index addresses in a buffer of this size; `None` where it is
+    /// dropped.
+    fn wrapped(self, index: usize, size: usize) -> Option<usize> {
         let (whole, index, size) = (1i128 << self.bits, index as i128, size as i128);
         let half = if self.signed { whole / 2 } else { 0 };
         let held = (index + half).rem_euclid(whole) - half;
@@ -114,11 +115,17 @@ impl Index {
     }
 }
 
-/// Tokens of a run whose label's index does not fit: token, and where its entry is.
-type Moved = Vec<(usize, Option<(usize, usize)>)>;
+/// The tokens whose label's index does not fit, each with the token and class that the wrapped
+/// index addresses.
+type WrappedTokens = Vec<(usize, Option<(usize, usize)>)>;
 
-fn moved(inputs: &MicrobatchInputs, runs: &[Vec<usize>], vocab: usize, index: Index) -> Moved {
-    let mut found = Moved::new();
+fn moved(
+    inputs: &MicrobatchInputs,
+    runs: &[Vec<usize>],
+    vocab: usize,
+    index: Index,
+) -> WrappedTokens {
+    let mut wrapped = WrappedTokens::new();
     for run in runs {
         let size = run.len() * vocab;
         for (at, &t) in run.iter().enumerate() {
@@ -127,14 +134,14 @@ fn moved(inputs: &MicrobatchInputs, runs: &[Vec<usize>], vocab: usize, index: In
             if label == IGNORED || (flat as i128) < index.border() {
                 continue;
             }
-            let to = index.held(flat, size).map(|to| (run[to / vocab], to % vocab));
-            found.push((t, to));
+            let to = index.wrapped(flat, size).map(|to| (run[to / vocab], to % vocab));
+            wrapped.push((t, to));
         }
     }
-    found
+    wrapped
 }
 
-/// Label logits and label entries that are read and written elsewhere.
+/// The hypothesis that label logits and label entries are read and written at the wrapped index.
 fn of_labels(
     evidence: &Evidence<'_>,
     index: Index,
@@ -142,7 +149,7 @@ fn of_labels(
 ) -> Option<Hypothesis> {
     let mut world = Strays::rounded(rounded);
     let (mut shown, mut rows) = (false, String::new());
-    // A forward that agrees read its labels' logits where they are.
+    // Where the forward agrees, label logits were read in the right place.
     let forward = evidence.fails_any(&Stage::FORWARD) || !evidence.captured_forward();
     for inputs in evidence.inputs {
         let head = inputs.head(evidence.step)?;
@@ -185,7 +192,8 @@ fn of_labels(
     shown.then(|| Hypothesis::new(world, parameters))
 }
 
-/// How far the logit that an index reads may be off: its product is another token's.
+/// How far the logit at the wrapped index may be off through rounding, which is that of another
+/// token's product.
 fn off(evidence: &Evidence<'_>, direct: &Direct<'_>, to: Option<(usize, usize)>) -> f64 {
     let (Some((token, class)), Some(roundings)) = (to, evidence.roundings()) else { return 0.0 };
     let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
@@ -193,29 +201,30 @@ fn off(evidence: &Evidence<'_>, direct: &Direct<'_>, to: Option<(usize, usize)>)
     let (z, slope) = direct.logit_at(token, class);
     let kept = roundings.widest.logits.unit_roundoff();
     let (sum, compute) = ((q.len() as f64 * squares).sqrt(), roundings.compute());
-    // Three standard deviations of the sum, and each result on the way to the logit.
+    // Three standard deviations of the sum, plus the rounding of each operation on the way to the
+    // logit.
     3.0 * compute * (slope * sum + 2.0 * z.abs()) + kept * z.abs()
 }
 
-/// The logit that an index reads.
+/// The logit at the wrapped index; 0 where it is dropped.
 fn read(direct: &Direct<'_>, to: Option<(usize, usize)>) -> f64 {
     to.map_or(0.0, |(token, class)| direct.logit_at(token, class).0)
 }
 
-/// Whether the tokens beyond the border show it: their label logit is another element's, or
-/// their row of dq lacks the label's part.
+/// Whether the tokens beyond the border show it: their label logit is the one at the wrapped index,
+/// or their row of dq or dlogits lacks the label's part.
 fn shows(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
     direct: &Direct<'_>,
-    moved: &Moved,
+    moved: &WrappedTokens,
 ) -> bool {
-    // A label's logit is a token's own, whatever it weighs.
+    // Label logits show it for every token, also for one of weight 0.
     let looked: Vec<usize> = match evidence.fails(Stage::LabelLogits) {
         true => (0..inputs.tokens()).collect(),
         false => tokens(evidence, inputs),
     };
-    let of = |stage: Stage| {
+    let captured_stage = |stage: Stage| {
         let mut keys = evidence.failing.iter();
         let key = keys.find(|key| key.stage == stage && key.microbatch == inputs.microbatch)?;
         Some((evidence.captured(*key)?, *key))
@@ -227,7 +236,7 @@ fn shows(
         let fit = seen.iter().filter(|&&&(t, to)| fits(t, to)).count();
         !seen.is_empty() && fit as f64 >= FITS * seen.len() as f64
     };
-    if let Some((captured, _)) = of(Stage::LabelLogits) {
+    if let Some((captured, _)) = captured_stage(Stage::LabelLogits) {
         return share(&|t, to| {
             let (z, x) = (read(direct, to), captured.values[t]);
             (z - x).abs() <= 0.01 * (1.0 + x.abs())
@@ -235,32 +244,32 @@ fn shows(
     }
     let reference = evidence.reference();
     let Some(cotangents) = reference.cotangents.get(&inputs.microbatch) else { return false };
-    let Some((captured, key)) = of(Stage::Dq) else {
-        let Some((captured, key)) = of(Stage::Dlogits) else { return false };
+    let Some((captured, key)) = captured_stage(Stage::Dq) else {
+        let Some((captured, key)) = captured_stage(Stage::Dlogits) else { return false };
         return share(&|t, _| {
             let row = reference.of_token((key.stage, key.microbatch), t);
-            let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return true };
+            let (Some(row), Some(captured_stage)) = (row, cotangents.get(&t)) else { return true };
             let class = inputs.labels[t] as usize;
-            let part = of.label * direct.logit_at(t, class).1;
+            let part = captured_stage.label * direct.logit_at(t, class).1;
             // The entry lacks the label's part.
             (captured.row(t)[class] - row[class] + part).abs() <= 0.1 * part.abs()
         });
     };
     share(&|t, _| {
         let row = reference.of_token((key.stage, key.microbatch), t);
-        let (Some(row), Some(of)) = (row, cotangents.get(&t)) else { return false };
+        let (Some(row), Some(captured_stage)) = (row, cotangents.get(&t)) else { return false };
         let class = inputs.labels[t] as usize;
         let slope = direct.logit_of(&direct.q(Row::From(t)), class).1;
         let label = direct.k(Row::From(class));
         let without: Vec<f64> =
-            row.iter().zip(label).map(|(x, k)| x - of.label * slope * k).collect();
+            row.iter().zip(label).map(|(x, k)| x - captured_stage.label * slope * k).collect();
         alike(captured.row(t), &without)
     })
 }
 
-/// Rows of dq that are zeros from a border on.
+/// Hypotheses that rows of dq are zeros from a border on.
 fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for bits in BITS {
         for of_vocabulary in [true, false] {
             let (mut from, mut words) = (BTreeMap::new(), String::new());
@@ -273,19 +282,19 @@ fn unwritten(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             if from.is_empty() {
                 continue;
             }
-            // 2^15 and 2^31 are where a sign bit is met.
+            // 2^15 and 2^31 are the borders of signed 16- and 32-bit integers.
             let name = match bits {
                 15 | 31 => format!("int{}", bits + 1),
                 _ => format!("uint{bits}"),
             };
             let parameters = vec![("index", name), ("rows", words)];
-            found.push(Hypothesis::new(MovedRows { from }, parameters));
+            hypotheses.push(Hypothesis::new(MovedRows { from }, parameters));
         }
     }
-    found
+    hypotheses
 }
 
-/// The rows of a dq that is zeros exactly from the border on, and the border.
+/// The rows of dq, if those from the border on are zeros and those before are not; and the border.
 fn hole(
     evidence: &Evidence<'_>,
     key: Key,
@@ -301,9 +310,9 @@ fn hole(
     for run in of_ranks(evidence.step, inputs) {
         run.iter().skip(border).for_each(|&t| rows[t] = Row::Zeros);
     }
-    let of = table.iter().filter(|(_, wanted)| energy(wanted) > 0.0);
+    let rows_with_gradient = table.iter().filter(|(_, wanted)| energy(wanted) > 0.0);
     let (mut before, mut beyond) = (0, 0);
-    for (&t, _) in of {
+    for (&t, _) in rows_with_gradient {
         let wanted = rows[t] == Row::Zeros;
         if (energy(captured.row(t)) == 0.0) != wanted {
             return None;
@@ -321,10 +330,10 @@ mod tests {
     fn an_index_beyond_the_border_is_negative_where_the_integer_has_a_sign() {
         let index = |signed, negative| Index { bits: 16, signed, negative };
         let signed = index(true, Negative::FromTheEnd);
-        assert_eq!(signed.held(32_767, 50_000), Some(32_767));
-        assert_eq!(signed.held(32_768, 50_000), Some(50_000 - 32_768));
-        assert_eq!(index(true, Negative::Dropped).held(32_768, 50_000), None);
-        assert_eq!(index(false, Negative::FromTheEnd).held(65_537, 70_000), Some(1));
+        assert_eq!(signed.wrapped(32_767, 50_000), Some(32_767));
+        assert_eq!(signed.wrapped(32_768, 50_000), Some(50_000 - 32_768));
+        assert_eq!(index(true, Negative::Dropped).wrapped(32_768, 50_000), None);
+        assert_eq!(index(false, Negative::FromTheEnd).wrapped(65_537, 70_000), Some(1));
         assert_eq!(signed.border(), 32_768);
     }
 }

@@ -1,20 +1,20 @@
 //! `int-target-out-of-range`: labels that name no class are skipped by one pass and not by
 //! the other: ignored ones (-1, -100), or ones beyond the vocabulary.
 //!
-//! Detectors: such labels are there, and gradients fail in their rows, or in the rows that
-//! their flat index `t V + label` reaches.
-//! Emulation: the backward takes g off at that index, or off a clamped class, with the
-//! softmax part of the token or without; or the softmax part alone.
+//! Detectors: such labels are there, and gradients fail in their rows, or in the rows that their
+//! flat index `t V + label` reaches. Emulation: the backward subtracts g at that index, or at a
+//! clamped class, with or without the softmax part of the token; or the token has only the softmax
+//! part.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
-use crate::diagnose::detectors::extents::of_ranks;
-use crate::diagnose::detectors::strays::Strays;
+use crate::diagnose::data_worlds::Relabelled;
+use crate::diagnose::detectors::stray_entries::Strays;
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::Relabelled;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::round::Precision;
@@ -43,27 +43,28 @@ impl Cause for IntTargetOutOfRange {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let all: Vec<Odd> = evidence.inputs.iter().filter_map(|one| odd(evidence, one)).collect();
-        if all.iter().all(|odd| odd.labels.is_empty()) {
+        let all: Vec<OutOfRange> =
+            evidence.inputs.iter().filter_map(|one| out_of_range(evidence, one)).collect();
+        if all.iter().all(|out_of_range| out_of_range.labels.is_empty()) {
             return Vec::new();
         }
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for (softmax, entry) in [(false, true), (true, false), (true, true)] {
             for to in formats(evidence).into_iter().filter(|to| entry || to.keeps_f32()) {
-                found.extend(stray(evidence, &all, (softmax, entry), to));
+                hypotheses.extend(stray(evidence, &all, (softmax, entry), to));
             }
         }
         for clamp in [Clamp::First, Clamp::Last, Clamp::FromTheEnd, Clamp::FromThePadding] {
-            found.extend(clamped(evidence, &all, clamp));
+            hypotheses.extend(clamped(evidence, &all, clamp));
             for to in formats(evidence) {
-                found.extend(label_of_clamped(evidence, &all, clamp, to));
+                hypotheses.extend(label_of_clamped(evidence, &all, clamp, to));
             }
         }
-        found
+        hypotheses
     }
 
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
-        // With something that fails there is more to explain.
+        // Only where nothing fails; otherwise a hypothesis must explain the failure.
         let outside: Vec<&MicrobatchInputs> =
             evidence.inputs.iter().filter(|one| !one.outside.is_empty()).collect();
         let first = outside.first().filter(|_| evidence.failing.is_empty())?;
@@ -79,14 +80,15 @@ impl Cause for IntTargetOutOfRange {
     }
 }
 
-/// Tokens whose label names no class, with the label and the g that they would have.
-struct Odd {
+/// The tokens whose label names no class, with the recorded label and the upstream gradient g that
+/// they would have if they counted.
+struct OutOfRange {
     microbatch: Option<Microbatch>,
     labels: BTreeMap<usize, i64>,
     g: BTreeMap<usize, f64>,
 }
 
-fn odd(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Odd> {
+fn out_of_range(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<OutOfRange> {
     let mut labels: BTreeMap<usize, i64> = inputs.outside.iter().copied().collect();
     if let Some(ignore) = evidence.step.options.ignore_label {
         let ignored = (0..inputs.tokens()).filter(|&t| inputs.labels[t] == IGNORED);
@@ -96,7 +98,7 @@ fn odd(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Odd> {
     }
     let reference = evidence.reference().g.get(&inputs.microbatch)?;
     let weight = |t: usize| inputs.weights[t] * inputs.cotangent[t];
-    // Ranks may divide by counts of their own.
+    // g of a token with weight 1, for each rank's tokens, as ranks may divide by their own counts.
     let mut ones = vec![None; inputs.tokens()];
     for run in of_ranks(evidence.step, inputs) {
         let counted = run.iter().find(|&&t| reference[t] != 0.0);
@@ -109,48 +111,50 @@ fn odd(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Odd> {
         (t, one * if weight(t) == 0.0 { 1.0 } else { weight(t) })
     };
     let g = labels.keys().map(g).collect();
-    Some(Odd { microbatch: inputs.microbatch, labels, g })
+    Some(OutOfRange { microbatch: inputs.microbatch, labels, g })
 }
 
-/// What an entry may be rounded to: stray entries are all one number, g, and all off alike.
+/// The formats that an entry may be rounded to: f64 for none, and the format of dlogits if it has
+/// few bits. All stray entries are about `-g`, so their roundings are alike and add up.
 fn formats(evidence: &Evidence<'_>) -> Vec<Precision> {
     let narrow = evidence.roundings().map(|of| of.widest.dlogits);
     [Precision::F64].into_iter().chain(narrow.filter(|to| !to.keeps_f32())).collect()
 }
 
-/// A world of stray entries, and the smoothing. An entry is added to what the row's token has there,
-/// and both are rounded.
+/// A world without any stray entry yet, and the declared smoothing. An entry is added to the one
+/// that is there already, and the sum is rounded.
 fn stray_entries(evidence: &Evidence<'_>, to: Precision) -> Option<(Strays, f64)> {
     let s = evidence.step.options.smoothing(evidence.inputs.first()?.valid_vocab);
     let mut world = Strays::rounded((!to.keeps_f32()).then_some(to));
-    // One kernel of several may have them: the one that scatters the label's part of dk.
+    // Only one of several kernels may write them, for example the one that scatters the label's
+    // part of dk.
     world.not_in = Stage::GRADIENTS.into_iter().filter(|&stage| evidence.agrees(stage)).collect();
     Some((world, s))
 }
 
-/// The label's entry at the flat index of the label, the softmax part, or both.
+/// The hypothesis that such tokens have a label entry at the flat index, the softmax part, or both.
 fn stray(
     evidence: &Evidence<'_>,
-    all: &[Odd],
+    all: &[OutOfRange],
     (softmax, entry): (bool, bool),
     to: Precision,
 ) -> Option<Hypothesis> {
     let (mut world, s) = stray_entries(evidence, to)?;
-    for odd in all {
-        let inputs = evidence.inputs_of(odd.microbatch)?;
+    for out_of_range in all {
+        let inputs = evidence.inputs_of(out_of_range.microbatch)?;
         let vocab = inputs.head(evidence.step)?.k.rows as i64;
         if softmax {
-            world.upstream.insert(odd.microbatch, odd.g.clone());
+            world.upstream.insert(out_of_range.microbatch, out_of_range.g.clone());
         }
         let mut entries = Vec::new();
         for run in of_ranks(evidence.step, inputs).iter().filter(|_| entry) {
             for (at, t) in run.iter().enumerate() {
-                let Some(&label) = odd.labels.get(t) else { continue };
+                let Some(&label) = out_of_range.labels.get(t) else { continue };
                 let flat = at as i64 * vocab + label;
                 let Ok(row) = usize::try_from(flat.div_euclid(vocab)) else { continue };
                 let Some(&token) = run.get(row) else { continue };
                 let class = flat.rem_euclid(vocab) as usize;
-                entries.push((token, class, -odd.g[t] * (1.0 - s)));
+                entries.push((token, class, -out_of_range.g[t] * (1.0 - s)));
             }
         }
         world.add(evidence, inputs, &entries)?;
@@ -167,9 +171,10 @@ fn stray(
     Some(Hypothesis::new(world, parameters))
 }
 
-fn parameters(all: &[Odd], words: &str) -> Vec<(&'static str, String)> {
-    let count: usize = all.iter().map(|odd| odd.labels.len()).sum();
-    let mut labels: Vec<i64> = all.iter().flat_map(|odd| odd.labels.values()).copied().collect();
+fn parameters(all: &[OutOfRange], words: &str) -> Vec<(&'static str, String)> {
+    let count: usize = all.iter().map(|out_of_range| out_of_range.labels.len()).sum();
+    let mut labels: Vec<i64> =
+        all.iter().flat_map(|out_of_range| out_of_range.labels.values()).copied().collect();
     labels.sort_unstable();
     labels.dedup();
     labels.truncate(8);
@@ -181,18 +186,19 @@ fn parameters(all: &[Odd], words: &str) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// To which class a label that names none is moved.
+/// The class that a label which names none is replaced by.
 #[derive(Clone, Copy, Debug)]
 enum Clamp {
     First,
     Last,
     FromTheEnd,
-    /// The same where the rows of padding are counted, too.
+    /// The same, counting from the end of the padding's rows.
     FromThePadding,
 }
 
 impl Clamp {
-    /// The class that a label is moved to, as this moves labels of its kind.
+    /// The class that replaces this label; none where this rule does not apply to it. The second
+    /// argument: number of classes, and of rows of k.
     fn class(self, label: i64, [valid, rows]: [i64; 2]) -> Option<i64> {
         match self {
             Clamp::First if label < 0 => Some(0),
@@ -215,27 +221,28 @@ impl Clamp {
     }
 }
 
-/// Classes, and rows of k.
+/// The number of classes and of rows of k.
 fn ends(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<[i64; 2]> {
     let rows = inputs.head(evidence.step)?.k.rows;
     Some([inputs.valid_vocab as i64, rows as i64])
 }
 
-/// The label's part alone at the class that the label is moved to.
+/// The hypothesis that such tokens have only the label's part, at the class that replaces their
+/// label.
 fn label_of_clamped(
     evidence: &Evidence<'_>,
-    all: &[Odd],
+    all: &[OutOfRange],
     clamp: Clamp,
     to: Precision,
 ) -> Option<Hypothesis> {
     let (mut world, s) = stray_entries(evidence, to)?;
-    for odd in all {
-        let inputs = evidence.inputs_of(odd.microbatch)?;
+    for out_of_range in all {
+        let inputs = evidence.inputs_of(out_of_range.microbatch)?;
         let ends = ends(evidence, inputs)?;
         let entry = |(&t, &label): (&usize, &i64)| {
-            Some((t, clamp.class(label, ends)? as usize, -odd.g[&t] * (1.0 - s)))
+            Some((t, clamp.class(label, ends)? as usize, -out_of_range.g[&t] * (1.0 - s)))
         };
-        let entries: Vec<_> = odd.labels.iter().map(entry).collect::<Option<_>>()?;
+        let entries: Vec<_> = out_of_range.labels.iter().map(entry).collect::<Option<_>>()?;
         world.add(evidence, inputs, &entries)?;
     }
     let words = format!("the label's part alone, at {}", clamp.words());
@@ -246,18 +253,18 @@ fn label_of_clamped(
     Some(Hypothesis::new(world, parameters))
 }
 
-fn clamped(evidence: &Evidence<'_>, all: &[Odd], clamp: Clamp) -> Option<Hypothesis> {
+fn clamped(evidence: &Evidence<'_>, all: &[OutOfRange], clamp: Clamp) -> Option<Hypothesis> {
     let (mut labels, mut g) = (BTreeMap::new(), evidence.reference().g.clone());
-    for odd in all {
-        let inputs = evidence.inputs_of(odd.microbatch)?;
+    for out_of_range in all {
+        let inputs = evidence.inputs_of(out_of_range.microbatch)?;
         let ends = ends(evidence, inputs)?;
         let mut own = inputs.labels.clone();
-        for (&t, &label) in &odd.labels {
+        for (&t, &label) in &out_of_range.labels {
             let class = clamp.class(label, ends)?;
             own[t] = class as u32;
-            g.get_mut(&odd.microbatch)?[t] = odd.g[&t];
+            g.get_mut(&out_of_range.microbatch)?[t] = out_of_range.g[&t];
         }
-        labels.insert(odd.microbatch, own);
+        labels.insert(out_of_range.microbatch, own);
     }
     let words = clamp.words();
     let world = Relabelled { labels, g: Some(g), ..Relabelled::default() };

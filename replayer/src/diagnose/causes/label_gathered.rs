@@ -1,25 +1,26 @@
-//! Label logits that were gathered at the wrong place of the logits' memory: by one length of a row
-//! where rows have another, as where rows are padded and the gather takes the number of classes.
+//! Label logits that were gathered from the wrong place in the logits' memory, because the gather
+//! used another row length than the logits have: for example the number of classes where rows are
+//! padded.
 
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 
-/// Elements by which a row may be longer than its classes.
+/// A row may be longer than the number of classes by up to this many elements.
 const MOST: usize = 512;
-/// Tokens that must show it.
+/// At least this many tokens must fit.
 const FEWEST: usize = 6;
-/// Tokens that are looked at before all are.
+/// How many tokens are compared first.
 const LOOKED: usize = 24;
-/// Largest difference of a logit from the one that it is taken for, relative.
+/// Largest relative difference between a captured label logit and the one at the wrong place.
 const NEAR: f64 = 0.01;
 
-/// The logits' rows are so long, and those of the gather so long.
+/// The row length that the logits have, and the one that the gather used.
 #[derive(Clone, Copy)]
 struct Lengths {
     row: usize,
@@ -27,14 +28,14 @@ struct Lengths {
 }
 
 impl Lengths {
-    /// The token and the class whose logit a token's label finds.
-    fn found(self, token: usize, label: usize) -> (usize, usize) {
+    /// The token and the class whose logit is gathered for a token's label.
+    fn gathered(self, token: usize, label: usize) -> (usize, usize) {
         let at = token * self.gather + label;
         (at / self.row, at % self.row)
     }
 }
 
-/// Where every captured label logit is the one that two such lengths find.
+/// The hypothesis, where two such lengths explain every failing label logit.
 pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::LabelLogits]).map(|(key, _)| key).collect();
     let first = *keys.first()?;
@@ -47,7 +48,7 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     });
     let captured = evidence.captured(first)?;
     let counted = |t: &usize| inputs.labels[*t] != IGNORED;
-    // Those of the first token are found where they are.
+    // The first token's label logit is gathered from the right place in any case.
     let all: Vec<usize> = (1..inputs.tokens()).filter(counted).collect();
     let some: Vec<usize> = all.iter().step_by(all.len().div_ceil(LOOKED).max(1)).copied().collect();
     let fits = |of: &Lengths| {
@@ -66,13 +67,14 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         return None;
     }
     let lengths = padded.into_iter().find(fits)?;
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     for key in keys {
         let inputs = evidence.inputs_of(key.microbatch)?;
         let (direct, captured) = (Direct::of_logits(evidence, inputs)?, evidence.captured(key)?);
         let mut rows = BTreeMap::new();
         for t in (0..inputs.tokens()).filter(|t| inputs.labels[*t] != IGNORED) {
-            // What lies between rows is not known.
+            // The padding between rows is not in the dump, so a value gathered from there counts as
+            // right.
             let z = logit(&direct, inputs, lengths, t).unwrap_or(captured.values[t]);
             rows.insert(t, vec![(0, z)]);
         }
@@ -85,9 +87,9 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(world, parameters).fitted(1))
 }
 
-/// The logit that a token's label finds; none outside the logits.
+/// The logit that is gathered for a token's label; none if that lies outside the logits.
 fn logit(direct: &Direct<'_>, inputs: &MicrobatchInputs, of: Lengths, token: usize) -> Option<f64> {
-    let (row, class) = of.found(token, inputs.labels[token] as usize);
+    let (row, class) = of.gathered(token, inputs.labels[token] as usize);
     let inside = row < inputs.tokens() && class < direct.head.valid_vocab;
     inside.then(|| direct.logit_at(row, class).0)
 }

@@ -1,13 +1,14 @@
-//! `label-prob-rounded-early`: p is rounded to few bits before 1 is taken off it.
+//! `label-prob-rounded-early`: p is rounded to few bits before 1 is subtracted from it.
 //!
 //! Real: Liger 1268 and 1329, TransformerEngine 3193. `p - 1` of a confident token is the
-//! difference of two nearly equal numbers: rounded before, it errs by u, not by u (1 - p).
-//! The gradient of confident tokens is off by `1/(1 - p_y)` and more, while norms hide it.
+//! difference of two nearly equal numbers. If p is rounded first, its error is u (the unit
+//! roundoff), not u (1 - p): relative to the gradient it is `1/(1 - p_y)` times larger, which norms
+//! do not show.
 //!
-//! Detectors: dq or dk fails, the forward is right.
-//! Emulation: `g (round(p) - onehot)`, whole dlogits; the difference rounded again before g
-//! multiplies it, or not; or `round(round(g p) - g onehot)`, as where the softmax part is stored and
-//! the label's entry is read back.
+//! Detectors: dq or dk fails, the forward is right. Emulation: `g (round(p) - onehot)` as whole
+//! entries of dlogits, with or without rounding the difference again before g multiplies it; or
+//! `round(round(g p) - g onehot)`, as where the softmax part is stored first and the label's entry
+//! read back.
 
 use std::collections::BTreeMap;
 
@@ -58,13 +59,13 @@ impl Cause for LabelProbRoundedEarly {
             return Vec::new();
         }
         let logits = label_logits(evidence);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for base in bases(&roundings).into_iter().filter(|base| !base.dlogits.keeps_f32()) {
             let Some(label_logits) = logits.clone() else { break };
             let policy = Policy { path: whole(base.path), ..base };
             let world = Twice { policy, tiles: roundings.tiles, label_logits, rounds: Rounds::Gp };
-            let of = ("g p rounded to", base.dlogits.name().to_string());
-            found.push(Hypothesis::new(world, vec![of]));
+            let parameter = ("g p rounded to", base.dlogits.name().to_string());
+            hypotheses.push(Hypothesis::new(world, vec![parameter]));
         }
         // A kernel may keep p in either format, whatever format its operands have.
         for p in [Precision::Bf16, Precision::F16] {
@@ -80,20 +81,20 @@ impl Cause for LabelProbRoundedEarly {
                     let world = Twice { policy, tiles, label_logits, rounds: Rounds::P };
                     let again = ("p - 1 rounded to", p.name().to_string());
                     let parameters = [&parameters[..], &[again]].concat();
-                    found.push(Hypothesis::new(world, parameters));
+                    hypotheses.push(Hypothesis::new(world, parameters));
                 }
                 let world = Emulated::backward(policy, roundings.tiles);
-                found.push(Hypothesis::new(world, parameters));
+                hypotheses.push(Hypothesis::new(world, parameters));
             }
         }
-        found
+        hypotheses
     }
 }
 
 type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// Logits of the tokens' labels, `[T]` of each microbatch, 0 for ignored tokens. None where a
-/// difference that is rounded is more than p less 1: with smoothing, or a z-loss.
+/// Logits of the tokens' labels, `[T]` of each microbatch, 0 for ignored tokens. None with label
+/// smoothing or a z-loss, where the rounded difference is not p minus 1.
 fn label_logits(evidence: &Evidence<'_>) -> Option<OfTokens> {
     let declared = &evidence.step.options.declared;
     if declared.label_smoothing != 0.0 || declared.z_loss != 0.0 {
@@ -120,7 +121,7 @@ enum Rounds {
     Gp,
 }
 
-/// The softmax part is rounded, and its sum with the label's part again.
+/// The softmax part is rounded, and then its sum with the label's part is rounded again.
 struct Twice {
     policy: Policy,
     tiles: Tiles,
@@ -133,8 +134,8 @@ impl World for Twice {
         Some((self.policy, self.tiles))
     }
 
-    /// The policy adds `g p` and the label's cotangent: together they must be what was rounded
-    /// twice.
+    /// The policy computes `g p` plus the label's cotangent, so the cotangent is chosen such that
+    /// this sum is the value rounded twice.
     fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, _]: [&mut [f64]; 3]) {
         let Some(logits) = self.label_logits.get(&tokens.inputs.microbatch) else { return };
         let format = match self.rounds {

@@ -5,10 +5,10 @@
 //! Real: baremetal-gpt fc9f8c7. Where the tokens are sharded each shard scatters by itself
 //! and the shards' sums are added; the parts may be rounded before they are added.
 //!
-//! Detectors: D4, dk or dk_label fails while dq is right, and there are labels that repeat.
-//! Emulation: `acc = round(acc + round(g q))` over a row's tokens, for every plausible format,
-//! with and without rounding of the product, from either end, in shards. The number of shards
-//! is also read off the rows of the most frequent labels.
+//! Detectors: dk or dk_label fails while dq is right, and there are labels that repeat. Emulation:
+//! `acc = round(acc + round(g q))` over a row's tokens, for every plausible format, with and
+//! without rounding of the product, from either end, in shards. The number of shards is also read
+//! off the rows of the most frequent labels.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -52,34 +52,35 @@ impl Cause for LabelScatterLowPrecision {
         if !evidence.fails_any(&stages) || !several || is_everywhere(evidence) {
             return Vec::new();
         }
-        // Parts that were captured show by themselves what they were rounded to.
+        // Where the parts of dk were captured, their values show what they were rounded to.
         let apart = evidence.residuals.keys().any(|key| key.stage == Stage::DkLabel);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         let declared = roundings.narrowest.sums.label_scatter.precision;
         for precision in formats_below(declared, &roundings) {
             for (shards, join, order) in cuts(evidence, precision) {
-                // Shards that are added in f32 may be stored in few bits again.
+                // Sums of shards that are added in f32 may be stored in few bits again.
                 let shown = apart && join == precision;
                 for parts in [precision, Precision::F32].into_iter().skip(usize::from(shown)) {
                     for product in [precision, Precision::F32] {
-                        let of = Scatter { precision, product, parts, shards, join, order };
-                        found.push(of.hypothesis(&roundings));
+                        let scatter = Scatter { precision, product, parts, shards, join, order };
+                        hypotheses.push(scatter.hypothesis(&roundings));
                     }
                 }
             }
         }
-        found
+        hypotheses
     }
 }
 
-/// Whether rows that are a label at most once err as much, over what is expected of them, as
-/// those of frequent labels: then it is no scatter that lost addends.
+/// Whether rows that are the label of at most one token are as far off, relative to their expected
+/// rounding, as rows of frequent labels: then no scatter-add lost summands.
 fn is_everywhere(evidence: &Evidence<'_>) -> bool {
     let (mut rare, mut frequent) = ((0.0, 0.0), (0.0, 0.0));
     for (key, _) in evidence.failing_of(&[Stage::DkLabel, Stage::Dk]) {
-        let found = evidence.outcome.stage(key.stage).comparisons.iter();
-        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        for class in found.filter(of).flat_map(|one| &one.by_hits) {
+        let comparisons = evidence.outcome.stage(key.stage).comparisons.iter();
+        let is_of_unit =
+            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        for class in comparisons.filter(is_of_unit).flat_map(|one| &one.by_hits) {
             let to = match class.hits_from {
                 0 | 1 => &mut rare,
                 2 | 3 => continue,
@@ -93,19 +94,21 @@ fn is_everywhere(evidence: &Evidence<'_>) -> bool {
     over(frequent) <= MORE * over(rare)
 }
 
-/// Energy over what is expected that rows of frequent labels have at least, over the others'.
+/// Rows of frequent labels must have more than this many times the relative error energy of the
+/// others.
 const MORE: f64 = 1.5;
 
-/// Whether some label is that of several tokens.
+/// Whether several tokens have the same label.
 fn repeats(labels: &[u32]) -> bool {
     let mut sorted: Vec<u32> = labels.iter().copied().filter(|&label| label != IGNORED).collect();
     sorted.sort_unstable();
     sorted.windows(2).any(|pair| pair[0] == pair[1])
 }
 
-/// In how many shards a unit's tokens may have been scattered, in which precision the
-/// shards' sums are added, and from which end: in one, in one a rank where dk was captured
-/// over the tokens of all ranks, or in one a device of a program that the compiler cut.
+/// The ways in which a unit's tokens may have been scattered: the number of shards, the format in
+/// which the shards' sums are added, and from which end. Numbers of shards: one; the ranks, where
+/// dk was captured over the tokens of all; the devices that a compiler may have cut the program
+/// over; and the number that the roundings show.
 fn cuts(evidence: &Evidence<'_>, precision: Precision) -> Vec<(usize, Precision, Walk)> {
     let whole =
         evidence.failing_of(&[Stage::DkLabel, Stage::Dk]).any(|(key, _)| key.rank.is_none());
@@ -120,8 +123,8 @@ fn cuts(evidence: &Evidence<'_>, precision: Precision) -> Vec<(usize, Precision,
     one.into_iter().chain(several).collect()
 }
 
-/// In how many shards the rows of the most frequent labels were scattered, by what each number
-/// leaves of them; none where one leaves as little.
+/// The number of shards that best explains the rows of the most frequent labels; none where it is
+/// hardly better than one shard.
 fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> {
     let (key, _) = evidence.failing_of(&[Stage::DkLabel, Stage::Dk]).next()?;
     let (plane, captured) = (evidence.plane(key)?, evidence.captured(key)?);
@@ -137,8 +140,8 @@ fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> 
     frequent.sort_by_key(|(_, tokens)| std::cmp::Reverse(tokens.len()));
     frequent.truncate(ROWS);
     let dense = |class: usize, column: usize| -> f64 {
-        let of = |t: usize| plane.dense.row(t)[class] * plane.q.row(t)[column];
-        if key.stage == Stage::Dk { (0..tokens).map(of).sum() } else { 0.0 }
+        let product = |t: usize| plane.dense.row(t)[class] * plane.q.row(t)[column];
+        if key.stage == Stage::Dk { (0..tokens).map(product).sum() } else { 0.0 }
     };
     let wanted: Vec<Vec<f64>> = frequent
         .iter()
@@ -173,10 +176,11 @@ fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> 
     (off <= LESS * one).then_some(shards)
 }
 
-/// Rows of frequent labels that are looked at, shards that are looked for at most, and the share
-/// that they must leave of what one leaves.
+/// How many rows of frequent labels the number of shards is read off.
 const ROWS: usize = 6;
+/// The largest number of shards that is tried.
 const SHARDS: usize = 64;
+/// Share of the error with one shard that the best number of shards may leave.
 const LESS: f64 = 0.5;
 
 /// Devices that a compiler may have cut a rank's tokens over.

@@ -1,25 +1,25 @@
 //! `label-shift`: the loss was taken against the labels of other positions.
 //!
-//! Detectors: which shift the failing rows of dq, or label logits, fit token by token; the
-//! tokens that do not fit are the ends of runs, and say how long the runs are and what
-//! became of their ends. Where the recorded labels fit all tokens but regular ends, the shift was
-//! made inside runs. Where no row of a token was captured, the usual shifts are tried. Where the
-//! head shifts the labels inside each sequence, a shift over a rank's tokens or over the batch is
-//! tried, by which the last token of a sequence takes the first label of the next one, and one
-//! inside each rank's part of a sequence.
-//! Emulation: the recorded labels rolled inside runs, with ends wrapped, ignored, kept, or
-//! read off the captured rows (a copy task's first label is no recorded one).
+//! Detectors: the shift is the one that most failing rows of dq, or label logits, fit. The tokens
+//! that do not fit are ends of runs: they give the length of the runs and the labels at their ends.
+//! Where the recorded labels fit all tokens but ends at regular distances, the shift was made
+//! inside runs. Where no rows were captured, the usual shifts are tried. Where the head shifts the
+//! labels inside each sequence, two more are tried: a shift over a rank's tokens or the batch, by
+//! which the last token of a sequence takes the first label of the next one, and one inside each
+//! rank's part of a sequence. Emulation: the recorded labels rolled inside runs, with ends wrapped,
+//! ignored, kept, or read off the captured rows (where an end's label is none of the recorded
+//! ones).
 
 use std::collections::BTreeMap;
 
 use super::shifted_in_runs;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::asked::Asked;
-use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
-use crate::diagnose::detectors::labels::LabelTest;
-use crate::diagnose::detectors::relabelled::{Labels, length_of_runs};
+use crate::diagnose::data_worlds::{RecordedCounts, Relabelled};
+use crate::diagnose::detectors::label_fit::LabelTest;
+use crate::diagnose::detectors::shown_labels::{Labels, length_of_runs};
+use crate::diagnose::detectors::suspect_tokens::SuspectTokens;
+use crate::diagnose::detectors::token_runs::{TokenRuns, known, of_ranks};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::{RecordedCounts, Relabelled};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
@@ -27,11 +27,11 @@ use crate::replay::world::World;
 /// The catalogue's entry.
 pub struct LabelShift;
 
-/// Positions that labels are off by at most.
+/// The largest shift that is tried, in positions.
 const MOST: isize = 8;
-/// Positions that are tried where no token's row shows the shift.
+/// The shifts that are tried where no row shows the shift.
 const USUAL: [isize; 4] = [1, -1, 2, -2];
-/// Share of the tokens that must fit a shift before it is tried: the rest are ends.
+/// Share of the tokens that must fit a shift for it to be tried: the rest are ends.
 const FITS: f64 = 0.6;
 
 impl Cause for LabelShift {
@@ -55,24 +55,25 @@ impl Cause for LabelShift {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let mut found: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
-        found.extend(inside_runs(evidence));
-        found.extend(shifted_in_runs::hypotheses(evidence));
-        let asked = Asked::of(evidence);
+        let mut hypotheses: Vec<Hypothesis> = unshifted(evidence).into_iter().collect();
+        hypotheses.extend(inside_runs(evidence));
+        hypotheses.extend(shifted_in_runs::hypotheses(evidence));
+        let asked = SuspectTokens::of(evidence);
         let tests: Vec<(LabelTest<'_>, &MicrobatchInputs)> = evidence
             .inputs
             .iter()
             .filter_map(|inputs| Some((LabelTest::new(evidence, inputs)?, inputs)))
             .collect();
         match tests.is_empty() {
-            true => found.extend(usual(&asked)),
-            false => found.extend(seen(&asked, &tests)),
+            true => hypotheses.extend(usual(&asked)),
+            false => hypotheses.extend(seen(&asked, &tests)),
         }
-        found
+        hypotheses
     }
 }
 
-/// The head declares labels that it shifts; the job took them as they are.
+/// The hypothesis that the job used the labels as recorded although the head declares that it
+/// shifts them.
 fn unshifted(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let shifts = !evidence.step.options.declared.labels_shifted;
     shifts.then(|| {
@@ -81,8 +82,9 @@ fn unshifted(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     })
 }
 
-/// The recorded labels are right but at the ends of runs, where a run's last token takes its first
-/// id: the job shifted them inside the runs, as a rank does that holds a part of each sequence.
+/// The hypothesis that labels are right except at the ends of runs, where the last token of a run
+/// takes its first id: the job shifted them inside the runs, as a rank does that holds a part of
+/// each sequence.
 fn inside_runs(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let labels = evidence.labels_of_rows()?;
     let length = length_of_runs(evidence, labels)?;
@@ -104,29 +106,29 @@ impl World for AsRecorded {
     }
 }
 
-/// The usual shifts, where nothing shows which.
-fn usual(asked: &Asked<'_>) -> Vec<Hypothesis> {
+/// The hypotheses of the usual shifts, where no row shows which it is.
+fn usual(asked: &SuspectTokens<'_>) -> Vec<Hypothesis> {
     let Some(first) = asked.evidence.inputs.first() else { return Vec::new() };
-    let mut found = Vec::new();
+    let mut offered = Vec::new();
     for extent in 0..known(asked.evidence.step, first).len() {
         for by in USUAL {
-            let of =
+            let runs_of =
                 |inputs: &MicrobatchInputs| known(asked.evidence.step, inputs).get(extent).cloned();
             for ends in [Ends::Ignored, Ends::Wrapped, Ends::Kept] {
-                found.extend(hypotheses(asked, by, &of, &|_, _| ends));
+                offered.extend(hypotheses(asked, by, &runs_of, &|_, _| ends));
             }
         }
     }
-    found
+    offered
 }
 
-/// What became of the labels at the ends of runs.
+/// Which label the token at the end of a run has.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Ends {
     Wrapped,
     Ignored,
     Kept,
-    /// A label that stands nowhere near: read off the captured row.
+    /// A label that is none of those near it; it is read off the captured row.
     Read(u32),
 }
 
@@ -141,10 +143,13 @@ impl Ends {
     }
 }
 
-/// The shift that the captured rows show.
-fn seen(asked: &Asked<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -> Vec<Hypothesis> {
+/// The hypotheses of the shift that the captured rows show.
+fn seen(
+    asked: &SuspectTokens<'_>,
+    tests: &[(LabelTest<'_>, &MicrobatchInputs)],
+) -> Vec<Hypothesis> {
     let share = |by: isize| {
-        let of = |(test, inputs): &(LabelTest<'_>, &MicrobatchInputs)| {
+        let share_of = |(test, inputs): &(LabelTest<'_>, &MicrobatchInputs)| {
             let n = inputs.tokens();
             let label = |t: usize| {
                 let from = t.checked_add_signed(by).filter(|&from| from < n)?;
@@ -152,56 +157,57 @@ fn seen(asked: &Asked<'_>, tests: &[(LabelTest<'_>, &MicrobatchInputs)]) -> Vec<
             };
             test.share(&looked_at(asked, inputs), &label)
         };
-        tests.iter().map(of).fold(0.0, f64::max)
+        tests.iter().map(share_of).fold(0.0, f64::max)
     };
     let shifts = (-MOST..=MOST).filter(|&by| by != 0).map(|by| (share(by), by));
     let best = shifts.max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.abs().cmp(&a.1.abs())));
     let Some((_, by)) = best.filter(|&(share, _)| share >= FITS) else { return Vec::new() };
-    let mut found = Vec::new();
+    let mut offered = Vec::new();
     let candidates = tests.first().map(|(_, inputs)| extents(asked, tests, by, inputs).len());
     for extent in 0..candidates.unwrap_or(0) {
-        let of = |inputs: &MicrobatchInputs| extents(asked, tests, by, inputs).get(extent).cloned();
+        let runs_of =
+            |inputs: &MicrobatchInputs| extents(asked, tests, by, inputs).get(extent).cloned();
         let test = |microbatch| tests.iter().find(|(_, one)| one.microbatch == microbatch);
         let end = |inputs: &MicrobatchInputs, ends: &[(usize, usize)]| {
             let (test, _) = test(inputs.microbatch)?;
             end_of(asked, test, inputs, ends)
         };
         for ends in [Ends::Wrapped, Ends::Ignored, Ends::Kept] {
-            found.extend(hypotheses(asked, by, &of, &|_, _| ends));
+            offered.extend(hypotheses(asked, by, &runs_of, &|_, _| ends));
         }
-        found.extend(with_read_ends(asked, by, &of, &end));
+        offered.extend(with_read_ends(asked, by, &runs_of, &end));
     }
-    found
+    offered
 }
 
-/// Tokens that are looked at: enough to tell, few enough to be cheap.
-fn looked_at(asked: &Asked<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
+/// The suspect tokens that are compared: at most about 256, evenly spaced.
+fn looked_at(asked: &SuspectTokens<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
     let all = asked.tokens(inputs);
     let step = all.len().div_ceil(256).max(1);
     all.into_iter().step_by(step).collect()
 }
 
-/// The runs inside which labels may have been shifted: those that are known, and those
+/// The divisions into runs inside which labels may have been shifted: the known ones, and the one
 /// whose ends are the tokens that do not fit.
 fn extents(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
     by: isize,
     inputs: &MicrobatchInputs,
-) -> Vec<Extent> {
+) -> Vec<TokenRuns> {
     let mut all = known(asked.evidence.step, inputs);
     let ranks = of_ranks(asked.evidence.step, inputs);
     let Some(length) = run_length(asked, tests, by) else { return all };
-    let cut = Extent::cut(format!("rows of {length} tokens"), &ranks, length);
+    let cut = TokenRuns::cut(format!("rows of {length} tokens"), &ranks, length);
     if all.iter().all(|extent| extent.runs != cut.runs) {
         all.insert(0, cut);
     }
     all
 }
 
-/// The longest run of which all tokens that do not fit are ends.
+/// The largest length of runs for which all tokens that do not fit are at ends of runs.
 fn run_length(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     tests: &[(LabelTest<'_>, &MicrobatchInputs)],
     by: isize,
 ) -> Option<usize> {
@@ -230,18 +236,19 @@ fn run_length(
     (reach + 1..longest).rev().find(fits).filter(|_| !ends.is_empty())
 }
 
-/// What an end's captured row shows.
+/// The labels that the captured rows at the ends of runs show; `ends`: each end, and the token that
+/// it would take its label from if labels wrapped around.
 fn end_of(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     test: &LabelTest<'_>,
     inputs: &MicrobatchInputs,
     ends: &[(usize, usize)],
 ) -> Option<BTreeMap<usize, Ends>> {
     let looked = asked.tokens(inputs);
-    let mut found = BTreeMap::new();
+    let mut shown = BTreeMap::new();
     let mut left = test.readable();
     for &(t, wrapped) in ends.iter().filter(|(t, _)| looked.binary_search(t).is_ok()) {
-        let of = if test.fits(t, inputs.labels[wrapped]) {
+        let label_at_end = if test.fits(t, inputs.labels[wrapped]) {
             Ends::Wrapped
         } else if test.fits(t, inputs.labels[t]) {
             Ends::Kept
@@ -251,18 +258,18 @@ fn end_of(
             left = left.checked_sub(1)?;
             Ends::Read(test.read(t)?)
         };
-        found.insert(t, of);
+        shown.insert(t, label_at_end);
     }
-    Some(found)
+    Some(shown)
 }
 
-type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<Extent> + 'a;
+type RunsOf<'a> = dyn Fn(&MicrobatchInputs) -> Option<TokenRuns> + 'a;
 
-/// The labels of a shift; `end` says what a run's end takes.
+/// The labels after a shift; `end` gives the label at the end of a run.
 fn shifted(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     inputs: &MicrobatchInputs,
-    extent: &Extent,
+    extent: &TokenRuns,
     by: isize,
     end: &dyn Fn(usize) -> Ends,
 ) -> Vec<u32> {
@@ -282,10 +289,9 @@ fn shifted(
     (0..n).map(one).collect()
 }
 
-/// One way to treat all ends, with the denominators that follow and, where those are
-/// others, with the declared ones.
+/// The hypotheses of a shift with one way to treat all ends.
 fn hypotheses(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     by: isize,
     of: &RunsOf<'_>,
     ends: &dyn Fn(&MicrobatchInputs, usize) -> Ends,
@@ -305,8 +311,10 @@ fn hypotheses(
     with_denominators(asked, labels, parameters, 0)
 }
 
+/// The hypotheses of these labels: divided by the count of these labels and, where it differs, of the
+/// recorded ones.
 fn with_denominators(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     labels: Labels,
     parameters: Vec<(&'static str, String)>,
     fitted: usize,
@@ -317,7 +325,7 @@ fn with_denominators(
     });
     let mut parameters = parameters;
     parameters.extend(asked.place().map(|place| ("only in", place)));
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for keeps in [false, true] {
         if keeps && same {
             continue;
@@ -329,18 +337,19 @@ fn with_denominators(
             parameters.push(("count", word.to_string()));
         }
         let world = Relabelled { labels: labels.clone(), counts, ..Relabelled::default() };
-        found.push(Hypothesis::new(world, parameters).fitted(fitted));
+        hypotheses.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
-    found
+    hypotheses
 }
 
-/// What the labels at the ends of runs are, by the run's place.
+/// Gives the labels at the ends of runs; see [`end_of`].
 type EndsOf<'a> =
     dyn Fn(&MicrobatchInputs, &[(usize, usize)]) -> Option<BTreeMap<usize, Ends>> + 'a;
 
-/// What each end of each run shows, where no one way explains them all.
+/// The hypotheses of a shift with the label that each end of a run shows, where no single way
+/// explains them all.
 fn with_read_ends(
-    asked: &Asked<'_>,
+    asked: &SuspectTokens<'_>,
     by: isize,
     of: &RunsOf<'_>,
     end: &EndsOf<'_>,
@@ -353,9 +362,9 @@ fn with_read_ends(
         let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
         let ends: Vec<(usize, usize)> =
             (0..n).filter(|&t| inside[t].is_none()).map(|t| (t, around[t])).collect();
-        let found = end(inputs, &ends).unwrap_or_default();
-        kinds.extend(found.values().map(|end| end.name()));
-        let of_end = |t: usize| found.get(&t).copied().unwrap_or(Ends::Wrapped);
+        let read_ends = end(inputs, &ends).unwrap_or_default();
+        kinds.extend(read_ends.values().map(|end| end.name()));
+        let of_end = |t: usize| read_ends.get(&t).copied().unwrap_or(Ends::Wrapped);
         labels.insert(inputs.microbatch, shifted(asked, inputs, &extent, by, &of_end));
         name = extent.name;
     }

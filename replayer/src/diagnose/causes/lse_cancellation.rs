@@ -1,8 +1,9 @@
 //! `lse-cancellation`: the loss is the difference of two large numbers in few bits, while
 //! the gradients, which need no such difference, are right.
 //!
-//! Real: mlx 4188 and 4520, optax 1792. `lse - z_y` of a confident token is small where
-//! both are large: rounded before they are subtracted, little is left of it.
+//! Real: mlx 4188 and 4520, optax 1792. for a confident token both lse and the label's logit `z_y`
+//! are large and `lse - z_y` is small: if they are rounded first, few correct bits of the
+//! difference remain.
 //!
 //! Detectors: the loss (or lse) fails, and no gradient does.
 //! Emulation: lse and the label's logit, or only lse, or only their difference rounded; the
@@ -25,7 +26,7 @@ use crate::replay::world::{Pass, Read, World};
 /// The catalogue's entry.
 pub struct LseCancellation;
 
-/// Standard deviations within which a value near a tie may round either way.
+/// A value within this many standard deviations of a rounding tie may round either way.
 const REACH: f64 = 4.0;
 
 impl Cause for LseCancellation {
@@ -49,7 +50,7 @@ impl Cause for LseCancellation {
         true
     }
 
-    /// Beside an lse in few bits that the backward reads as well, which is looked for as long.
+    /// Tried together with `lse-logits-mismatch`, whose lse in few bits explains the loss as well.
     fn effort(&self) -> Effort {
         Effort::Some
     }
@@ -62,10 +63,11 @@ impl Cause for LseCancellation {
             return Vec::new();
         }
         let most = Arc::new(largest_logits(evidence));
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for precision in [Precision::Bf16, Precision::F16] {
             let lse = evidence.fails(Stage::Lse);
-            // Gradients that fail are those of a captured lse that only the loss read.
+            // Gradients may fail only where a rounded lse was captured that the job's backward did
+            // not read.
             if evidence.fails_any(&Stage::GRADIENTS) && !lse {
                 continue;
             }
@@ -74,14 +76,14 @@ impl Cause for LseCancellation {
                 if known && lse == (what == What::KeptLse) {
                     let parameters =
                         vec![("rounded", words.to_string()), ("to", precision.name().to_string())];
-                    found.push(Hypothesis::new(
+                    hypotheses.push(Hypothesis::new(
                         Rounded::new(what, precision, most.clone()),
                         parameters,
                     ));
                 }
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -94,7 +96,8 @@ enum What {
     BothAndDifference,
     Probability,
     KeptLse,
-    /// The largest logit and the label's; lse less the largest is added to their difference.
+    /// The largest logit and the label's are rounded and subtracted; lse minus the largest logit is
+    /// added to that.
     Maximum,
 }
 
@@ -119,7 +122,7 @@ struct Rounded {
 
 type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// Each token's largest logit; none of where that is much to look at.
+/// Each token's largest logit, by microbatch; without microbatches where that takes too much work.
 fn largest_logits(evidence: &Evidence<'_>) -> OfTokens {
     let one = |inputs: &MicrobatchInputs| {
         let direct = Direct::of_logits(evidence, inputs)?;
@@ -128,8 +131,9 @@ fn largest_logits(evidence: &Evidence<'_>) -> OfTokens {
         if work > WORK || evidence.spend(0) {
             return None;
         }
-        let of = |t: usize| direct.logits_at(t).into_iter().fold(f64::NEG_INFINITY, f64::max);
-        Some((inputs.microbatch, (0..inputs.tokens()).map(of).collect()))
+        let largest_of =
+            |t: usize| direct.logits_at(t).into_iter().fold(f64::NEG_INFINITY, f64::max);
+        Some((inputs.microbatch, (0..inputs.tokens()).map(largest_of).collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()
 }

@@ -1,14 +1,14 @@
-//! `lse-logits-mismatch`: forward and backward see logits, or lse, of different precision,
-//! so that the rows of p do not sum to 1.
+//! `lse-logits-mismatch`: forward and backward use logits, or lse, of different precision, so that
+//! the rows of p do not sum to 1.
 //!
 //! Real: marin 8217, ml-cross-entropy 55: lse kept in bf16 between forward and backward; a
 //! backward that computes the logits again in another precision; a forward whose
 //! reduction reads rounded logits.
 //!
-//! Detectors: D3, a token's softmax part is `e^Δ` times what it should be; D1.
-//! Emulation: lse rounded between the passes; the backward's logits rounded; lse and label
-//! logits from rounded logits. Also lse rounded when the forward stores it, which the backward
-//! then reads, with or without the loss.
+//! Detectors: a token's softmax part is `e^Δ` times what it should be; columns of dlogits do not
+//! add up to zero. Emulation: lse rounded between the passes; the backward's logits rounded; lse
+//! and label logits from rounded logits. Also lse rounded when the forward stores it, which the
+//! backward then reads, with or without the loss.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -54,26 +54,26 @@ impl Cause for LseLogitsMismatch {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for precision in [Precision::Bf16, Precision::F16] {
             if evidence.fails_any(&Stage::GRADIENTS) {
-                found.push(kept(precision));
-                found.extend(backward(evidence, &roundings, precision));
+                hypotheses.push(kept(precision));
+                hypotheses.extend(backward(evidence, &roundings, precision));
             }
-            // Where lse was captured the backward is judged from it, whatever it is: another
-            // forward changes no gradient then.
+            // Where lse was captured, the replay's backward starts from it, so another forward
+            // would change no gradient.
             let captured =
                 |one: &MicrobatchInputs| evidence.step.find(Role::Lse, one.microbatch).is_some();
             if evidence.fails(Stage::Lse) {
-                found.extend([true, false].map(|loss| stored(precision, loss)));
+                hypotheses.extend([true, false].map(|loss| stored(precision, loss)));
             }
             let changes =
                 evidence.fails_any(&Stage::GRADIENTS) && !evidence.inputs.iter().all(captured);
             if has_products(evidence) && (evidence.fails_any(&Stage::FORWARD) || changes) {
-                found.extend(forwards(evidence, &roundings, precision));
+                hypotheses.extend(forwards(evidence, &roundings, precision));
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -86,7 +86,8 @@ fn kept(precision: Precision) -> Hypothesis {
     Hypothesis::new(Kept { precision }, parameters)
 }
 
-/// lse in few bits from the forward on: the backward reads what was captured; `loss` too.
+/// lse is rounded in the forward, and the backward reads the rounded one, which was captured.
+/// `loss`: whether the loss reads it too.
 fn stored(precision: Precision, loss: bool) -> Hypothesis {
     let readers = if loss { "the loss and the backward" } else { "the backward" };
     let parameters = vec![
@@ -123,14 +124,15 @@ impl World for Stored {
     }
 }
 
-/// The backward's logits rounded, as they leave their GEMM or after every option as well.
+/// The hypotheses of rounded logits in the backward: rounded after the GEMM, after every option, or
+/// at the end.
 fn backward(
     evidence: &Evidence<'_>,
     roundings: &Roundings,
     precision: Precision,
 ) -> Vec<Hypothesis> {
     let finer = |base: &Policy| precision.unit_roundoff() > base.logits.unit_roundoff();
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for base in bases(roundings).into_iter().filter(finer) {
         for logits_when in ways(evidence) {
             let parameters = vec![
@@ -139,13 +141,14 @@ fn backward(
                 ("dlogits rounded to", base.dlogits.name().to_string()),
             ];
             let policy = Policy { logits: precision, logits_when, ..base };
-            found.push(Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters));
+            hypotheses
+                .push(Hypothesis::new(Emulated::backward(policy, roundings.tiles), parameters));
         }
     }
-    found
+    hypotheses
 }
 
-/// When logits may be rounded: one way where nothing follows the GEMM.
+/// At which points logits may be rounded; only one where nothing follows the GEMM.
 fn ways(evidence: &Evidence<'_>) -> Vec<LogitRounding> {
     let transform = evidence.step.options.transform;
     let biased = evidence.inputs.iter().any(|one| one.bias.is_some());
@@ -155,7 +158,8 @@ fn ways(evidence: &Evidence<'_>) -> Vec<LogitRounding> {
     }
 }
 
-/// The forward's logits rounded. A fused head computes the label's logit by itself.
+/// The hypotheses of rounded logits in the forward, for a fused head also without the label's
+/// logit, which it may compute separately.
 fn forwards(
     evidence: &Evidence<'_>,
     roundings: &Roundings,

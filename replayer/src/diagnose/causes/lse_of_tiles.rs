@@ -1,32 +1,33 @@
-//! What becomes of lse where a running sum of exponentials over tiles of the classes is not rescaled
-//! when the running maximum moves: with `P_j` the sum of the shares in tile j and `m_j` the largest
-//! share up to its end, `exp(lse' - lse) = m Σ_j P_j / m_j` (Milakov and Gimelshein 2018, without
-//! its factor `exp(m_{j-1} - m_j)`).
+//! The lse of an online softmax over tiles of classes that forgets to rescale the running sum when
+//! the running maximum grows. With `P_j` the sum of the probabilities in tile j, `m_j` the largest
+//! probability up to the end of tile j, and m the largest of all, `exp(lse' - lse) = m Σ_j P_j /
+//! m_j`. The right algorithm (Milakov and Gimelshein 2018) multiplies the running sum by `exp` of
+//! the change of the maximum logit.
 
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 1e-4;
-/// Tokens that must show it: a width is one of many.
+/// At least this many tokens must be off, because many widths are tried.
 const FEWEST: usize = 4;
-/// How far off a token's sum shows.
+/// A token is off if its ratio differs from 1 by more than this.
 const SHOWS: f64 = 1e-3;
 
-/// A token's sums of shares and largest share before each class, `[V + 1]` each.
+/// A token's sum of probabilities and largest probability before each class, `[V + 1]` each.
 struct Running {
     sums: Vec<f64>,
     largest: Vec<f64>,
 }
 
 impl Running {
-    fn of(shares: &[f64]) -> Running {
+    fn of(probabilities: &[f64]) -> Running {
         let (mut sums, mut largest) = (vec![0.0f64], vec![0.0f64]);
-        for (at, share) in shares.iter().enumerate() {
+        for (at, share) in probabilities.iter().enumerate() {
             sums.push(sums[at] + share);
             largest.push(largest[at].max(*share));
         }
         Running { sums, largest }
     }
 
-    /// `exp(lse' - lse)` with tiles of so many classes.
+    /// `exp(lse' - lse)` with tiles of `width` classes.
     fn ratio(&self, width: usize) -> f64 {
         let classes = self.sums.len() - 1;
         let tile = |from: usize| {
@@ -37,20 +38,24 @@ impl Running {
     }
 }
 
-/// `exp(lse' - lse)` of a token by its shares of the classes, with tiles of so many classes.
-pub(super) fn ratio(shares: &[f64], width: usize) -> f64 {
-    Running::of(shares).ratio(width)
+/// `exp(lse' - lse)` of a token with these probabilities of the classes, with tiles of `width`
+/// classes.
+pub(super) fn ratio(probabilities: &[f64], width: usize) -> f64 {
+    Running::of(probabilities).ratio(width)
 }
 
-/// How many classes a tile has, by tokens' shares and what `exp(lse' - lse)` is of each; none where
-/// no width makes it so. All widths of V classes cost `V ln V` a token.
+/// The width of the tiles, found by trying all. `tokens`: the probabilities of each token, and its
+/// `exp(lse' - lse)`. None where no width explains them. Trying all widths of V classes costs `V ln
+/// V` per token.
 pub(super) fn width(tokens: &[(Vec<f64>, f64)]) -> Option<usize> {
     let shown = tokens.iter().filter(|(_, wanted)| (wanted - 1.0).abs() > SHOWS).count();
     if shown < FEWEST || tokens.iter().any(|(_, wanted)| !wanted.is_finite()) {
         return None;
     }
-    let running: Vec<(Running, f64)> =
-        tokens.iter().map(|(shares, wanted)| (Running::of(shares), *wanted)).collect();
+    let running: Vec<(Running, f64)> = tokens
+        .iter()
+        .map(|(probabilities, wanted)| (Running::of(probabilities), *wanted))
+        .collect();
     let off = |of: &dyn Fn(&Running) -> f64| -> f64 {
         running.iter().map(|(one, wanted)| (of(one) - wanted).powi(2)).sum()
     };
@@ -64,7 +69,8 @@ pub(super) fn width(tokens: &[(Vec<f64>, f64)]) -> Option<usize> {
 mod tests {
     use super::*;
 
-    /// Goal: the ratio is that of the loop, and its width is read off. Method: the loop itself.
+    /// Goal: the ratio equals that of the faulty loop, and its width is found. Method: the loop
+    /// itself.
     #[test]
     fn the_width_of_tiles_is_read_off_what_a_loop_without_rescaling_gives() {
         for width_of_tiles in [1, 7, 20, 33] {
@@ -80,11 +86,12 @@ mod tests {
             };
             let tokens: Vec<(Vec<f64>, f64)> = (0..12).map(token).collect();
             assert_eq!(width(&tokens), Some(width_of_tiles));
-            for (shares, wanted) in &tokens {
-                let found = ratio(shares, width_of_tiles);
-                assert!((found / wanted - 1.0).abs() < 1e-12, "{found} {wanted}");
+            for (probabilities, wanted) in &tokens {
+                let computed = ratio(probabilities, width_of_tiles);
+                assert!((computed / wanted - 1.0).abs() < 1e-12, "{computed} {wanted}");
             }
-            let right: Vec<_> = tokens.iter().map(|(shares, _)| (shares.clone(), 1.0)).collect();
+            let right: Vec<_> =
+                tokens.iter().map(|(probabilities, _)| (probabilities.clone(), 1.0)).collect();
             assert_eq!(width(&right), None);
         }
     }

@@ -3,19 +3,19 @@
 //!
 //! Real: ISEEKYAN/Megatron-LM 149; gradient buffers in the parameters' dtype.
 //!
-//! Detectors: `accumulate` or `reduce` fails, or its elements are what partial sums in few
-//! bits give where that differs from one rounding of the sum.
-//! Emulation: `acc = round(acc + round(dk))` over microbatches, over ranks, or both, from
-//! either end, divided before or after; other orders (trees, groups, rings) and bits that are
-//! cut off are looked for in the bits of the sum.
+//! Detectors: `accumulate` or `reduce` fails; or its elements equal partial sums in few bits
+//! wherever those differ from the sum rounded once. Emulation: `acc = round(acc + round(dk))` over
+//! microbatches, over ranks, or both, from either end, divided before or after; other orders
+//! (trees, groups, rings) and truncation in the place of rounding are recognised by the bits of the
+//! sum.
 
 use backtape::head::MicrobatchReduction;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::addends::{Part, Summed};
 use crate::diagnose::detectors::direct::distance;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::round::Precision;
 use crate::replay::summation_search;
@@ -50,9 +50,9 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
         let options = &evidence.step.options;
         let mean = options.microbatch_reduction == MicrobatchReduction::Mean;
         let several = evidence.microbatches() > 1;
-        let mut found: Vec<Hypothesis> = sent(evidence).into_iter().collect();
+        let mut hypotheses: Vec<Hypothesis> = sent(evidence).into_iter().collect();
         let all = [Over::Microbatches, Over::Ranks, Over::Both];
-        found.extend(all.into_iter().filter_map(|over| ordered(evidence, over)));
+        hypotheses.extend(all.into_iter().filter_map(|over| ordered(evidence, over)));
         for precision in [Precision::Bf16, Precision::F16] {
             for descending in [false, true] {
                 for divides_first in [false, true].into_iter().filter(|&first| mean || !first) {
@@ -66,35 +66,35 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
                             Over::Both => ranks && several && evidence.ranks() > 1,
                         };
                         if possible {
-                            found.extend(chains.map(|chain| hypothesis(chain, over)));
+                            hypotheses.extend(chains.map(|chain| hypothesis(chain, over)));
                         }
                     }
                 }
             }
         }
-        found
+        hypotheses
     }
 }
 
-/// Sums in few bits in an order that their bits show.
+/// The hypothesis of sums in few bits, in an order that is recognised by their bits.
 fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
-    let (mut world, mut parameters, mut fitted) = (Instead::default(), Vec::new(), 0);
+    let (mut world, mut parameters, mut fitted) = (ReplacedValues::default(), Vec::new(), 0);
     for (key, _) in evidence.failing_of(&Stage::SUMS) {
         if key.stage == Stage::Accumulate && over != Over::Microbatches {
             return None;
         }
-        let (found, words, columns) = ordered_sum(evidence, key, over)?;
+        let (order, words, columns) = ordered_sum(evidence, key, over)?;
         if !parameters.is_empty() && parameters != words {
             return None;
         }
-        (parameters, fitted) = (words, found.pieces);
-        let rows = found.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
+        (parameters, fitted) = (words, order.pieces);
+        let rows = order.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
         world = world.rows(key, rows);
     }
     (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
-/// A sum, how it is made in words, and the columns of a row.
+/// A sum, words for how it was taken, and the number of columns.
 type Ordered = (Found, Vec<(&'static str, String)>, usize);
 
 fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered> {
@@ -106,40 +106,35 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
     }
     let addends: Vec<Vec<f64>> = match ring {
         true => sum.by(|addend| addend.rank).into_values().collect(),
-        // Several ranks' microbatches are not told apart in the sum over all of them.
+        // In the sum over all ranks, the order of microbatches within one rank does not show.
         false if sum.parts.iter().any(|(of, _)| of.rank != sum.parts[0].0.rank) => return None,
         false => sum.parts.iter().map(|(_, values)| values.clone()).collect(),
     };
     let (wide, divisors) = (sum.total(), divisors(sum.divisor, addends.len()));
-    let of = summation_search::Summed {
-        captured,
-        addends: &addends,
-        wide: &wide,
-        divisors: &divisors,
-        ring,
-    };
-    let found = of.in_few_bits()?;
-    let mut words = found.steps.words();
-    words.extend([("over", over.words().to_string()), ("order", found.order.clone())]);
-    Some((found, words, sum.captured.columns.max(1)))
+    let summed =
+        summation_search::Summed { captured, addends: &addends, wide: &wide, divisors: &divisors, ring };
+    let order = summed.in_few_bits()?;
+    let mut words = order.steps.words();
+    words.extend([("over", over.words().to_string()), ("order", order.order.clone())]);
+    Some((order, words, sum.captured.columns.max(1)))
 }
 
-/// Tries of an order that looking for one counts as, for each element.
+/// The work of looking for an order, as multiply-adds per element and addend.
 const SOME: usize = 8;
 
-/// Addends that are rounded to a format of few bits on their way, as a compressing hook sends
-/// them, and are added in enough.
+/// The hypothesis that addends are rounded to few bits before they are sent, as a compressing
+/// communication hook does, and added in enough bits.
 fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     [Precision::Bf16, Precision::F16].into_iter().find_map(|precision| {
-        let mut world = Instead::default();
+        let mut world = ReplacedValues::default();
         for (key, _) in evidence.failing_of(&Stage::SUMS) {
             let sum = Summed::of(evidence, key, true)?;
             let captured = &sum.captured;
             let wide = sum.total();
             let rounded = |at: usize| {
-                let of =
+                let sent_addend =
                     |(_, x): &Part| precision.round64(Precision::F32.round64(x[at] * sum.divisor));
-                sum.parts.iter().map(of).sum::<f64>() / sum.divisor
+                sum.parts.iter().map(sent_addend).sum::<f64>() / sum.divisor
             };
             let sent: Vec<f64> = (0..wide.len()).map(rounded).collect();
             let off = |of: &[f64]| distance(&captured.values, of);
@@ -157,11 +152,11 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     })
 }
 
-/// Share of the error that rounded addends may leave to be worth a trial: the rest may be the
-/// rounding of the sum itself.
+/// Share of the squared error that rounded addends may leave to be worth a trial: the rest may be
+/// the rounding of the sum itself.
 const HELPS: f64 = 0.5;
 
-/// What is added in few bits.
+/// Which sums are taken in few bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Over {
     Microbatches,

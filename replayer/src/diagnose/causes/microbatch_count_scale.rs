@@ -1,12 +1,12 @@
 //! `microbatch-count-scale`: gradients are M or 1/M of what they should be, because their
 //! mean was declared and their sum was taken, or the other way round, or twice.
 //!
-//! Detectors: D6, one factor in every microbatch and on every rank of a stage: of the
-//! losses and gradients of microbatches, of their sum, or of the reduced gradient.
-//! Emulation: the factor, of the loss or of what the backward gave.
+//! Detectors: one factor in every microbatch and on every rank of a stage: of the losses and
+//! gradients of microbatches, of their sum, or of the reduced gradient. Emulation: the factor, on
+//! the loss or on the result of the backward.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::uniform::{SCALED, sets_times};
+use crate::diagnose::detectors::common_factor::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Scaled, scaled};
 
@@ -36,7 +36,7 @@ impl Cause for MicrobatchCountScale {
         if count < 2.0 {
             return Vec::new();
         }
-        let of = |(factor, words): (f64, &str)| {
+        let times = |(factor, words): (f64, &str)| {
             let one = move |stages| {
                 let parameters =
                     vec![("factor", words.to_string()), ("microbatches", count.to_string())];
@@ -44,6 +44,6 @@ impl Cause for MicrobatchCountScale {
             };
             sets_times(evidence, factor, &SCALED).into_iter().flat_map(one).collect::<Vec<_>>()
         };
-        [(count, "M"), (1.0 / count, "1/M")].into_iter().flat_map(of).collect()
+        [(count, "M"), (1.0 / count, "1/M")].into_iter().flat_map(times).collect()
     }
 }

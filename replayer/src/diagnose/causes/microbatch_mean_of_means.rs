@@ -2,9 +2,9 @@
 //! count of tokens and the means were averaged, where the mean over all tokens was
 //! declared, or the other way round. Tokens of short microbatches weigh too much.
 //!
-//! Detectors: D6, the factor of a comparison is the ratio of the two denominators, which
-//! differs between microbatches or ranks: N / (M n).
-//! Emulation: the other denominators, averaged or not.
+//! Detectors: the factor of a comparison is the ratio of the two denominators, which differs
+//! between microbatches or ranks: N / (M n). Emulation: the other denominators, with and without
+//! the division by the number of means.
 
 use backtape::head::{Microbatches, Ranks, Scope, Sequences, Span};
 use backtape::placement::Mesh;
@@ -17,7 +17,7 @@ use crate::diagnose::worlds::{Count, Counted, Whose};
 /// The catalogue's entry.
 pub struct MicrobatchMeanOfMeans;
 
-/// Axes of a mesh whose choices are tried.
+/// Subsets of at most this many axes of the mesh are tried.
 const AXES: usize = 4;
 
 impl Cause for MicrobatchMeanOfMeans {
@@ -42,7 +42,7 @@ impl Cause for MicrobatchMeanOfMeans {
         let counts = Count::declared_and_usual(options);
         let Some(divisors) = Divisors::of(evidence) else { return Vec::new() };
         let sums = sums(evidence);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for (span, ranks) in spans(evidence) {
             let groups = if span == options.scope { None } else { divisors.groups(&span) };
             let Some(groups) = groups else { continue };
@@ -54,14 +54,15 @@ impl Cause for MicrobatchMeanOfMeans {
                     continue;
                 }
                 let fit = means(evidence, ranks).into_iter().filter(|&n| divisors.fit(&ratios, n));
-                found.extend(fit.map(|means| hypothesis(Counted { means, ..world.clone() })));
+                hypotheses.extend(fit.map(|means| hypothesis(Counted { means, ..world.clone() })));
             }
         }
-        found
+        hypotheses
     }
 }
 
-/// How many means may have been averaged: those of microbatches, of so many groups of ranks, of both.
+/// By how many means the loss may have been divided: none, the microbatches, the groups of ranks,
+/// or both.
 fn means(evidence: &Evidence<'_>, ranks: usize) -> Vec<f64> {
     let (m, w) = (evidence.microbatches() as f64, ranks as f64);
     let mut means = vec![1.0, m, w, m * w];
@@ -70,14 +71,15 @@ fn means(evidence: &Evidence<'_>, ranks: usize) -> Vec<f64> {
     means
 }
 
-/// Over which tokens a job may count, the usual ones first, and how many groups of ranks do so for
-/// themselves: the ranks of the whole step, each rank, or those along some of the mesh's axes.
+/// The spans of tokens that a job may count together, the usual ones first, and how many groups of
+/// ranks each count for themselves: all ranks, each rank, or the ranks along some of the mesh's
+/// axes.
 fn spans(evidence: &Evidence<'_>) -> Vec<(Span, usize)> {
     let all = evidence.ranks();
     let usual = [Scope::Microbatch, Scope::Rank, Scope::Global].map(Span::from);
-    let mut found: Vec<(Span, usize)> = usual.map(|span| (span, all)).into();
+    let mut spans: Vec<(Span, usize)> = usual.map(|span| (span, all)).into();
     let sequences = Sequences::All;
-    found.push((Span { ranks: Ranks::One, microbatches: Microbatches::All, sequences }, all));
+    spans.push((Span { ranks: Ranks::One, microbatches: Microbatches::All, sequences }, all));
     let Mesh(axes) = &evidence.step.dump.manifest.mesh;
     let axes: Vec<&(String, u32)> = axes.iter().filter(|(_, size)| *size > 1).take(AXES).collect();
     for chosen in 1..(1usize << axes.len()).saturating_sub(1) {
@@ -87,10 +89,10 @@ fn spans(evidence: &Evidence<'_>) -> Vec<(Span, usize)> {
         let names: Vec<String> = inside.iter().map(|&at| axes[at].0.clone()).collect();
         for microbatches in [Microbatches::All, Microbatches::One] {
             let ranks = Ranks::Axes(names.clone());
-            found.push((Span { ranks, microbatches, sequences }, groups));
+            spans.push((Span { ranks, microbatches, sequences }, groups));
         }
     }
-    found
+    spans
 }
 
 fn hypothesis(world: Counted) -> Hypothesis {

@@ -1,4 +1,5 @@
-//! The catalogue's entries, one file each.
+//! The catalogue's causes, one file each; private modules hold parts of a cause that would make its
+//! file too long.
 
 pub mod accumulation_window;
 pub mod all_ignored;

@@ -1,6 +1,6 @@
-//! Advantages, or log-probabilities of the old or the reference policy, that are taken of other
-//! tokens: of neighbours, or of other sequences than the token's own; or log-probabilities that are
-//! those of another policy, as where the ratio is taken to the policy itself.
+//! A policy loss that reads advantages, or log-probabilities of the old or the reference policy,
+//! from other tokens: from neighbours, or from other sequences. Or one that reads the
+//! log-probabilities of another policy, for example its own, so that the ratio is always 1.
 
 use std::collections::BTreeMap;
 
@@ -9,25 +9,25 @@ use backtape::role::Role;
 
 use super::policy_terms::logprobs;
 use crate::diagnose::cause::Hypothesis;
-use crate::diagnose::detectors::extents::{Extent, known};
+use crate::diagnose::detectors::token_runs::{TokenRuns, known};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::World;
 
-/// Places that a column may be off by.
+/// By how many positions a column may be shifted.
 const MOVES: [isize; 2] = [1, -1];
 
-/// One column of a policy loss, as tokens of other places have it.
-struct Moved {
+/// One input column of a policy loss, read from other tokens.
+struct MovedColumn {
     of: Role,
-    /// The token whose value each takes, none for 0.
+    /// The token whose value each token reads; none for 0.
     from: From,
 }
 
-/// Where each token's value is taken, by microbatch.
+/// The token that each token's value is read from, by microbatch.
 type From = BTreeMap<Option<Microbatch>, Vec<Option<usize>>>;
 
-impl World for Moved {
+impl World for MovedColumn {
     fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
         let Some(from) = self.from.get(&inputs.microbatch).filter(|_| of == self.of) else {
             return;
@@ -39,14 +39,14 @@ impl World for Moved {
     }
 }
 
-/// Log-probabilities of one policy, as another policy has them.
-struct Exchanged {
+/// The log-probabilities of one policy are replaced by those of another.
+struct OtherPolicyLogprobs {
     of: Role,
     /// `[T]` by microbatch.
     by: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
-impl World for Exchanged {
+impl World for OtherPolicyLogprobs {
     fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
         if let Some(by) = self.by.get(&inputs.microbatch).filter(|_| of == self.of) {
             values.copy_from_slice(by);
@@ -54,8 +54,9 @@ impl World for Exchanged {
     }
 }
 
-/// The policy's own log-probabilities, or the other policy's, in the place of one policy's.
-fn exchanged(evidence: &Evidence<'_>, of: Role) -> Vec<Hypothesis> {
+/// The hypotheses that the old (or reference) policy's log-probabilities are replaced by the
+/// policy's own, or by the other one's.
+fn with_other_policys_logprobs(evidence: &Evidence<'_>, of: Role) -> Vec<Hypothesis> {
     let column = |role: Role, one: &MicrobatchInputs| {
         evidence.step.optional(role, one.microbatch, one.tokens()).ok().flatten()
     };
@@ -68,7 +69,7 @@ fn exchanged(evidence: &Evidence<'_>, of: Role) -> Vec<Hypothesis> {
         let values = |inputs: &MicrobatchInputs| Some((inputs.microbatch, values(inputs)?));
         let by = evidence.inputs.iter().map(values).collect::<Option<_>>()?;
         let words = format!("with the {words} in the place of the {}", words_of(of));
-        Some(Hypothesis::new(Exchanged { of, by }, vec![("each token counts", words)]))
+        Some(Hypothesis::new(OtherPolicyLogprobs { of, by }, vec![("each token counts", words)]))
     };
     sources.into_iter().filter_map(one).collect()
 }
@@ -83,7 +84,8 @@ fn words_of(column: Role) -> &'static str {
     }
 }
 
-/// Every column in every other place, where the step has a policy loss that is not right.
+/// The hypotheses for every column and every other place, where the step has a policy loss that
+/// fails.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let stages = [&Stage::GRADIENTS[..], &[Stage::Loss, Stage::Dlogprobs]].concat();
     if !evidence.step.is_policy_loss() || !evidence.fails_any(&stages) {
@@ -92,32 +94,33 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let held = |role: &Role| evidence.step.tensors.values().any(|info| info.role == Some(*role));
     let columns = [Role::Advantages, Role::OldLogprobs, Role::RefLogprobs];
     let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for of in columns.into_iter().filter(held) {
-        // In the backward alone it is another ratio there.
+        // Where the loss agrees, only the backward is wrong, and `policy_terms` tries another ratio
+        // there.
         if of != Role::Advantages && evidence.fails(Stage::Loss) {
-            found.extend(exchanged(evidence, of));
+            hypotheses.extend(with_other_policys_logprobs(evidence, of));
         }
         for kind in 0..kinds {
             for by in MOVES {
-                found.extend(neighbours(evidence, of, (kind, by, true)));
-                found.extend(neighbours(evidence, of, (kind, by, false)));
+                hypotheses.extend(neighbours(evidence, of, (kind, by, true)));
+                hypotheses.extend(neighbours(evidence, of, (kind, by, false)));
             }
             for order in Order::ALL {
-                found.extend(sequences(evidence, of, (kind, order)));
+                hypotheses.extend(sequences(evidence, of, (kind, order)));
             }
         }
     }
-    found
+    hypotheses
 }
 
 fn hypothesis(of: Role, from: From, words: String) -> Hypothesis {
     let column = of.name().replace('_', " ");
     let words = format!("with the {column} of {words}");
-    Hypothesis::new(Moved { of, from }, vec![("each token counts", words)])
+    Hypothesis::new(MovedColumn { of, from }, vec![("each token counts", words)])
 }
 
-/// Those of the token before or after.
+/// The hypothesis that each token reads the value of the token before or after it.
 fn neighbours(
     evidence: &Evidence<'_>,
     of: Role,
@@ -138,17 +141,17 @@ fn neighbours(
     Some(hypothesis(of, from, format!("the token {next} it in {name}, {ends}")))
 }
 
-/// Which sequence's values a token takes of those that lie together.
+/// Which sequence's values a token reads, among the sequences of one run.
 #[derive(Clone, Copy)]
 enum Order {
-    /// The first token has the first sequence's, the second token the second's, and so on: the
-    /// values were tiled, and not repeated for each sequence's own tokens.
+    /// The first token reads the first sequence's value, the second token the second's, and so on:
+    /// per-sequence values were tiled instead of repeated for each token of a sequence.
     Tiled,
-    /// Those of the sequence before.
+    /// That of the sequence before.
     Before,
-    /// Those of the sequence after.
+    /// That of the sequence after.
     After,
-    /// In the other direction.
+    /// That of the sequence in reversed order.
     Reversed,
 }
 
@@ -164,21 +167,21 @@ impl Order {
         }
     }
 
-    /// The token of a run of sequences that stands for another.
+    /// The place in a run of sequences from which place `at` reads.
     fn from(self, at: usize, [sequences, length]: [usize; 2]) -> usize {
         let (own, inside) = (at / length, at % length);
-        let of = |sequence: usize| sequence % sequences * length + inside;
+        let place = |sequence: usize| sequence % sequences * length + inside;
         match self {
             Order::Tiled => (at % sequences) * length,
-            Order::Before => of(own + sequences - 1),
-            Order::After => of(own + 1),
-            Order::Reversed => of(sequences - 1 - own),
+            Order::Before => place(own + sequences - 1),
+            Order::After => place(own + 1),
+            Order::Reversed => place(sequences - 1 - own),
         }
     }
 }
 
-/// Those of other sequences of the same run; `None` where runs are not whole sequences, or hold
-/// one alone.
+/// The hypothesis that each token reads the value of another sequence of the same run; `None` where
+/// runs are not whole sequences, or hold only one.
 fn sequences(
     evidence: &Evidence<'_>,
     of: Role,
@@ -187,7 +190,7 @@ fn sequences(
     let (mut from, mut name) = (From::new(), String::new());
     for one in evidence.inputs {
         let length = one.sequence.max(1);
-        let Extent { name: of_runs, runs } = known(evidence.step, one).into_iter().nth(kind)?;
+        let TokenRuns { name: of_runs, runs } = known(evidence.step, one).into_iter().nth(kind)?;
         let mut places: Vec<Option<usize>> = vec![None; one.tokens()];
         for run in &runs {
             if run.len() % length != 0 || run.len() < 2 * length {

@@ -1,26 +1,26 @@
-//! Weights of tokens that are taken of their neighbours: a mask that was shifted once too often, or
-//! not at all.
+//! Tokens that have their neighbours' weights: a mask that was shifted once too often, or not at
+//! all.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
-use crate::diagnose::detectors::extents::known;
+use crate::diagnose::detectors::token_runs::known;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::World;
 
-/// Places that weights may be off by.
+/// By how many positions weights may be shifted.
 const MOVES: [isize; 4] = [1, -1, 2, -2];
 
-/// Weights of the loss and of all gradients.
-struct Moved {
+/// Other weights in the loss and in all gradients, `[T]` by microbatch.
+struct ShiftedWeights {
     weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
-impl World for Moved {
+impl World for ShiftedWeights {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         if let Some(weights) = self.weights.get(&inputs.microbatch) {
             inputs.weights.clone_from(weights);
@@ -28,8 +28,9 @@ impl World for Moved {
     }
 }
 
-/// Each neighbour's weights in sequences, ranks' tokens and the batch, where weights differ and the
-/// rows of dq that hold something, if there are any, are those that the moved weights count.
+/// One hypothesis for each shift, inside sequences, ranks' tokens and the batch. Only where weights
+/// differ, and the failing rows of dq, if there are any, are nonzero exactly where the shifted
+/// weights are.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let differ = |one: &MicrobatchInputs| one.weights.iter().any(|x| *x != one.weights[0]);
     let fails = evidence.fails_any(&[&Stage::GRADIENTS[..], &[Stage::Loss]].concat());
@@ -37,15 +38,15 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         return Vec::new();
     }
     let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for kind in 0..kinds {
         for by in MOVES {
             for around in [false, true] {
-                found.extend(moved(evidence, (kind, by, around)));
+                hypotheses.extend(moved(evidence, (kind, by, around)));
             }
         }
     }
-    found
+    hypotheses
 }
 
 fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> Option<Hypothesis> {
@@ -70,13 +71,13 @@ fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> O
         if around { "around the end" } else { "none beyond the end" },
     );
     let words = format!("with the weight of the token {of} it in {name}, {ends}");
-    Some(Hypothesis::new(Moved { weights }, vec![("each token counts", words)]))
+    Some(Hypothesis::new(ShiftedWeights { weights }, vec![("each token counts", words)]))
 }
 
-/// Whether the rows of dq that fail hold something just where these weights count.
+/// Whether the failing rows of dq are nonzero exactly where these weights are.
 fn shows(evidence: &Evidence<'_>, one: &MicrobatchInputs, weights: &[f64]) -> bool {
-    let of = |key: &&Key| key.stage == Stage::Dq && key.microbatch == one.microbatch;
-    let all: Vec<_> = evidence.failing.iter().filter(of).collect();
+    let is_dq = |key: &&Key| key.stage == Stage::Dq && key.microbatch == one.microbatch;
+    let all: Vec<_> = evidence.failing.iter().filter(is_dq).collect();
     all.into_iter().all(|key| {
         let Some(captured) = evidence.captured(*key) else { return true };
         let Some(table) = evidence.reference().stages.get(key) else { return true };

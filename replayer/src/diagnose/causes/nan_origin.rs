@@ -1,9 +1,9 @@
-//! `nan-origin`: values that are no numbers, where the reference has numbers: the first
-//! stage, microbatch, rank and row in which they appear.
+//! `nan-origin`: NaN or infinite values where the reference is finite: the first stage, microbatch,
+//! rank and row in which they appear.
 //!
-//! Detector: captured values that are not finite.
-//! Emulation: no number wherever none was captured, and all else as it should be; stages
-//! that follow start from what was captured, or from the reference.
+//! Detector: captured values that are not finite. Emulation: NaN wherever NaN or infinity was
+//! captured, and the reference elsewhere; later stages start from the captured values, or from the
+//! reference.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,16 +11,17 @@ use backtape::identity::Microbatch;
 
 use super::tail_tile_unmasked::captured_lse;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::nan::{NanWhere, Nans, nans};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::OtherLse;
 use crate::head::Stage;
 use crate::kernels::matrix::{IGNORED, Matrix};
 
 /// The catalogue's entry.
 pub struct NanOrigin;
 
-/// Whoever explains the same NaN by what made them is to be preferred.
+/// Counts as this many fitted numbers, so that a cause that explains where the same NaNs came from
+/// is preferred.
 const FITTED: usize = 8;
 
 impl Cause for NanOrigin {
@@ -40,7 +41,8 @@ impl Cause for NanOrigin {
         "look at the named row's inputs and at the operation that makes the named stage: nothing before it is wrong"
     }
 
-    /// A value of q or k that is no number: all that is made of it is none either.
+    /// Shows where a value of q or k is NaN or infinite: everything computed from it is NaN as
+    /// well.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let parameters = of_inputs(evidence)?;
         let broken = |mb: Option<Microbatch>| {
@@ -63,7 +65,7 @@ impl Cause for NanOrigin {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let overflown: Vec<Hypothesis> = overflown(evidence).into_iter().collect();
         let Some(found) = nans(evidence) else { return overflown };
-        // Nothing counts: 0/0 has a name of its own.
+        // If no token counts, the NaN is a 0/0, which is `all-ignored`.
         let counts = |mb| {
             evidence.inputs_of(mb).is_none_or(|one| {
                 let used = |t: &usize| one.labels[*t] != IGNORED && one.weights[*t] != 0.0;
@@ -84,11 +86,11 @@ impl Cause for NanOrigin {
     }
 }
 
-/// The first value of q or k that is no number: nothing after it is to blame.
+/// The place of the first NaN or infinite value of q or k; none where there is none.
 fn of_inputs(evidence: &Evidence<'_>) -> Option<Vec<(&'static str, String)>> {
     evidence.inputs.iter().find_map(|inputs| {
         let head = inputs.head(evidence.step)?;
-        let of = |(name, of): (&str, Matrix<'_>)| {
+        let first_nan = |(name, of): (&str, Matrix<'_>)| {
             let at = (0..of.len()).find(|&at| !of.get_f64(at).is_finite())?;
             let mut parameters = vec![("stage", name.to_string())];
             parameters.extend(inputs.microbatch.map(|mb| ("microbatch", mb.to_string())));
@@ -96,20 +98,23 @@ fn of_inputs(evidence: &Evidence<'_>) -> Option<Vec<(&'static str, String)>> {
             parameters.push(("column", (at % of.cols.max(1)).to_string()));
             Some(parameters)
         };
-        [("q", head.q), ("k", head.k)].into_iter().find_map(of)
+        [("q", head.q), ("k", head.k)].into_iter().find_map(first_nan)
     })
 }
 
-/// The largest logit whose exponential f32 holds.
+/// The largest number whose exponential is finite in f32.
 const LARGEST: f64 = 88.722_84;
 
-/// Exponentials that were summed without taking the largest logit off first overflow: lse is
-/// infinite where it is larger than the logarithm of f32's range.
+/// The hypothesis that exponentials were summed in f32 without subtracting the largest logit first:
+/// lse is infinite where it is larger than the logarithm of f32's largest number.
 fn overflown(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let reference = evidence.reference();
-    let of = |lse: &f64| if *lse > LARGEST { f64::INFINITY } else { *lse };
-    let lse: BTreeMap<_, Vec<f64>> =
-        reference.forward_lse.iter().map(|(&mb, all)| (mb, all.iter().map(of).collect())).collect();
+    let overflown_lse = |lse: &f64| if *lse > LARGEST { f64::INFINITY } else { *lse };
+    let lse: BTreeMap<_, Vec<f64>> = reference
+        .forward_lse
+        .iter()
+        .map(|(&mb, all)| (mb, all.iter().map(overflown_lse).collect()))
+        .collect();
     let rows = lse.values().flatten().filter(|lse| lse.is_infinite()).count();
     let (&mb, all) = lse.iter().find(|(_, all)| all.iter().any(|lse| lse.is_infinite()))?;
     let row = all.iter().position(|lse| lse.is_infinite())?;

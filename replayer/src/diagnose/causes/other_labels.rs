@@ -1,20 +1,19 @@
 //! `other-labels`: the backward, or all of the loss, takes other labels than the recorded ones,
 //! which are no shift of them: those of another rank, or one off where the vocabulary is cut.
 //!
-//! Detectors: what is left of a token's row of dq without its softmax part is a multiple of one
-//! row of k, whose class is sought among all.
-//! Emulation: the labels that were read so.
+//! Detectors: a token's row of dq minus its softmax part is a multiple of one row of k: the class
+//! of that row is searched among all. Emulation: the labels that were found.
 
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::relabelled::{Labels, NONE, changed, length_of_runs};
+use crate::diagnose::data_worlds::Relabelled;
+use crate::diagnose::detectors::shown_labels::{Labels, NONE, changed, length_of_runs};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::Relabelled;
 use crate::kernels::matrix::IGNORED;
 
-/// Parts of the vocabulary whose labels are off alike, at most; and how many classes each of them
-/// has at least, on average.
+/// The report gives the labels by ranges of classes if there are at most this many ranges, and each
+/// has on average at least [`CLASSES`] classes.
 const PARTS: usize = 16;
 const CLASSES: usize = 3;
 
@@ -44,19 +43,19 @@ impl Cause for OtherLabels {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(labels) = evidence.labels_of_rows() else { return Vec::new() };
         if length_of_runs(evidence, labels).is_some() {
-            // `label-shift` says how they are.
+            // `label-shift` explains these labels.
             return Vec::new();
         }
         let g = Some(evidence.reference().g.clone());
         let words = told(evidence, labels);
         let (words, follows_a_rule) = words;
         let world = Relabelled { labels: labels.clone(), g, ..Relabelled::default() };
-        let found = Hypothesis::new(world, vec![("labels", words)]);
-        vec![if follows_a_rule { found.fitted(1) } else { found.of_both() }]
+        let hypothesis = Hypothesis::new(world, vec![("labels", words)]);
+        vec![if follows_a_rule { hypothesis.fitted(1) } else { hypothesis.with_number_per_token() }]
     }
 }
 
-/// What the labels are, and whether they follow a rule.
+/// The labels in words, and whether they follow a rule.
 fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
     let (missing, changed): (Vec<_>, Vec<_>) =
         changed(evidence, labels).into_iter().partition(|(.., label)| *label == NONE);
@@ -84,8 +83,8 @@ fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
     (words + &none, false)
 }
 
-/// Labels that are off by one number each between two classes, as where a vocabulary was cut into
-/// parts and a part begins elsewhere than is thought. `None` where they are not.
+/// In words: labels in each range of classes are off by one number, as where a vocabulary is cut
+/// into shards and a shard begins at another class than assumed. `None` where that is not so.
 fn by_classes(evidence: &Evidence<'_>, labels: &Labels) -> Option<String> {
     let mut off: BTreeMap<u32, i64> = BTreeMap::new();
     for one in evidence.inputs {

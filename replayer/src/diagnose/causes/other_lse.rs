@@ -1,12 +1,13 @@
-//! `other-lse`: the backward reads another lse than the forward gave: that of another microbatch,
-//! of a part of the vocabulary, or one that a buffer still held; or the forward's lse is a sum over
-//! tiles that was not rescaled when the running maximum moved.
+//! `other-lse`: the backward reads another lse than the forward returned: that of another
+//! microbatch, of a part of the vocabulary, or a stale one; or the forward's lse lacks some
+//! classes, has them twice, or is a sum over tiles that was not rescaled when the running maximum
+//! grew.
 //!
-//! Detectors: a token's softmax part of dq is `exp(lse - lse')` times what it should be; it is
-//! solved for lse', token by token, and held against what else the step has. Where dk alone fails,
-//! the lse of the other microbatches are tried in it.
-//! Emulation: that lse in the backward. One that follows no rule is believed where dk, which it
-//! was not solved from, is what it makes it.
+//! Detectors: a token's softmax part of dq is `exp(lse - lse')` times what it should be; the row is
+//! solved for lse', token by token, and lse' is compared with the other lse of the step. Where dk
+//! alone fails, the lse of the other microbatches are tried in it. Emulation: that lse in the
+//! backward. One that follows no rule is believed if it also explains dk, which had no part in the
+//! fit.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,11 +17,11 @@ use super::tail_tile_unmasked::captured_lse;
 use super::{lse_of_tiles, other_lse_of_k};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::direct::{Direct, distance, energy, multiple};
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::plane::{Plane, Rows};
-use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::OtherLse;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Pass, World};
@@ -28,15 +29,17 @@ use crate::replay::world::{Pass, World};
 /// The catalogue's entry.
 pub struct OtherLseRead;
 
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 0.02;
-/// Tokens that must be seen to read an lse of another place: one is near many others'.
+/// At least this many tokens must agree that the lse of tokens further on is read: a single lse is
+/// near many others.
 const FEWEST: usize = 8;
-/// Units that are told in words.
+/// The report lists at most this many units.
 const TOLD: usize = 4;
-/// Tokens of a unit of which all classes are looked at.
+/// How many tokens of a unit are sampled with all their classes.
 const TOKENS: usize = 12;
-/// How near an lse must be to one that the step has, and a sum of shares to what it is to be.
+/// How near an lse must be to one of the step's, and, relatively, a sum of probabilities to the
+/// wanted one.
 const NEAR: f64 = 0.02;
 
 impl Cause for OtherLseRead {
@@ -67,32 +70,33 @@ impl Cause for OtherLseRead {
     }
 }
 
-/// Another lse of the backward.
+/// The hypotheses of another lse in the backward.
 fn backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let smooth = evidence.step.options.declared.label_smoothing != 0.0;
     if smooth || !evidence.fails(Stage::Dq) {
         return Vec::new();
     }
-    let Some(seen) = Seen::of(evidence) else { return Vec::new() };
-    let mut found: Vec<Hypothesis> = seen.rules(evidence).into_iter().collect();
-    if found.is_empty() && evidence.fails(Stage::Dk) {
+    let Some(implied) = ImpliedLse::of(evidence) else { return Vec::new() };
+    let mut hypotheses: Vec<Hypothesis> = implied.rules(evidence).into_iter().collect();
+    if hypotheses.is_empty() && evidence.fails(Stage::Dk) {
         let words = "one that the dump does not explain".to_string();
-        let world = Read { lse: seen.lse };
-        found.push(Hypothesis::new(world, vec![("lse", words)]).of_both());
+        let world = Read { lse: implied.lse };
+        hypotheses.push(Hypothesis::new(world, vec![("lse", words)]).with_number_per_token());
     }
-    found
+    hypotheses
 }
 
-/// A forward whose sum of exponentials lacks some classes, has them twice, or was not rescaled from
-/// tile to tile: solved from the captured lse of a few tokens.
+/// The hypothesis that the forward's sum of exponentials lacks some classes, has them twice, or was
+/// not rescaled from tile to tile, solved from the captured lse of a few tokens.
 fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (key, _) = evidence.failing_of(&[Stage::Lse]).next()?;
     let captured = evidence.captured(key)?;
-    let shares = shares(evidence, key.microbatch)?;
+    let probabilities = probabilities(evidence, key.microbatch)?;
     let right = evidence.reference().forward_lse.get(&key.microbatch)?;
     let n = right.len();
-    let looked = |of: &dyn Fn(f64) -> f64| -> Vec<Shares> {
-        let token = |t: usize| (shares.row(t).to_vec(), of((captured.values[t] - right[t]).exp()));
+    let looked = |of: &dyn Fn(f64) -> f64| -> Vec<Probabilities> {
+        let token =
+            |t: usize| (probabilities.row(t).to_vec(), of((captured.values[t] - right[t]).exp()));
         (0..n).step_by(n.div_ceil(TOKENS).max(1)).map(token).collect()
     };
     let less = window(&looked(&|whole| 1.0 - whole)).map(|found| (found, "without", -1.0));
@@ -101,34 +105,38 @@ fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         Some(((from, to), often, sign)) => (
             format!("that of the forward, {often} classes {from} to {}", to - 1),
             2,
-            Box::new(move |shares| 1.0 + sign * shares[from..to].iter().sum::<f64>()),
+            Box::new(move |probabilities| 1.0 + sign * probabilities[from..to].iter().sum::<f64>()),
         ),
         None => {
             let width = lse_of_tiles::width(&looked(&|whole| whole))?;
-            (of_tiles(width), 1, Box::new(move |shares| lse_of_tiles::ratio(shares, width)))
+            (
+                of_tiles(width),
+                1,
+                Box::new(move |probabilities| lse_of_tiles::ratio(probabilities, width)),
+            )
         }
     };
     let one = |inputs: &MicrobatchInputs| {
         let right = evidence.reference().forward_lse.get(&inputs.microbatch)?;
-        let shares = self::shares(evidence, inputs.microbatch)?;
-        let of = |(t, lse): (usize, &f64)| lse + ratio(shares.row(t)).ln();
-        Some((inputs.microbatch, right.iter().enumerate().map(of).collect()))
+        let probabilities = self::probabilities(evidence, inputs.microbatch)?;
+        let changed_lse = |(t, lse): (usize, &f64)| lse + ratio(probabilities.row(t)).ln();
+        Some((inputs.microbatch, right.iter().enumerate().map(changed_lse).collect()))
     };
     let lse = evidence.inputs.iter().map(one).collect::<Option<Lse>>()?;
     let world = OtherLse { lse, captured: captured_lse(evidence) };
     Some(Hypothesis::new(world, vec![("lse", words)]).fitted(fitted))
 }
 
-/// Tiles of so many classes whose sums were not rescaled, in words.
+/// In words: tiles of `width` classes whose sums were not rescaled.
 fn of_tiles(width: usize) -> String {
     format!(
         "that of tiles of {width} classes, whose sum is not rescaled when the running maximum moves"
     )
 }
 
-/// Shares of the classes of a microbatch's tokens, by the right lse; none where a unit is not all
-/// of them.
-fn shares(evidence: &Evidence<'_>, microbatch: Option<Microbatch>) -> Option<Rows> {
+/// The probabilities of all classes for a microbatch's tokens, by the right lse, `[T, V]`; none
+/// where there are too many.
+fn probabilities(evidence: &Evidence<'_>, microbatch: Option<Microbatch>) -> Option<Rows> {
     let plane = evidence.plane_of(microbatch, None)?;
     let right = evidence.reference().forward_lse.get(&microbatch)?;
     let off = |at: usize| (plane.lse[at / plane.p.cols] - right[at / plane.p.cols]).exp();
@@ -137,37 +145,41 @@ fn shares(evidence: &Evidence<'_>, microbatch: Option<Microbatch>) -> Option<Row
 }
 
 type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
-/// `exp(lse' - lse)` of a token by its shares of the classes.
+/// `exp(lse' - lse)` of a token as a function of its probabilities.
 type Ratio = Box<dyn Fn(&[f64]) -> f64>;
-/// A microbatch, and how many tokens after its own a token reads there.
+/// Where a token's lse is read: the microbatch, and how many places after the token's own.
 type Source = (Option<Microbatch>, isize);
 
-/// What the rows of dq say that the backward read.
-struct Seen {
-    /// As declared where nothing else shows.
+/// The lse that the backward read, as the rows of dq imply it.
+struct ImpliedLse {
+    /// The implied lse; as declared for tokens whose rows show none.
     lse: Lse,
     declared: Lse,
     /// Tokens whose lse was solved for.
     solved: BTreeMap<Option<Microbatch>, Vec<usize>>,
-    /// Shares of the classes of a few of them, and what they are to add up to.
-    shares: Vec<Shares>,
+    /// The probabilities of a few of these tokens, and `exp(lse' - lse)` of each.
+    probabilities: Vec<Probabilities>,
 }
 
-impl Seen {
-    fn of(evidence: &Evidence<'_>) -> Option<Seen> {
+impl ImpliedLse {
+    fn of(evidence: &Evidence<'_>) -> Option<ImpliedLse> {
         if !are_mixed(evidence).unwrap_or(true) {
             return None;
         }
         let declared = evidence.reference().lse.clone();
-        let mut seen =
-            Seen { lse: declared.clone(), declared, solved: BTreeMap::new(), shares: Vec::new() };
+        let mut implied = ImpliedLse {
+            lse: declared.clone(),
+            declared,
+            solved: BTreeMap::new(),
+            probabilities: Vec::new(),
+        };
         let (mut before, mut left) = (0.0, 0.0);
         for (key, _) in evidence.failing_of(&[Stage::Dq]) {
             let plane = evidence.plane(key)?;
             let captured = plane.dq(&*evidence.captured(key)?);
             let labels = plane.of_labels().times(&plane.k);
             let dense = plane.dense.times(&plane.k);
-            let lse = seen.lse.get_mut(&key.microbatch)?;
+            let lse = implied.lse.get_mut(&key.microbatch)?;
             // A token that does not count shows no lse.
             let counts = |at: &usize| energy(dense.row(*at)) > 0.0;
             for (at, &t) in plane.rows.iter().enumerate().filter(|(at, _)| counts(at)) {
@@ -180,30 +192,31 @@ impl Seen {
                     return None;
                 }
                 *lse.get_mut(t)? -= of.times.ln();
-                seen.solved.entry(key.microbatch).or_default().push(t);
+                implied.solved.entry(key.microbatch).or_default().push(t);
             }
-            seen.look_at(&plane, key.microbatch);
+            implied.look_at(&plane, key.microbatch);
         }
-        (left <= LEFT * before).then_some(seen)
+        (left <= LEFT * before).then_some(implied)
     }
 
-    /// Keeps the shares of a few tokens: what a part of them makes is tried on these.
+    /// Keeps the probabilities of a few tokens, on which an lse over a part of the classes is
+    /// tried.
     fn look_at(&mut self, plane: &Plane, microbatch: Option<Microbatch>) {
         let (n, Some(lse)) = (plane.rows.len(), self.lse.get(&microbatch)) else { return };
         for at in (0..n).step_by(n.div_ceil(TOKENS).max(1)) {
             let share = (lse[plane.rows[at]] - plane.lse[at]).exp();
-            self.shares.push((plane.p.row(at).to_vec(), share));
+            self.probabilities.push((plane.p.row(at).to_vec(), share));
         }
     }
 
-    /// What the step has that is this lse.
+    /// The hypothesis of a rule that gives the implied lse.
     fn rules(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let of_tiles = || self.of_tiles(evidence);
         self.of_another(evidence).or_else(of_tiles).or_else(|| self.of_a_part(evidence))
     }
 
-    /// The lse of other tokens that the step has: of each unit those of one microbatch, so many
-    /// tokens after its own. Tokens that have none there read their own.
+    /// The hypothesis that each unit reads the lse of other tokens: of one microbatch, a fixed
+    /// number of places after its own. Tokens that have none there read their own.
     fn of_another(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let mut lse = self.declared.clone();
         let mut said: Vec<String> = Vec::new();
@@ -219,11 +232,11 @@ impl Seen {
             let (other, by) = self.source(mb, &own)?;
             let to = lse.get_mut(&mb)?;
             unit.rows.iter().for_each(|&t| to[t] = self.read((mb, t), (other, by)));
-            let of = |name: &str, at: Option<String>| at.map(|at| format!("{name} {at}"));
+            let named = |name: &str, at: Option<String>| at.map(|at| format!("{name} {at}"));
             let rank = unit.rank.filter(|_| evidence.ranks() > 1);
             let place = [
-                of("microbatch", mb.map(|mb| mb.to_string())),
-                of("rank", rank.map(|rank| rank.to_string())),
+                named("microbatch", mb.map(|mb| mb.to_string())),
+                named("rank", rank.map(|rank| rank.to_string())),
             ];
             let place: Vec<String> = place.into_iter().flatten().collect();
             let from = match (other == mb, by) {
@@ -242,15 +255,15 @@ impl Seen {
         (!said.is_empty()).then(|| Hypothesis::new(Read { lse }, vec![("lse", words)]))
     }
 
-    /// What a token reads, so many tokens after its own in another microbatch.
+    /// The lse that a token reads from this source.
     fn read(&self, (mb, t): (Option<Microbatch>, usize), from: Source) -> f64 {
         let there = t.checked_add_signed(from.1);
         let other = there.and_then(|there| self.declared[&from.0].get(there));
         *other.unwrap_or(&self.declared[&mb][t])
     }
 
-    /// Where all these tokens of a microbatch read their lse: in the other microbatches at their own
-    /// place first, then at others.
+    /// The source from which all these tokens of a microbatch read their lse. Their own places in
+    /// other microbatches are tried first, then places further and further away.
     fn source(&self, mb: Option<Microbatch>, tokens: &[usize]) -> Option<Source> {
         let most = self.declared.values().map(Vec::len).max()? as isize;
         let places = (0..most).flat_map(|by| [by, -by]);
@@ -265,28 +278,34 @@ impl Seen {
         all.into_iter().find(reads)
     }
 
-    /// The lse of a part of the vocabulary, which explains far more than the whole would.
+    /// The hypothesis of an lse over a range of classes, if that explains far more than the whole
+    /// vocabulary does.
     fn of_a_part(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
-        let (from, to) = window(&self.shares)?;
+        let (from, to) = window(&self.probabilities)?;
         let off = |of: &dyn Fn(&[f64]) -> f64| -> f64 {
-            self.shares.iter().map(|(shares, wanted)| (of(shares) - wanted).powi(2)).sum()
+            self.probabilities
+                .iter()
+                .map(|(probabilities, wanted)| (of(probabilities) - wanted).powi(2))
+                .sum()
         };
-        let part = off(&|shares| shares[from..to].iter().sum());
-        if !(part <= LEFT * off(&|shares| shares.iter().sum())) {
+        let part = off(&|probabilities| probabilities[from..to].iter().sum());
+        if !(part <= LEFT * off(&|probabilities| probabilities.iter().sum())) {
             return None;
         }
         let words = format!("that of classes {from} to {} alone", to - 1);
-        self.by(evidence, (words, 2), &|shares| shares[from..to].iter().sum())
+        self.by(evidence, (words, 2), &|probabilities| probabilities[from..to].iter().sum())
     }
 
-    /// The lse of a sum over tiles that is not rescaled.
+    /// The hypothesis of an lse from a sum over tiles that is not rescaled.
     fn of_tiles(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
-        let width = lse_of_tiles::width(&self.shares)?;
-        self.by(evidence, (of_tiles(width), 1), &|shares| lse_of_tiles::ratio(shares, width))
+        let width = lse_of_tiles::width(&self.probabilities)?;
+        self.by(evidence, (of_tiles(width), 1), &|probabilities| {
+            lse_of_tiles::ratio(probabilities, width)
+        })
     }
 
-    /// An lse that is the right one times a number that each token's shares of the classes give;
-    /// `fitted`: how many numbers that took.
+    /// The hypothesis of an lse whose exponential is the right one times `ratio` of each token's
+    /// probabilities, if it gives the implied lse; `fitted`: how many numbers were fitted.
     fn by(
         &self,
         evidence: &Evidence<'_>,
@@ -300,9 +319,10 @@ impl Seen {
                 own[t] = plane.lse[at] + ratio(plane.p.row(at)).ln();
             }
         }
-        // A loss that fails, too, was taken with it, where no lse was recorded that says otherwise.
+        // If the loss fails too, it was computed with this lse, unless a recorded forward shows
+        // otherwise.
         let forward = evidence.fails(Stage::Loss) && !evidence.captured_forward();
-        let found = match forward {
+        let hypothesis = match forward {
             true => {
                 let words = words + ", in the forward and the backward";
                 let world = OtherLse { lse: lse.clone(), captured: Vec::new() };
@@ -310,11 +330,11 @@ impl Seen {
             }
             false => Hypothesis::new(Read { lse: lse.clone() }, vec![("lse", words)]),
         };
-        let found = found.fitted(fitted);
-        self.are(&lse).then_some(found)
+        let hypothesis = hypothesis.fitted(fitted);
+        self.are(&lse).then_some(hypothesis)
     }
 
-    /// Whether these are the lse that were solved for.
+    /// Whether these lse are the implied ones.
     fn are(&self, other: &Lse) -> bool {
         self.solved.iter().all(|(mb, tokens)| {
             let (own, other) = (&self.lse[mb], &other[mb]);
@@ -324,8 +344,8 @@ impl Seen {
     }
 }
 
-/// Whether the rows of dq that the reference has already are a softmax part of any size and the
-/// label's: each a sum of multiples of what it should be and of its label's row of k.
+/// Whether the sampled rows of dq are a softmax part of any size plus a label part: each a
+/// combination of its reference and of its label's row of k.
 fn are_mixed(evidence: &Evidence<'_>) -> Option<bool> {
     let (mut before, mut left) = (0.0, 0.0);
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
@@ -333,25 +353,25 @@ fn are_mixed(evidence: &Evidence<'_>) -> Option<bool> {
         let inputs = evidence.inputs_of(key.microbatch)?;
         let direct = Direct::new(evidence, inputs)?;
         for (&t, row) in table.iter().filter(|(t, _)| inputs.labels[**t] != IGNORED) {
-            let (found, k) = (captured.row(t), direct.k(Row::From(inputs.labels[t] as usize)));
-            let Some(times) = multiples(&[row, &k], found) else { continue };
+            let (row_of_dq, k) = (captured.row(t), direct.k(Row::From(inputs.labels[t] as usize)));
+            let Some(times) = multiples(&[row, &k], row_of_dq) else { continue };
             let mixed = row.iter().zip(&k).map(|(row, k)| times[0] * row + times[1] * k);
-            left += distance(found, &mixed.collect::<Vec<f64>>());
-            before += distance(found, row);
+            left += distance(row_of_dq, &mixed.collect::<Vec<f64>>());
+            before += distance(row_of_dq, row);
         }
     }
     Some(left <= LEFT * before)
 }
 
-/// A token's shares of the classes, and what some of them are to add up to.
-type Shares = (Vec<f64>, f64);
+/// A token's probabilities, and the number that some of them must add up to.
+type Probabilities = (Vec<f64>, f64);
 
-/// The classes, one after the other, whose shares add up to what they are to for every token; of
-/// several the ones that come nearest.
-fn window(tokens: &[Shares]) -> Option<(usize, usize)> {
-    let sums = |(shares, wanted): &Shares| {
+/// The range of classes whose probabilities add up to the wanted number for every token; of several
+/// the one that comes nearest.
+fn window(tokens: &[Probabilities]) -> Option<(usize, usize)> {
+    let sums = |(probabilities, wanted): &Probabilities| {
         let mut sum = vec![0.0];
-        shares.iter().for_each(|share| sum.push(sum[sum.len() - 1] + share));
+        probabilities.iter().for_each(|share| sum.push(sum[sum.len() - 1] + share));
         (sum, *wanted)
     };
     let sums: Vec<(Vec<f64>, f64)> = tokens.iter().map(sums).collect();

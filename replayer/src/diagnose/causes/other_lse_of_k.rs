@@ -1,22 +1,23 @@
-//! An lse of another microbatch that the gradient of k alone reads: weight gradients that run later
-//! than those of the activations, over buffers that were given to another microbatch by then.
+//! Only the gradient of k reads another microbatch's lse. This happens where weight gradients are
+//! computed later than those of activations, when the lse buffer already belongs to another
+//! microbatch.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use crate::diagnose::against::Part;
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::counterevidence::Part;
 use crate::diagnose::detectors::direct::distance;
 use crate::diagnose::detectors::plane::Rows;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Pass, World};
 
-/// Share of the error that another microbatch's lse may leave to be worth a trial.
+/// Share of the squared error that another microbatch's lse may leave to be worth a trial.
 const LEFT: f64 = 0.02;
 
-/// Where dq agrees and every dk that fails is what the lse of another microbatch makes it.
+/// The hypothesis, where dq does not fail and another microbatch's lse explains every failing dk.
 pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     if evidence.fails(Stage::Dq) {
         return None;

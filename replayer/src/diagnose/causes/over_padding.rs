@@ -1,5 +1,6 @@
-//! ε spread over the padding's columns too, in the gradient: each class has less. Where the
-//! padding's entries are not set to 0 after it, they are in dq and dk as well.
+//! Label smoothing that spreads ε over the padding's columns too, in the gradient, so each class
+//! gets less. Unless the padding's entries of dlogits are set to 0 afterwards, they are in dq and
+//! dk as well.
 
 use std::collections::BTreeMap;
 
@@ -12,14 +13,16 @@ use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{At, Expectation, UnitName, UnitTokens, World};
 
-/// With and without the padding's own entries.
+/// The hypotheses, with and without the padding's own entries.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let of = |inputs: &MicrobatchInputs| {
+    let columns_and_valid = |inputs: &MicrobatchInputs| {
         let head = inputs.head(evidence.step)?;
         let columns = head.given.map_or(head.k.rows, |given| given.cols);
         (columns > head.valid_vocab).then_some((columns, head.valid_vocab))
     };
-    let Some((columns, valid)) = evidence.inputs.first().and_then(of) else { return Vec::new() };
+    let Some((columns, valid)) = evidence.inputs.first().and_then(columns_and_valid) else {
+        return Vec::new();
+    };
     let share = valid as f64 / columns as f64;
     let words = |entries: &str| {
         let over = format!("all {columns} columns, the padding included");
@@ -33,47 +36,47 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     [Some(set), own].into_iter().flatten().collect()
 }
 
-/// The padding's entries and what they make, by microbatch.
-type Entries = BTreeMap<Option<Microbatch>, Own>;
+/// The padding's entries of dlogits and what they add to gradients, by microbatch.
+type Entries = BTreeMap<Option<Microbatch>, Padding>;
 
-struct Own {
-    /// Entry of each token, `[T]`.
+struct Padding {
+    /// The entry of each token, the same in all columns of the padding.
     entries: BTreeMap<usize, f64>,
     /// Sum of the padding's rows of k, `[D]`.
     k: Vec<f64>,
-    /// What all rows of dk and of dbias in the padding are, of each unit.
+    /// The gradients of each unit that all rows of the padding share.
     sums: BTreeMap<UnitName, Sums>,
 }
 
 #[derive(Default)]
 struct Sums {
-    /// Sum of the entries.
+    /// Sum of the entries: dbias of the padding.
     entries: f64,
-    /// Sum of the entries times q, `[D]`.
+    /// Sum of the entries times q, `[D]`: a row of dk in the padding.
     products: Vec<f64>,
-    /// Variance of rounding the partial sums of those, `[D]`.
+    /// Variance that rounding of the partial sums causes in it, `[D]`.
     noise: Vec<f64>,
 }
 
 impl Sums {
-    /// Over tokens: entry and row of q; `unit`: roundoff of a partial sum. Of n addends each
-    /// meets n roundings at most.
+    /// `tokens`: entry and row of q of each token; `unit`: unit roundoff of a partial sum. Each of
+    /// n addends passes through at most n roundings.
     fn of(tokens: &[(f64, Vec<f64>)], width: usize, unit: f64) -> Sums {
-        let mut found = Sums { products: vec![0.0; width], noise: vec![0.0; width], entries: 0.0 };
+        let mut sums = Sums { products: vec![0.0; width], noise: vec![0.0; width], entries: 0.0 };
         for (entry, q) in tokens {
-            found.entries += entry;
-            for ((to, noise), q) in found.products.iter_mut().zip(&mut found.noise).zip(q) {
+            sums.entries += entry;
+            for ((to, noise), q) in sums.products.iter_mut().zip(&mut sums.noise).zip(q) {
                 *to += entry * q;
                 *noise += (unit * entry * q).powi(2) * tokens.len() as f64 / 3.0;
             }
         }
-        found
+        sums
     }
 }
 
-/// `None` where the padding of k holds what is no number, or it is much to look at.
+/// Computes them; `None` where the padding of k has NaN, or there are too many rows.
 fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
-    let mut found = Entries::new();
+    let mut of_microbatches = Entries::new();
     let roundings = evidence.roundings()?;
     let unit_roundoff = roundings.compute();
     for inputs in evidence.inputs {
@@ -84,9 +87,9 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
         if all > WORK || evidence.spend(all) {
             return None;
         }
-        let of = evidence.reference().cotangents.get(&inputs.microbatch)?;
+        let of_unit = evidence.reference().cotangents.get(&inputs.microbatch)?;
         let entries: BTreeMap<usize, f64> =
-            of.iter().map(|(&t, own)| (t, own.smooth * share * slope)).collect();
+            of_unit.iter().map(|(&t, own)| (t, own.smooth * share * slope)).collect();
         let mut k = vec![0.0; direct.head.q.cols];
         for row in valid..rows {
             k.iter_mut().zip(direct.k(Row::From(row))).for_each(|(to, k)| *to += k);
@@ -101,9 +104,9 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
             let of = Sums::of(&tokens, k.len(), unit_roundoff);
             sums.insert((inputs.microbatch, unit.rank()), of);
         }
-        found.insert(inputs.microbatch, Own { entries, k, sums });
+        of_microbatches.insert(inputs.microbatch, Padding { entries, k, sums });
     }
-    Some(found)
+    Some(of_microbatches)
 }
 
 struct OverPadding {

@@ -1,5 +1,6 @@
-//! What recorded logits hold where they are none: their gradient times a factor, p less the label's
-//! 1, probabilities; or something that nothing after them was computed from.
+//! Part of `buffer-overwritten`: recorded logits that are no logits but their gradient times a
+//! factor, `p - onehot`, or (log-)probabilities; or values that nothing after them was computed
+//! from.
 
 use std::collections::BTreeMap;
 
@@ -7,30 +8,32 @@ use backtape::identity::Microbatch;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::direct::{Direct, tokens};
 use crate::diagnose::detectors::fit::rounded;
 use crate::diagnose::detectors::reference::{Reference, reference};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::TokenCotangents;
 use crate::kernels::transform::Transform;
 use crate::replay::world::{Expectation, World};
 
-/// Largest share of its energy by which a tensor may differ from what it is taken for.
+/// A tensor is taken for another one if its squared distance is at most this share of the squared
+/// norm.
 pub(super) const SAME: f64 = 2e-3;
-/// How near a factor must be to 1 to be none, and factors to each other to be one.
+/// Factors this near to each other, relatively, count as equal, and a factor this near to 1 as
+/// none.
 const NEAR: f64 = 0.01;
-/// Elements of a plane `[T, V]` that are held at most.
+/// A `[T, V]` tensor with more elements than this is not copied.
 pub(super) const PLANE: usize = 1 << 25;
 
-/// What logits may hold, by how it is made of a logit z, the token's lse and its upstream gradients.
+/// What recorded logits may hold, computed from a logit z, the token's lse and its cotangents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Held {
     Gradient,
-    /// p less the label's 1, before the token's own factors.
+    /// `p - onehot`, before the token's weight and cotangent multiply it.
     Difference,
-    /// The same with zeros in the rows of tokens that do not count.
+    /// The same, with zeros in the rows of tokens that do not count.
     Counted,
     Probabilities,
     LogProbabilities,
@@ -56,8 +59,8 @@ impl Held {
         }
     }
 
-    /// From a logit with its slope, the token's lse and cotangents, and whether it is the
-    /// label's.
+    /// The value for a logit with its derivative, the token's lse and cotangents, and whether the
+    /// class is the label.
     pub(super) fn of(
         self,
         (z, slope): (f64, f64),
@@ -77,21 +80,21 @@ impl Held {
 
 pub(super) type Tokens<T> = BTreeMap<Option<Microbatch>, T>;
 
-/// Captured logits that hold something else.
+/// The hypotheses for captured logits that fail.
 pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Logits]).map(|(key, _)| key).collect();
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     if keys.is_empty() {
-        return found;
+        return hypotheses;
     }
-    // What the job computed before the buffer was written over: with an lse of the right
-    // logits, not of what was captured in their place.
-    let right = Instead { distrusts: vec![Stage::Logits], ..Instead::default() };
+    // The values that the job computed before the buffer was overwritten: with the lse of the right
+    // logits, not of the captured ones.
+    let right = ReplacedValues { distrusts: vec![Stage::Logits], ..ReplacedValues::default() };
     let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
     for held in Held::ALL {
-        let of = |key: &Key| logits_hold(evidence, &reference, *key, held);
-        let Some(times) = keys.iter().map(of).collect::<Option<Vec<f64>>>() else { continue };
-        // One factor for all microbatches: what the gradient is multiplied by afterwards.
+        let times_of = |key: &Key| logits_hold(evidence, &reference, *key, held);
+        let Some(times) = keys.iter().map(times_of).collect::<Option<Vec<f64>>>() else { continue };
+        // All microbatches must have one factor, which multiplies the gradient afterwards.
         let times = times.iter().all(|x| (x / times[0] - 1.0).abs() < NEAR).then_some(times[0]);
         let Some(times) = times.map(power_of_two) else { continue };
         let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
@@ -108,22 +111,23 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             holds.push_str(&format!(", times {}", rounded(times, 3)));
         }
         let parameters = vec![("tensor", "logits".to_string()), ("holds", holds)];
-        found.push(Hypothesis::new(world, parameters).fitted(usize::from(times != 1.0)));
-        return found;
+        hypotheses.push(Hypothesis::new(world, parameters).fitted(usize::from(times != 1.0)));
+        return hypotheses;
     }
-    found.extend(not_theirs(evidence, &keys, &right));
-    found
+    hypotheses.extend(not_theirs(evidence, &keys, &right));
+    hypotheses
 }
 
-/// The power of two that a factor is near, or itself: a loss's scale is one, and numbers of few bits
-/// do not tell it exactly.
+/// The power of two that a factor is near, or the factor itself. A loss scale is a power of two,
+/// and values of few bits do not show it exactly.
 fn power_of_two(times: f64) -> f64 {
     let near = times.abs().log2().round().exp2().copysign(times);
     if (near / times - 1.0).abs() < NEAR { near } else { times }
 }
 
-/// Logits that nothing was computed from: every gradient that fails is right by those of q and k.
-fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &Instead) -> Option<Hypothesis> {
+/// The hypothesis that nothing was computed from the recorded logits: every failing gradient passes
+/// with logits computed from q and k.
+fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &ReplacedValues) -> Option<Hypothesis> {
     let follow = |key: &&Key| key.stage.is_gradient();
     let rest: Vec<&Key> = evidence.failing.iter().filter(follow).collect();
     let held = |key: &Key| {
@@ -145,9 +149,9 @@ fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &Instead) -> Option<
     Some(Hypothesis::new(world, parameters))
 }
 
-/// Logits that hold what they hold, while what follows is that of q and k.
+/// The recorded logits are taken as captured, and everything after them is computed from q and k.
 struct NotTheirs {
-    /// Columns, and all values.
+    /// The number of columns, and all values.
     planes: BTreeMap<Key, (usize, Vec<f32>)>,
 }
 
@@ -166,7 +170,8 @@ impl World for NotTheirs {
     }
 }
 
-/// How often a few tokens' captured logits hold something else; none where they do not.
+/// The factor with which a few tokens' captured logits are this kind of value; none where they are
+/// not.
 fn logits_hold(
     evidence: &Evidence<'_>,
     reference: &Reference,
@@ -178,16 +183,17 @@ fn logits_hold(
     let cotangents = reference.cotangents.get(&key.microbatch)?;
     let all = tokens(evidence, inputs);
     let few = all.iter().copied().step_by(all.len().div_ceil(16).max(1));
-    // What stands in the rows of tokens that do not count tells kinds apart.
+    // Rows of tokens that do not count distinguish the kinds.
     let blank = cotangents.iter().filter(|(_, of)| of.lse == 0.0).map(|(&t, _)| t).take(2);
     let (mut both, mut size, mut own) = (0.0, 0.0, 0.0);
     for t in few.chain(blank) {
-        // Not the lse that the replay takes from the captured logits.
+        // The row's own lse, computed from q and k; the replay's would come from the captured
+        // logits.
         let row = direct.against(&direct.q(Row::From(t)), &Row::From);
-        let of = *cotangents.get(&t)?;
+        let own_cotangents = *cotangents.get(&t)?;
         for (v, &z) in row.logits.iter().enumerate() {
             let label = inputs.labels[t] as usize == v;
-            let x = held.of((z, direct.head.transform.slope_at(z)), row.lse, of, label);
+            let x = held.of((z, direct.head.transform.slope_at(z)), row.lse, own_cotangents, label);
             let captured = captured.row(t)[v];
             both += captured * x;
             own += captured * captured;
@@ -196,7 +202,7 @@ fn logits_hold(
     }
     let times = both / size;
     let times = match held {
-        // A loss's scale, or a mean that is taken later, may be missing in a gradient.
+        // A gradient may lack the loss scale, or the division of a mean that is taken later.
         Held::Gradient | Held::Difference | Held::Counted if (times - 1.0).abs() > NEAR => times,
         _ => 1.0,
     };

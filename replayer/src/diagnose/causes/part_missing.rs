@@ -3,21 +3,22 @@
 //!
 //! Real: a detached lse or label logit (`stop_gradient` around one of them), `p + onehot`.
 //!
-//! Detectors: dq and dk are a softmax part and a label part, solved for how often each is in
-//! what was captured, and for a multiple of k beside them. So is a multiple of k in the sums
-//! of dk, and where sums alone were recorded either part of each rank's and microbatch's tokens.
-//! Emulation: the cotangents of lse and of the label's logit times what was found.
+//! Detectors: the captured dq and dk are solved for the factors of their softmax part and their
+//! label part, and dk also for a multiple of k. The sums of dk are solved for a multiple of k and,
+//! where only sums were recorded, for either part of each rank's and microbatch's tokens.
+//! Emulation: the cotangents of lse and of the label's logit times those factors, and the multiple
+//! of k added.
 
 use std::collections::BTreeMap;
 
-use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::counterevidence::Part;
 use crate::diagnose::detectors::addends::Summed;
-use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
 use crate::diagnose::detectors::direct::{energy, multiple};
 use crate::diagnose::detectors::fit::rounded;
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::plane::Rows;
-use crate::diagnose::detectors::solve::multiples;
+use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::replay::world::{Expectation, UnitTokens, World};
@@ -25,9 +26,10 @@ use crate::replay::world::{Expectation, UnitTokens, World};
 /// The catalogue's entry.
 pub struct PartMissing;
 
-/// A part is there so many times, within this.
+/// How far a fitted factor may be from a whole number, or multiples of k from each other,
+/// relatively.
 const NEAR: f64 = 0.03;
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 0.02;
 
 impl Cause for PartMissing {
@@ -67,23 +69,24 @@ impl Cause for PartMissing {
     }
 }
 
-/// One of the terms that sums of dk lack, or hold twice, of some ranks' microbatches.
+/// Hypotheses that sums of dk lack one of the two parts for some microbatches or ranks, or contain
+/// it twice.
 fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let one = |(of, name): (Of, &'static str)| {
-        let found = CountedSums::of(evidence, of)?;
-        if !found.of_parts || found.parts.is_empty() {
+        let counted = CountedSums::of(evidence, of)?;
+        if !counted.of_parts || counted.parts.is_empty() {
             return None;
         }
         let told = |(words, x): &(String, f64)| format!("{} in {words}", often(*x));
-        let words = found.parts.iter().map(told).collect::<Vec<_>>().join(", ");
-        let (fitted, of) = (found.parts.len(), "the sums of dk".to_string());
-        Some(Hypothesis::new(found, vec![("of", of), (name, words)]).fitted(fitted))
+        let words = counted.parts.iter().map(told).collect::<Vec<_>>().join(", ");
+        let (fitted, of) = (counted.parts.len(), "the sums of dk".to_string());
+        Some(Hypothesis::new(counted, vec![("of", of), (name, words)]).fitted(fitted))
     };
     let terms = [(Of::Softmax, "the softmax part"), (Of::Label, "the label's part")];
     terms.into_iter().filter_map(one).collect()
 }
 
-/// How often a term is there, in words.
+/// The factor of a term in words.
 fn often(x: f64) -> String {
     match x {
         0.0 => "left out".to_string(),
@@ -93,7 +96,7 @@ fn often(x: f64) -> String {
     }
 }
 
-/// A multiple of k in the sums of dk, as coupled weight decay adds it.
+/// The hypothesis of a multiple of k in the sums of dk, as coupled weight decay adds it.
 fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut times: Option<f64> = None;
     let k = evidence.inputs.first()?.head(evidence.step)?.k;
@@ -106,13 +109,15 @@ fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
         let pairs = sum.captured.values.iter().zip(sum.total());
         let error: Vec<f64> = pairs.map(|(captured, sum)| captured - sum).collect();
-        let found = rounded(multiple(&error, &values).times, 3);
-        let left: f64 = error.iter().zip(&values).map(|(e, k)| (e - found * k).powi(2)).sum();
-        let alike = times.is_none_or(|other| (other - found).abs() <= NEAR * found.abs());
-        if !alike || found == 0.0 || !(left <= LEFT * energy(&error)) {
+        let multiple_of_k = rounded(multiple(&error, &values).times, 3);
+        let left: f64 =
+            error.iter().zip(&values).map(|(e, k)| (e - multiple_of_k * k).powi(2)).sum();
+        let alike =
+            times.is_none_or(|other| (other - multiple_of_k).abs() <= NEAR * multiple_of_k.abs());
+        if !alike || multiple_of_k == 0.0 || !(left <= LEFT * energy(&error)) {
             return None;
         }
-        times = times.or(Some(found));
+        times = times.or(Some(multiple_of_k));
         keys.push(key);
     }
     let of_k = times?;
@@ -122,7 +127,7 @@ fn of_sums(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(Added { keys, of_k, rows }, parameters).fitted(1))
 }
 
-/// A multiple of k in some sums.
+/// A multiple of k is added to some sums.
 struct Added {
     keys: Vec<Key>,
     of_k: f64,
@@ -141,21 +146,21 @@ impl World for Added {
     }
 }
 
-/// How often a gradient holds each of its terms.
+/// The factors of a gradient's terms.
 #[derive(Clone, Debug)]
 struct Terms {
     parts: Vec<Part>,
     softmax: f64,
     label: f64,
-    /// What of k is in dk beside them.
+    /// The multiple of k that is added to dk.
     of_k: f64,
     /// k of the valid classes, where a multiple of it is there.
     k: BTreeMap<usize, Vec<f64>>,
 }
 
-/// The terms of a gradient, the same in all its comparisons that fail.
+/// The factors of a gradient's terms, where they are the same in all its failing comparisons.
 fn solved(evidence: &Evidence<'_>, stage: Stage) -> Option<Terms> {
-    let mut found: Option<Terms> = None;
+    let mut terms: Option<Terms> = None;
     for (key, _) in evidence.failing_of(&[stage]) {
         let own = of_gradient(evidence, key)?;
         let same = |other: &Terms| {
@@ -163,12 +168,12 @@ fn solved(evidence: &Evidence<'_>, stage: Stage) -> Option<Terms> {
                 && other.label == own.label
                 && (other.of_k - own.of_k).abs() <= NEAR * own.of_k.abs()
         };
-        if !found.as_ref().is_none_or(same) {
+        if !terms.as_ref().is_none_or(same) {
             return None;
         }
-        found = Some(own);
+        terms = Some(own);
     }
-    found
+    terms
 }
 
 fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
@@ -192,21 +197,21 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
     let times = multiples(&all, &captured.values)?;
     let (softmax, label) = (times[0].round(), times[1].round());
     let of_k = times.get(2).map_or(0.0, |&x| rounded(x, 3));
-    // A multiple of k that is a rounding of nothing is none.
+    // A multiple of k that is small beside dk is only noise.
     let share = |x: f64| x * x * energy(&plane.k.values);
     let of_k = if share(of_k) < 1e-4 * energy(&captured.values) { 0.0 } else { of_k };
     let near = (times[0] - softmax).abs() <= NEAR && (times[1] - label).abs() <= NEAR;
-    // Both alike are a factor of the whole.
+    // Equal factors are one factor on the whole gradient, which is another cause.
     let as_declared = softmax == label && (of_k == 0.0 || softmax != 1.0);
     if !near || as_declared || softmax.abs() > 2.0 || label.abs() > 2.0 {
         return None;
     }
     let off = |by: [f64; 3]| -> f64 {
-        let of = |at: usize| -> f64 {
+        let squared_error = |at: usize| -> f64 {
             let sum: f64 = terms.iter().zip(by).map(|(term, x)| x * term[at]).sum();
             (captured.values[at] - sum).powi(2)
         };
-        (0..captured.values.len()).map(of).sum()
+        (0..captured.values.len()).map(squared_error).sum()
     };
     if !(off([softmax, label, of_k]) <= LEFT * off([1.0, 1.0, 0.0])) {
         return None;

@@ -1,14 +1,13 @@
-//! `partial-not-reduced`: one rank's share is taken for the whole: of dq the part of one
-//! vocabulary shard, of lse that of one shard or the sum taken once more over all of them,
-//! of dk the addend of one rank.
+//! `partial-not-reduced`: one rank's part is taken for the whole: the part of one vocabulary shard
+//! for dq or lse, one rank's addend for dk; or lse is summed over the shards once too often.
 //!
-//! Detectors: a token's row of dq against the running sums of its terms over the vocabulary, and
-//! each of its rows against the part of each shard;
-//! lse off by one constant log n; dk solved for its addends. A piece of the reduced dk that
-//! holds other addends than the rest, or each of them more often, is solved for by itself. Copies
-//! of it that differ are each solved for the ranks that they hold, or for the devices where a rank
-//! has several, in the piece in which they differ.
-//! Emulation: rows of k outside the shard add nothing; lse + log n; addends of weight 0.
+//! Detectors: a token's row of dq is compared with the sums of its terms over every shard of the
+//! vocabulary, for all tokens alike or row by row; lse is off by one constant log n; dk is solved
+//! for the weights of its addends. A segment of the reduced dk with other weights of the addends
+//! than the rest is solved separately. Copies of the reduced dk that differ from rank to rank are
+//! each solved, in the segment in which they differ, for the ranks (or devices of a rank) whose
+//! gradients they contain. Emulation: rows of k outside the shard add nothing; lse + log n; addends
+//! of weight 0.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -20,15 +19,15 @@ use super::sync_wrong_microbatch::holds_ranks;
 use super::tail_tile_unmasked::captured_lse;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::addends::{Addend, Solved, Weighted, solved};
-use crate::diagnose::detectors::counted_sums::{CountedSums, Of};
-use crate::diagnose::detectors::dense::{median, seen_lse};
 use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
+use crate::diagnose::detectors::implied_lse::{implied_lse, median};
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::detectors::segments::{Segments, segments};
-use crate::diagnose::detectors::shards::{MOST, Shard, rows_of_shards, shards};
+use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::vocab_shards::{MOST, Shard, rows_of_shards, shards};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::OtherLse;
 use crate::dump::name_ranks;
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
@@ -55,34 +54,36 @@ impl Cause for PartialNotReduced {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = of_dq(evidence);
-        found.extend(of_rows_of_dq(evidence));
-        found.extend(of_lse(evidence));
-        found.extend(of_sums(evidence));
-        found.extend(of_pieces(evidence));
-        found.extend(of_devices(evidence));
-        found
+        let mut hypotheses = of_dq(evidence);
+        hypotheses.extend(of_rows_of_dq(evidence));
+        hypotheses.extend(of_lse(evidence));
+        hypotheses.extend(of_sums(evidence));
+        hypotheses.extend(of_segments(evidence));
+        hypotheses.extend(of_devices(evidence));
+        hypotheses
     }
 
-    /// dq that every tensor-parallel rank holds its own part of, or a reduced dk of which groups of
-    /// ranks hold their own sums.
+    /// Shows where every tensor-parallel rank holds its own part of dq, or groups of ranks hold
+    /// their own sums for the reduced dk.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
-        if let Some(found) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
-            return Some(found);
+        if let Some(observed) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
+            return Some(observed);
         }
-        let of = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
+        let versions_of_dq = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
         let words = format!(
             "{} has {} versions, one a rank, and their sum is what each of them should be",
-            of.key,
-            of.of.len()
+            versions_of_dq.key,
+            versions_of_dq.of.len()
         );
-        let parameters = vec![("of", "dq".to_string()), ("shards", of.of.len().to_string())];
+        let parameters =
+            vec![("of", "dq".to_string()), ("shards", versions_of_dq.of.len().to_string())];
         Some(Observed { evidence: words, stages: vec![Stage::Dq], parameters })
     }
 }
 
-/// Versions of a reduced dk that are each the sum of some ranks' gradients alone.
+/// The observation that the versions of a reduced dk are each the sum of only some ranks'
+/// gradients.
 fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
     let sums = of.as_sums(evidence)?;
     if !sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
@@ -110,31 +111,31 @@ fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
     Some(Observed { evidence: words, stages: vec![Stage::Reduce], parameters })
 }
 
-/// Rows of dq, not all of them, that hold one shard's part.
+/// The hypothesis that some rows of dq hold one shard's part.
 fn of_rows_of_dq(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = rows_of_shards(evidence)?;
+    let rows = rows_of_shards(evidence)?;
     let told = |tokens: &[usize]| match (tokens.iter().min(), tokens.iter().max()) {
         (Some(first), Some(last)) => format!("{} tokens between {first} and {last}", tokens.len()),
         _ => String::new(),
     };
-    let tokens: Vec<String> = found.tokens.values().map(|tokens| told(tokens)).collect();
-    let shards: Vec<String> = found.tokens.keys().map(ToString::to_string).collect();
+    let tokens: Vec<String> = rows.tokens.values().map(|tokens| told(tokens)).collect();
+    let shards: Vec<String> = rows.tokens.keys().map(ToString::to_string).collect();
     let parameters = vec![
         ("of", "some rows of dq".to_string()),
-        ("shards", found.of.to_string()),
+        ("shards", rows.of.to_string()),
         ("shard", shards.join(", ")),
         ("which", tokens.join(", ")),
     ];
-    Some(Hypothesis::new(found.world, parameters).fitted(1))
+    Some(Hypothesis::new(rows.world, parameters).fitted(1))
 }
 
-/// dq as one shard's part.
+/// Hypotheses that dq of a microbatch is one shard's part.
 fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found: Vec<Hypothesis> = Vec::new();
+    let mut hypotheses: Vec<Hypothesis> = Vec::new();
     let mut seen: Vec<Range<usize>> = Vec::new();
     let failing = |inputs: &&MicrobatchInputs| {
-        let of = |key: &&Key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch;
-        evidence.failing.iter().any(|key| of(&key))
+        let is_dq = |key: &&Key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch;
+        evidence.failing.iter().any(|key| is_dq(&key))
     };
     for inputs in evidence.inputs.iter().filter(failing) {
         let Some(shard) = shard_of_dq(evidence, inputs) else { continue };
@@ -148,17 +149,17 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ("shard", shard.number.to_string()),
             ("vocabulary", format!("{}..{}", shard.range.start, shard.range.end)),
         ];
-        // Other microbatches may hold the whole.
+        // Only the microbatches whose dq fails have one shard's part.
         let mut lse = evidence.reference().lse.clone();
         lse.retain(|mb, _| {
             evidence.inputs.iter().any(|one| one.microbatch == *mb && failing(&one))
         });
-        found.push(Hypothesis::new(OneShard { range: shard.range, lse }, parameters));
+        hypotheses.push(Hypothesis::new(OneShard { range: shard.range, lse }, parameters));
     }
-    found
+    hypotheses
 }
 
-/// The shard whose part the rows of a few tokens are.
+/// The shard whose part of the sum over classes explains the rows of a few tokens.
 fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Shard> {
     let direct = Direct::new(evidence, inputs)?;
     let reference = evidence.reference();
@@ -176,7 +177,7 @@ fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Sha
         let cotangents = *reference.cotangents.get(&inputs.microbatch)?.get(&t)?;
         let q = direct.q(Row::From(t));
         let width = q.len();
-        // Running sums of d_tv k_v over the vocabulary.
+        // Prefix sums over classes v of the entry of dlogits times row v of k.
         let mut sums = vec![vec![0.0; width]];
         for v in 0..direct.head.valid_vocab {
             let k = direct.k(Row::From(v));
@@ -203,7 +204,7 @@ fn shard_of_dq(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Sha
 
 struct OneShard {
     range: Range<usize>,
-    /// That of the whole, of the microbatches whose dq is one shard's.
+    /// lse over the whole vocabulary, for the microbatches whose dq is one shard's part.
     lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
@@ -221,29 +222,29 @@ impl World for OneShard {
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        // The whole softmax: only the product with k is one shard's.
+        // The softmax is over the whole vocabulary; only the product with k is one shard's.
         if let Some(own) = self.lse.get(&inputs.microbatch).filter(|_| pass == Pass::Backward) {
             lse.copy_from_slice(own);
         }
     }
 }
 
-/// lse of which log n is too much, or which is one shard's.
+/// Hypotheses that lse is too large by log n, or that of one shard.
 fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if !evidence.fails(Stage::Lse) && !evidence.fails_any(&Stage::GRADIENTS) {
         return Vec::new();
     }
     let all: Vec<_> =
-        evidence.inputs.iter().flat_map(|inputs| seen_lse(evidence, inputs)).collect();
-    let off = median(all.iter().map(|of| of.seen - of.lse).collect());
-    let steady = all.iter().filter(|of| (of.seen - of.lse - off).abs() < 0.02).count();
+        evidence.inputs.iter().flat_map(|inputs| implied_lse(evidence, inputs)).collect();
+    let off = median(all.iter().map(|of| of.implied - of.lse).collect());
+    let steady = all.iter().filter(|of| (of.implied - of.lse - off).abs() < 0.02).count();
     let n = off.exp().round();
     let captured = captured_lse(evidence);
     if n >= 2.0 && n <= MOST as f64 && (off - n.ln()).abs() < 0.01 && 4 * steady >= 3 * all.len() {
         let more = |lse: &f64| lse + n.ln();
-        let of =
+        let larger =
             |(&mb, lse): (&Option<Microbatch>, &Vec<f64>)| (mb, lse.iter().map(more).collect());
-        let lse = evidence.reference().forward_lse.iter().map(of).collect();
+        let lse = evidence.reference().forward_lse.iter().map(larger).collect();
         let parameters = vec![
             ("of", "the sum of exponentials, counted n times".to_string()),
             ("n", n.to_string()),
@@ -256,14 +257,15 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if off < -1e-3 { one_shards_lse(evidence) } else { Vec::new() }
 }
 
-/// lse over one shard's classes.
+/// The hypothesis that lse is taken over one shard's classes.
 fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let Some(first) = evidence.inputs.iter().find(|one| !seen_lse(evidence, one).is_empty()) else {
+    let Some(first) = evidence.inputs.iter().find(|one| !implied_lse(evidence, one).is_empty())
+    else {
         return Vec::new();
     };
     let Some(direct) = Direct::new(evidence, first) else { return Vec::new() };
     let valid = direct.head.valid_vocab;
-    let seen = seen_lse(evidence, first);
+    let seen = implied_lse(evidence, first);
     let some: Vec<_> = seen.iter().step_by(seen.len().div_ceil(5).max(1)).collect();
     let rows: Vec<Vec<f64>> = some
         .iter()
@@ -274,18 +276,18 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         shard.range.start < end
             && some.iter().zip(&rows).all(|(of, logits)| {
                 let lse = direct.lse(&logits[shard.range.start..end]);
-                (lse - of.seen).abs() < 0.01
+                (lse - of.implied).abs() < 0.01
             })
     };
     let Some(shard) = shards(direct.head.k.rows).into_iter().find(fits) else { return Vec::new() };
     let one = |inputs: &MicrobatchInputs| {
         let direct = Direct::new(evidence, inputs)?;
         let end = shard.range.end.min(valid);
-        let of = |t: usize| {
+        let lse_of = |t: usize| {
             let row = direct.against(&direct.q(Row::From(t)), &Row::From);
             direct.lse(&row.logits[shard.range.start..end])
         };
-        let lse: Vec<f64> = (0..inputs.tokens()).into_par_iter().map(of).collect();
+        let lse: Vec<f64> = (0..inputs.tokens()).into_par_iter().map(lse_of).collect();
         Some((inputs.microbatch, lse))
     };
     let lse = evidence.inputs.iter().filter_map(one).collect();
@@ -298,7 +300,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     vec![Hypothesis::new(OtherLse { lse, captured }, parameters)]
 }
 
-/// Reduced dk that lacks whole ranks' addends: the sum of a step, or those of its microbatches.
+/// Hypotheses that a reduced dk, of the step or of its microbatches, lacks whole ranks' addends.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut all: Vec<(BTreeSet<Option<Rank>>, Vec<Solved>)> = Vec::new();
     for found in solved(evidence) {
@@ -324,17 +326,17 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     all.into_iter().map(one).collect()
 }
 
-/// Sums of dk that lack what some of a rank's devices should add.
+/// The hypothesis that sums of dk lack the gradients of some of a rank's devices.
 fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let found = CountedSums::of(evidence, Of::Whole).filter(|found| found.is_of_devices())?;
-    let of = "dk over devices".to_string();
-    let parameters = vec![("of", of), ("holds only", found.devices.join(" and "))];
-    Some(Hypothesis::new(found, parameters).fitted(1))
+    let sums = CountedSums::of(evidence, Of::Whole).filter(|sums| sums.is_of_devices())?;
+    let what = "dk over devices".to_string();
+    let parameters = vec![("of", what), ("holds only", sums.devices.join(" and "))];
+    Some(Hypothesis::new(sums, parameters).fitted(1))
 }
 
-/// Pieces of the reduced dk that hold other addends than the rest; those that are the mean of
-/// them have another name.
-fn of_pieces(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+/// Hypotheses of segments of the reduced dk with other weights than the rest; segments that are a
+/// mean are `rank-mean-vs-sum`.
+fn of_segments(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let all = segments(evidence).into_iter();
     let other = all.filter(|found| !found.factor().is_some_and(|factor| factor < 1.0));
     let one = |found: Segments| {

@@ -1,7 +1,7 @@
-//! The derivative of a policy loss in the backward alone: with another option than the loss has,
-//! with the ratio of the policies left out, squared, or taken of the token before or after, or
-//! clipped otherwise than the loss; or with the surrogate or the KL term another number of times,
-//! as where a sign is wrong.
+//! A policy loss whose backward is not the derivative of its forward: it has another option, leaves
+//! out the ratio of the policies, squares it, reads that of the token before or after, or clips it
+//! differently; or it multiplies the surrogate or the KL term by another factor, such as a wrong
+//! sign.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,43 +11,44 @@ use backtape::identity::Microbatch;
 use backtape::role::Role;
 
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::declarations::policy::{PolicyEdit, edits};
 use crate::diagnose::detectors::direct::{multiple, tokens};
-use crate::diagnose::detectors::extents::known;
 use crate::diagnose::detectors::fit::readings;
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::reference::reference;
-use crate::diagnose::detectors::solve::multiples;
+use crate::diagnose::detectors::token_runs::known;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::limited::Heard;
-use crate::diagnose::rearranged::Instead;
-use crate::diagnose::worlds::{DeclaredLse, Optioned};
+use crate::diagnose::localized::TrialSnapshot;
+use crate::diagnose::worlds::{ChangedOptions, DeclaredLse};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::replay::world::{Expectation, World};
 
-/// Share of the error that a rule may leave to be worth a trial.
+/// Share of the squared error that a rule may leave to be worth a trial.
 const LEFT: f64 = 1e-3;
-/// A part that is there fewer times than this is not there.
+/// A fitted factor below this counts as 0.
 const ABSENT: f64 = 1e-3;
 
-/// Both kinds, where the step has a policy loss.
+/// The hypotheses of other options, of another ratio and of other factors of the terms, where the
+/// step has a policy loss.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let stages = [&Stage::GRADIENTS[..], &[Stage::Dlogprobs, Stage::Dlogits]].concat();
     let fails = evidence.fails_any(&stages);
     if !fails || !evidence.step.is_policy_loss() {
         return Vec::new();
     }
-    let mut found = of_options(evidence);
+    let mut hypotheses = of_options(evidence);
     if let Some(derivative) = Derivative::of(evidence) {
-        found.extend(of_ratio(evidence, &derivative));
-        found.extend(of_terms(&derivative));
+        hypotheses.extend(of_ratio(evidence, &derivative));
+        hypotheses.extend(of_terms(&derivative));
     }
-    found
+    hypotheses
 }
 
-/// What the report calls a token's factor.
+/// The name in reports of the parameter that describes a token's factor.
 const COUNTS: &str = "each token counts";
 
-/// Another option than the loss has.
+/// The hypotheses that the backward has another option than the loss.
 fn of_options(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let declared = &evidence.step.options.declared;
     let one = |edit: PolicyEdit| {
@@ -59,7 +60,7 @@ fn of_options(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ("declared", written(declared, edit.option)),
         ];
         let head = Arc::new(with(evidence, options));
-        Some(Hypothesis::new(Heard::backward(evidence, head), parameters))
+        Some(Hypothesis::new(TrialSnapshot::of_backward(evidence, head), parameters))
     };
     edits(declared).into_iter().filter_map(one).collect()
 }
@@ -67,44 +68,46 @@ fn of_options(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 fn with(
     evidence: &Evidence<'_>,
     options: HeadOptions,
-) -> Optioned<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
+) -> ChangedOptions<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
     let lowered = evidence.step.options.lowered;
     let change = move |of: &mut HeadOptions| *of = HeadOptions { lowered, ..options.clone() };
-    Optioned { change, lse: DeclaredLse::new(), factor: 1.0 }
+    ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 }
 }
 
-/// What stands for a token's ratio, by the ratio, whether its advantage is positive, and the share
-/// that the surrogate lets through.
+/// The number that replaces a token's ratio, from the ratio, whether its advantage is positive, and
+/// the share that the surrogate lets through.
 type Rule<'a> = &'a dyn Fn(f64, bool, f64) -> f64;
 
 type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// Gradients of the log-probabilities, `[T]` of each microbatch, and what they are made of.
+/// The terms of the loss's derivative by each log-probability, `[T]` of each microbatch.
 struct Derivative {
-    /// Of `r A`, which is never clipped.
+    /// The derivative of `r A`, never clipped.
     unclipped: OfTokens,
-    /// Share of it that the surrogate `min(r A, clip(r) A)` lets through.
+    /// The share of it that the clipped surrogate `min(r A, clip(r) A)` lets through.
     passed: OfTokens,
-    /// Of the KL term.
+    /// The derivative of the KL term.
     kl: OfTokens,
-    /// r of each token.
+    /// The ratio r of each token.
     ratio: OfTokens,
-    /// The same to the reference policy, where all microbatches have its log-probabilities.
+    /// The ratio to the reference policy, where all microbatches have its log-probabilities.
     to_reference: Option<OfTokens>,
-    /// As the job has them, at the tokens that are looked at.
+    /// The job's derivative, at the sampled tokens.
     captured: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
 }
 
 impl Derivative {
-    /// `None` where the ratio is not a token's own, or nothing that fails shows the derivative.
+    /// `None` where the declared ratio is not per token, or nothing that fails shows the
+    /// derivative.
     fn of(evidence: &Evidence<'_>) -> Option<Derivative> {
         let declared = &evidence.step.options.declared;
         let grpo = evidence.step.options.grpo.as_ref()?;
         if grpo.ratio != RatioLevel::Token {
             return None;
         }
-        // Not the derivative that the replay takes from what was recorded.
-        let made = Instead { distrusts: vec![Stage::Dlogprobs], ..Instead::default() };
+        // The derivative is recomputed; by default the replay would start from the recorded one.
+        let made =
+            ReplacedValues { distrusts: vec![Stage::Dlogprobs], ..ReplacedValues::default() };
         let rows = evidence.rows.as_ref();
         let whole = reference(evidence, Some(&made), rows);
         let mut other = declared.clone();
@@ -118,7 +121,7 @@ impl Derivative {
         let open = other.grpo.get_or_insert_default();
         (open.clip_low, open.clip_high, open.dual_clip) = (1.0, f64::MAX, None);
         let open = of_other(&other)?;
-        let mut found = Derivative {
+        let mut derivative = Derivative {
             unclipped: OfTokens::new(),
             passed: OfTokens::new(),
             kl: OfTokens::new(),
@@ -133,51 +136,51 @@ impl Derivative {
             let old = evidence.step.optional(Role::OldLogprobs, mb, one.tokens()).ok()??;
             let logp = logprobs(evidence, one)?;
             let share = |(part, open): (&f64, &f64)| if *open == 0.0 { 0.0 } else { part / open };
-            found.unclipped.insert(mb, open.iter().map(|g| -g).collect());
-            found.passed.insert(mb, part.iter().zip(open).map(share).collect());
-            found.kl.insert(mb, all.iter().zip(part).map(|(g, part)| part - g).collect());
+            derivative.unclipped.insert(mb, open.iter().map(|g| -g).collect());
+            derivative.passed.insert(mb, part.iter().zip(open).map(share).collect());
+            derivative.kl.insert(mb, all.iter().zip(part).map(|(g, part)| part - g).collect());
             let ratio_to = |other: Vec<f64>| -> Vec<f64> {
                 logp.iter().zip(other).map(|(p, other)| (p - other).exp()).collect()
             };
             let other = evidence.step.optional(Role::RefLogprobs, mb, one.tokens()).ok().flatten();
-            found.to_reference = found.to_reference.zip(other).map(|(mut all, other)| {
+            derivative.to_reference = derivative.to_reference.zip(other).map(|(mut all, other)| {
                 all.insert(mb, ratio_to(other));
                 all
             });
-            found.ratio.insert(mb, ratio_to(old));
+            derivative.ratio.insert(mb, ratio_to(old));
             let shown = shown(evidence, one, all);
-            found.captured.extend(shown.map(|shown| (mb, shown)));
+            derivative.captured.extend(shown.map(|shown| (mb, shown)));
         }
-        (!found.captured.is_empty()).then_some(found)
+        (!derivative.captured.is_empty()).then_some(derivative)
     }
 
-    /// What stands for the ratio of each token, by its ratio, whether its advantage is positive, and
-    /// the share that the surrogate lets through.
+    /// The numbers that a rule gives in the place of the tokens' ratios.
     fn each(&self, of: Rule<'_>) -> OfTokens {
         let one = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
             let (open, passed) = (&self.unclipped[mb], &self.passed[mb]);
             let all = own.iter().enumerate();
-            // A positive advantage wants the log-probability to grow.
+            // A negative derivative of the loss means a positive advantage: the log-probability
+            // should grow.
             let all = all.map(|(t, &r)| of(r, open[t] < 0.0, passed[t]));
             (*mb, all.collect())
         };
         self.ratio.iter().map(one).collect()
     }
 
-    /// Upstream gradients of the tokens where each ratio is another number.
+    /// Upstream gradients of the tokens with these numbers in the place of the ratios.
     fn upstream(&self, ratio: &OfTokens) -> OfTokens {
-        let of = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
+        let of_microbatch = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
             let one = |t: usize| {
                 let r = self.ratio[mb][t];
                 -(self.unclipped[mb][t] / r * own[t] + self.kl[mb][t])
             };
             (*mb, (0..own.len()).map(one).collect())
         };
-        ratio.iter().map(of).collect()
+        ratio.iter().map(of_microbatch).collect()
     }
 
-    /// How often the derivatives of the surrogate and of the KL term are in what was captured, by
-    /// least squares.
+    /// The factors of the derivatives of the surrogate and of the KL term in the captured
+    /// derivative, by least squares.
     fn terms(&self) -> Option<[f64; 2]> {
         let (mut surrogate, mut kl, mut seen) = (Vec::new(), Vec::new(), Vec::new());
         for (mb, captured) in &self.captured {
@@ -195,17 +198,17 @@ impl Derivative {
         Some([read(times[0])?, read(times[1])?])
     }
 
-    /// Upstream gradients of the tokens of the microbatches that fail, each part times a number.
+    /// Upstream gradients of the tokens of the failing microbatches, each term times its factor.
     fn of_parts(&self, [surrogate, kl]: [f64; 2]) -> OfTokens {
-        let of = |(mb, open): (&Option<Microbatch>, &Vec<f64>)| {
+        let of_microbatch = |(mb, open): (&Option<Microbatch>, &Vec<f64>)| {
             let one = |t: usize| -(surrogate * open[t] * self.passed[mb][t] + kl * self.kl[mb][t]);
             (*mb, (0..open.len()).map(one).collect())
         };
         let fails = |(mb, _): &(&Option<Microbatch>, &Vec<f64>)| self.captured.contains_key(*mb);
-        self.unclipped.iter().filter(fails).map(of).collect()
+        self.unclipped.iter().filter(fails).map(of_microbatch).collect()
     }
 
-    /// Whether what was captured follows such upstream gradients.
+    /// Whether these upstream gradients explain the captured derivative.
     fn follows(&self, g: &OfTokens) -> bool {
         let (mut before, mut left) = (0.0, 0.0);
         for (mb, captured) in &self.captured {
@@ -233,7 +236,8 @@ pub(super) fn logprobs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Op
     }
 }
 
-/// The derivative that the job has: recorded, or what each row of dq is times its reference.
+/// The job's derivative: as recorded, or from the factor of each row of dq or dlogits relative to
+/// its reference.
 fn shown(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
@@ -257,7 +261,7 @@ fn shown(
     Some(looked.into_iter().filter_map(one).collect())
 }
 
-/// Another number in the place of the ratio.
+/// The hypotheses of another number in the place of the ratio.
 fn of_ratio(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<Hypothesis> {
     let mut all = vec![
         ("without the ratio of the policies".to_string(), derivative.each(&|_, _, passed| passed)),
@@ -291,11 +295,11 @@ fn of_ratio(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<Hypothesis>
     all.into_iter().filter_map(one).collect()
 }
 
-/// The surrogate and the KL term, each as often as it is in what was captured.
+/// The hypothesis that the surrogate and the KL term have the fitted factors.
 fn of_terms(derivative: &Derivative) -> Option<Hypothesis> {
     let [surrogate, kl] = derivative.terms()?;
     let words = match (surrogate, kl) {
-        // A factor of the whole is no factor of a term, and options are tried without a KL term.
+        // Equal factors are one factor on the whole; and a missing KL term is tried as an option.
         (surrogate, kl) if surrogate == kl || (surrogate, kl) == (1.0, 0.0) => return None,
         (1.0, kl) => format!("with the gradient of the KL term {kl} times"),
         (surrogate, 1.0) => format!("with the gradient of the surrogate {surrogate} times"),
@@ -309,7 +313,8 @@ fn of_terms(derivative: &Derivative) -> Option<Hypothesis> {
     follows.then(|| Hypothesis::new(Upstream { g }, vec![(COUNTS, words)]).fitted(fitted))
 }
 
-/// The ratio as other rules clip it.
+/// Other numbers for the ratio: clipped by other rules, its inverse, and the ratio to the reference
+/// policy.
 fn clipped(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<(String, OfTokens)> {
     let Some(grpo) = &evidence.step.options.grpo else { return Vec::new() };
     let (low, high) = (1.0 - grpo.clip_low, 1.0 + grpo.clip_high);
@@ -326,22 +331,22 @@ fn clipped(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<(String, OfT
         ),
         ("with the clipped ratio as a constant factor", &|r, _, _| r.clamp(low, high)),
     ];
-    let mut found: Vec<(String, OfTokens)> =
+    let mut ratios: Vec<(String, OfTokens)> =
         rules.into_iter().map(|(words, of)| (words.to_string(), derivative.each(of))).collect();
     let clips = |r: f64, up: bool| if up { r > high } else { r < low };
     let inverse = derivative.each(&|r, up, _| none_if(clips(1.0 / r, up), 1.0 / r));
-    found.push(("with the inverse of the ratio".to_string(), inverse));
+    ratios.push(("with the inverse of the ratio".to_string(), inverse));
     if let Some(mut other) = derivative.to_reference.clone() {
         for (mb, own) in &mut other {
             let up = derivative.unclipped[mb].iter().map(|x| *x < 0.0);
             own.iter_mut().zip(up).for_each(|(r, up)| *r = none_if(clips(*r, up), *r));
         }
-        found.push(("with the ratio to the reference policy".to_string(), other));
+        ratios.push(("with the ratio to the reference policy".to_string(), other));
     }
-    found
+    ratios
 }
 
-/// Each token's neighbour's ratio in runs of one kind, and what those are.
+/// The ratio of each token's neighbour in the runs of one division, and the name of that division.
 fn moved(
     evidence: &Evidence<'_>,
     ratio: &OfTokens,
@@ -364,7 +369,7 @@ fn moved(
     Some((name, found))
 }
 
-/// Upstream gradients of every token.
+/// Given upstream gradients of every token.
 struct Upstream {
     g: OfTokens,
 }

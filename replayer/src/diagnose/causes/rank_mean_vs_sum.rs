@@ -1,23 +1,22 @@
 //! `rank-mean-vs-sum`: gradients are W or 1/W of what they should be, because ranks were
 //! averaged where their sum was declared, or the other way round, or twice.
 //!
-//! Detectors: D6, one factor in every microbatch and on every rank of a stage; W is the number
-//! of ranks, or of those along some axes of the mesh. Or a piece of the reduced dk that is the
-//! mean of its addends where the rest is their sum.
-//! Emulation: the factor.
+//! Detectors: one factor in every microbatch and on every rank of a stage; W is the number of
+//! ranks, or of those along some axes of the mesh. Or a segment of the reduced dk that is the mean
+//! of its addends while the rest is their sum. Emulation: the factor.
 
 use std::collections::BTreeMap;
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::common_factor::{SCALED, sets_times};
 use crate::diagnose::detectors::segments::segments;
-use crate::diagnose::detectors::uniform::{SCALED, sets_times};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Scaled, scaled};
 
 /// The catalogue's entry.
 pub struct RankMeanVsSum;
 
-/// Axes of a mesh whose subsets are looked at; real meshes have four or five.
+/// Subsets of at most this many axes of the mesh are tried; real meshes have four or five.
 const AXES: usize = 8;
 
 impl Cause for RankMeanVsSum {
@@ -39,7 +38,7 @@ impl Cause for RankMeanVsSum {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let sizes = group_sizes(evidence);
-        let of = |(&size, words): (&u32, &String)| {
+        let of_group = |(&size, words): (&u32, &String)| {
             let ranks = f64::from(size);
             let one = |(factor, name): (f64, &'static str)| {
                 let one = move |stages| {
@@ -51,15 +50,15 @@ impl Cause for RankMeanVsSum {
             };
             [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().flat_map(one).collect::<Vec<_>>()
         };
-        let mut found: Vec<Hypothesis> = sizes.iter().flat_map(of).collect();
-        found.extend(of_pieces(evidence, &sizes));
-        found
+        let mut hypotheses: Vec<Hypothesis> = sizes.iter().flat_map(of_group).collect();
+        hypotheses.extend(of_segments(evidence, &sizes));
+        hypotheses
     }
 }
 
-/// Pieces of the reduced dk that are the mean over ranks, where the rest is the sum.
-fn of_pieces(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+/// Segments of the reduced dk that are the mean over ranks while the rest is the sum.
+fn of_segments(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypothesis> {
+    let mut hypotheses = Vec::new();
     for of in segments(evidence) {
         let near =
             |size: &&u32| of.factor().is_some_and(|x| (x * f64::from(**size) - 1.0).abs() < 1e-9);
@@ -69,22 +68,23 @@ fn of_pieces(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypo
             ("ranks", format!("{size} ({})", sizes[size])),
             ("where", of.places()),
         ];
-        found.push(Hypothesis::new(of.world(), parameters).fitted(of.of.len()));
+        hypotheses.push(Hypothesis::new(of.world(), parameters).fitted(of.of.len()));
     }
-    found
+    hypotheses
 }
 
-/// Sizes of groups of ranks that a gradient may be reduced over, each with its name.
+/// The sizes of the groups of ranks that a gradient may be reduced over, each with its name in
+/// words.
 fn group_sizes(evidence: &Evidence<'_>) -> BTreeMap<u32, String> {
     let manifest = &evidence.step.dump.manifest;
-    let mut found = BTreeMap::from([(manifest.world_size, "all ranks".to_string())]);
+    let mut sizes = BTreeMap::from([(manifest.world_size, "all ranks".to_string())]);
     let axes = &manifest.mesh.0[..manifest.mesh.0.len().min(AXES)];
     for subset in 1u32..1 << axes.len() {
         let chosen = || axes.iter().enumerate().filter(|(at, _)| subset >> at & 1 == 1);
         let size = chosen().map(|(_, (_, size))| size).product();
         let names: Vec<&str> = chosen().map(|(_, (name, _))| name.as_str()).collect();
-        found.entry(size).or_insert_with(|| format!("axis {}", names.join(" x ")));
+        sizes.entry(size).or_insert_with(|| format!("axis {}", names.join(" x ")));
     }
-    found.retain(|&size, _| size > 1);
-    found
+    sizes.retain(|&size, _| size > 1);
+    sizes
 }

@@ -1,7 +1,7 @@
 //! `replica-divergence`: ranks that should hold the same bits of a tensor do not.
 //!
-//! It is seen, not emulated: the recorded bytes of the ranks differ. Where the versions are
-//! sums of different gradients, or parts of one sum, those causes name it.
+//! It is observed without a trial: the recorded bytes of the ranks differ. Where the versions are
+//! sums of different gradients, or parts of one sum, other causes name it.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use crate::diagnose::evidence::Evidence;
 use crate::dump::name_ranks;
 use crate::head::Stage;
 
-/// What it is called.
+/// Its id.
 pub const ID: &str = "replica-divergence";
 
 /// The catalogue's entry.
@@ -42,15 +42,15 @@ impl Cause for ReplicaDivergence {
         let (told, rest): (Vec<&Versions>, Vec<&Versions>) = all
             .iter()
             .partition(|of| of.as_sums(evidence).is_some() || of.is_parts_of_dq(evidence));
-        // Ranks whose dk are different sums work out different norms of it.
+        // Ranks whose dk are different sums compute different gradient norms.
         let follows = |of: &Versions| of.role == Some(Role::GradNorm) && !told.is_empty();
-        let of = rest.into_iter().find(|of| !follows(of))?;
-        let ranks: BTreeSet<Rank> = of.odd().into_iter().collect();
+        let tensor = rest.into_iter().find(|of| !follows(of))?;
+        let ranks: BTreeSet<Rank> = tensor.odd().into_iter().collect();
         let ranks: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-        let (count, most, bits) = of.difference();
+        let (count, most, bits) = tensor.difference();
         let mut parameters = vec![
-            ("tensor", of.key.to_string()),
-            ("versions", of.of.len().to_string()),
+            ("tensor", tensor.key.to_string()),
+            ("versions", tensor.of.len().to_string()),
             ("ranks", ranks.join(", ")),
             ("elements that differ", count.to_string()),
             ("largest difference", format!("{most:.2e} of the tensor's size")),
@@ -58,13 +58,13 @@ impl Cause for ReplicaDivergence {
         if !bits.is_empty() {
             parameters.push(("flipped", bits.join("; ")));
         }
-        let holders: Vec<String> = of.of.iter().map(|(ranks, _)| name_ranks(ranks)).collect();
-        let stages: Vec<Stage> = of.stage().into_iter().collect();
+        let holders: Vec<String> = tensor.of.iter().map(|(ranks, _)| name_ranks(ranks)).collect();
+        let stages: Vec<Stage> = tensor.stage().into_iter().collect();
         let evidence = format!(
             "{} has {} versions of {}: {}",
-            of.key,
-            of.of.len(),
-            of.place,
+            tensor.key,
+            tensor.of.len(),
+            tensor.place,
             holders.join(" against ")
         );
         Some(Observed { evidence, stages, parameters })

@@ -1,27 +1,27 @@
-//! Labels that the job shifted inside other runs than sequences: over their ends, as where rows were
-//! flattened before the shift and the last token of a sequence takes the first label of the next
-//! one, or inside the part of a sequence that a rank holds.
+//! Labels that the job shifted inside other runs of tokens than sequences. Either across the ends
+//! of sequences, because rows were flattened before the shift and the last token of a sequence
+//! takes the first label of the next one; or only inside the part of a sequence that a rank holds.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
-use crate::diagnose::detectors::extents::{Extent, known, of_ranks};
-use crate::diagnose::detectors::relabelled::Labels;
+use crate::diagnose::data_worlds::{RecordedCounts, Relabelled};
+use crate::diagnose::detectors::shown_labels::Labels;
+use crate::diagnose::detectors::token_runs::{TokenRuns, known, of_ranks};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::{RecordedCounts, Relabelled};
 use crate::head::MicrobatchInputs;
 use crate::kernels::matrix::IGNORED;
 
-/// The head declares labels that it shifts inside each sequence; the job shifted them, and their
-/// weights, inside other runs.
+/// The hypotheses, where the head declares that it shifts labels inside each sequence: the job
+/// shifted labels and their weights inside other runs.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let kinds = evidence.inputs.first().map_or(0, |one| runs(evidence, one).len());
     if evidence.step.options.declared.labels_shifted {
         return Vec::new();
     }
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for (kind, wraps) in (0..kinds).flat_map(|kind| [(kind, false), (kind, true)]) {
         let Some(Shifted { labels, weights, name }) = shifted(evidence, kind, wraps) else {
             continue;
@@ -37,16 +37,16 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ];
             let (labels, weights) = (labels.clone(), weights.clone());
             let world = Relabelled { labels, counts, weights, ..Relabelled::default() };
-            found.push(Hypothesis::new(world, parameters));
+            hypotheses.push(Hypothesis::new(world, parameters));
         }
     }
-    found
+    hypotheses
 }
 
-/// Runs inside which labels may have been shifted, other than sequences.
-fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Extent> {
-    let mut found = known(evidence.step, inputs);
-    let sequences = found.remove(0);
+/// The divisions into runs, other than sequences, inside which labels may have been shifted.
+fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<TokenRuns> {
+    let mut divisions = known(evidence.step, inputs);
+    let sequences = divisions.remove(0);
     let length = inputs.sequence.max(1);
     let mut parts = Vec::new();
     for run in of_ranks(evidence.step, inputs) {
@@ -55,11 +55,11 @@ fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Extent> {
     }
     let cut = parts.len() > sequences.runs.len();
     let name = "each rank's part of each sequence".to_string();
-    found.extend(cut.then_some(Extent { name, runs: parts }));
-    found
+    divisions.extend(cut.then_some(TokenRuns { name, runs: parts }));
+    divisions
 }
 
-/// Labels and weights of every microbatch after a shift by one inside some runs.
+/// Labels and weights of every microbatch after a shift by one inside the runs of one division.
 struct Shifted {
     labels: Labels,
     weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
@@ -67,21 +67,21 @@ struct Shifted {
 }
 
 fn shifted(evidence: &Evidence<'_>, kind: usize, wraps: bool) -> Option<Shifted> {
-    let mut found =
+    let mut shifted =
         Shifted { labels: Labels::new(), weights: BTreeMap::new(), name: String::new() };
-    for one in evidence.inputs {
-        let (n, extent) = (one.tokens(), runs(evidence, one).into_iter().nth(kind)?);
+    for inputs in evidence.inputs {
+        let (n, runs_of_tokens) = (inputs.tokens(), runs(evidence, inputs).into_iter().nth(kind)?);
         let from: Vec<Option<usize>> = match wraps {
-            true => extent.rolled(n, 1).into_iter().map(Some).collect(),
-            false => extent.shifted(n, 1),
+            true => runs_of_tokens.rolled(n, 1).into_iter().map(Some).collect(),
+            false => runs_of_tokens.shifted(n, 1),
         };
-        let labels = evidence.step.recorded_labels(one)?;
+        let labels = evidence.step.recorded_labels(inputs)?;
         let labels = from.iter().map(|from| from.map_or(IGNORED, |from| labels[from]));
-        found.labels.insert(one.microbatch, labels.collect());
-        let weights = evidence.step.recorded_weights(one)?;
+        shifted.labels.insert(inputs.microbatch, labels.collect());
+        let weights = evidence.step.recorded_weights(inputs)?;
         let weights = from.iter().map(|from| from.map_or(0.0, |from| weights[from]));
-        found.weights.insert(one.microbatch, weights.collect());
-        found.name = extent.name;
+        shifted.weights.insert(inputs.microbatch, weights.collect());
+        shifted.name = runs_of_tokens.name;
     }
-    Some(found)
+    Some(shifted)
 }

@@ -1,36 +1,37 @@
-//! `silent-corruption`: a few stored elements are wrong, by one flipped bit each where that
-//! is so, and all others are right.
+//! `silent-corruption`: a few stored elements are wrong, mostly by one flipped bit each, and all
+//! others are right.
 //!
-//! Detector: few elements are beyond their bound; a captured element with one bit the other
-//! way is what it should be.
-//! Emulation: those elements hold what was captured, every other one must be right.
+//! Detector: few elements are beyond their bound; flipping one bit of a captured element gives the
+//! right value. Emulation: those elements are taken as captured; every other one must be right.
 
 use std::collections::BTreeSet;
 
 use half::{bf16, f16};
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::reference::Table;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::replay::comparison::Comparison;
 
 /// The catalogue's entry.
 pub struct SilentCorruption;
 
-/// Elements that are wrong at most.
+/// At most this many elements are wrong.
 const MOST: u64 = 8;
-/// Share of an element's error that may be left when its bit is flipped back.
+/// Flipping the bit back may leave this share of an element's error.
 const LEFT: f64 = 1.0 / 16.0;
-/// Elements without a flipped bit are wrong by so many times the stage's own size.
+/// An element that no flipped bit explains must be off by this many times the root mean square of
+/// the stage.
 const GROSS: f64 = 30.0;
 
-/// Rows of garbage at most.
+/// At most this many rows are garbage.
 const ROWS: u64 = 4;
-/// How many times larger than its own and than the usual row a row of garbage is.
+/// The error of a row of garbage is at least this many times the norm of its reference and of the
+/// mean row.
 const LOUD: f64 = 5.0;
 
 /// An element that is not what it should be.
@@ -62,9 +63,10 @@ impl Cause for SilentCorruption {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut world = Instead::default();
+        let mut world = ReplacedValues::default();
         let mut all: Vec<(Key, Wrong)> = Vec::new();
-        // What follows from a wrong element may be wrong too: only the first is looked at.
+        // Comparisons with many wrong elements are skipped: they may follow from a wrong element
+        // upstream.
         for &key in &evidence.failing {
             let Some(found) = wrong(evidence, key) else { continue };
             let table = world.of.entry(key).or_default();
@@ -79,7 +81,7 @@ impl Cause for SilentCorruption {
         let parameters = parameters(&all);
         let fitted = 2 + all.len();
         let stages: Vec<Stage> = all.iter().map(|(key, _)| key.stage).collect();
-        let distrusting = Instead { of: world.of.clone(), distrusts: stages };
+        let distrusting = ReplacedValues { of: world.of.clone(), distrusts: stages };
         vec![
             Hypothesis::new(world, parameters.clone()).fitted(fitted),
             Hypothesis::new(distrusting, parameters).fitted(fitted),
@@ -87,9 +89,9 @@ impl Cause for SilentCorruption {
     }
 }
 
-/// Few rows that hold something much larger than the gradient, in most of their elements.
+/// The hypothesis of a few rows that hold values much larger than the gradient.
 fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     let mut words: Vec<String> = Vec::new();
     for &key in &evidence.failing {
         let tally = &comparison(evidence, key)?.tally;
@@ -111,7 +113,8 @@ fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         words.push(format!("{} rows {rows:?}", key.stage));
         world = world.rows(key, rows.into_iter().map(|row| (row, captured.row(row).to_vec())));
     }
-    // What comes back in another microbatch, or on another rank, is made by the program.
+    // Garbage that recurs in another microbatch or on another rank comes from the program, not from
+    // the hardware.
     let microbatches: BTreeSet<_> = world.of.keys().filter_map(|key| key.microbatch).collect();
     let ranks: BTreeSet<_> = world.of.keys().filter_map(|key| key.rank).collect();
     if microbatches.len() > 1 || ranks.len() > 1 {
@@ -185,7 +188,7 @@ fn errors(captured: &Values, table: &Table) -> Vec<Wrong> {
     table.iter().flat_map(row).collect()
 }
 
-/// The one bit that, the other way, makes an element what it should be.
+/// The one bit whose flip explains an element's error.
 fn flipped(captured: &Values, of: &Wrong) -> Option<u32> {
     let near = |x: f64| (x - of.reference).abs();
     let other = |bit: u32| -> f64 {
@@ -220,8 +223,8 @@ mod tests {
         let x = 0.0123f32;
         let flip = |bit: u32| f64::from(f32::from_bits(x.to_bits() ^ (1 << bit)));
         for bit in [22, 24, 27, 30, 31] {
-            let found = flipped(&values(32, false), &at(flip(bit), f64::from(x) * 1.001));
-            assert_eq!(found, Some(bit));
+            let bit_found = flipped(&values(32, false), &at(flip(bit), f64::from(x) * 1.001));
+            assert_eq!(bit_found, Some(bit));
         }
         let off = at(f64::from(x) * 1.04, f64::from(x));
         assert_eq!(flipped(&values(32, false), &off), None, "a ratio is no bit");

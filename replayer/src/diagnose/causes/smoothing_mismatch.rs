@@ -1,15 +1,15 @@
-//! `smoothing-mismatch`: the labels are smoothed otherwise than declared: not at all, with
-//! another ε, by the other formula, or only in a part of the gradient.
+//! `smoothing-mismatch`: labels are not smoothed as declared: not at all, with another ε, by the
+//! other formula, or only in a part of the gradient.
 //!
-//! Real, too: tensor ranks that smooth over their own classes (Megatron-LM 737): every class
-//! is counted among K/n, and the loss holds the mean of one rank's logits.
+//! Real, too: tensor-parallel ranks that smooth over their own classes (Megatron-LM 737): ε is
+//! spread over K/n classes, and the loss has the mean of one rank's logits.
 //!
-//! Detectors: D3; gradients and loss are linear in ε, which is fitted to all that fails, as is
-//! how often each of its two parts is there; the axes of the mesh say how many ranks may have
-//! cut the vocabulary.
-//! Emulation: the other smoothing; forward and backward are judged apart. Also ε spread over
-//! the padding's columns, with the entries that these then have, or without; and how often each part
-//! is there, solved for, and held against what another number of classes makes of it.
+//! Detectors: gradients and loss are linear in ε, which is fitted to everything that fails, as are
+//! the factors of its two parts (the label's factor 1 - ε, and the spread ε/K); the axes of the
+//! mesh give how many ranks may have cut the vocabulary. Emulation: the other smoothing; forward
+//! and backward are judged separately. Also ε spread over the padding's columns, with or without
+//! the entries that these then have; and solved factors of the parts, compared with those that
+//! another number of classes gives.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -23,18 +23,18 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::{Direct, WORK};
 use crate::diagnose::detectors::fit::{Wanted, linear, shown};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{DeclaredLse, Optioned};
+use crate::diagnose::worlds::{ChangedOptions, DeclaredLse};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::replay::world::{Read, UnitTokens, World};
 
 /// The catalogue's entry.
 pub struct SmoothingMismatch;
 
-/// A usual ε, to start a fit with.
+/// A usual ε, as the step of a fit.
 const USUAL: f64 = 0.1;
-/// How near a fitted number must be to a count of ranks to stand for it.
+/// How near, relatively, a fitted factor must be to a number of ranks to stand for it.
 const NEAR: f64 = 0.03;
-/// A fitted number below this is none: the part is left out.
+/// A fitted factor below this counts as 0: the part is left out.
 const NONE: f64 = 0.05;
 
 impl Cause for SmoothingMismatch {
@@ -61,38 +61,38 @@ impl Cause for SmoothingMismatch {
         }
         let declared = &evidence.step.options.declared;
         let (epsilon, formula) = (declared.label_smoothing, declared.smoothing_formula);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         if epsilon > 0.0 {
             let other = match formula {
                 SmoothingFormula::Uniform => SmoothingFormula::Megatron,
                 SmoothingFormula::Megatron => SmoothingFormula::Uniform,
             };
-            found.push(hypothesis(evidence, 0.0, formula, 0));
-            found.push(hypothesis(evidence, epsilon, other, 0));
+            hypotheses.push(hypothesis(evidence, 0.0, formula, 0));
+            hypotheses.push(hypothesis(evidence, epsilon, other, 0));
             for part in [Part::Label, Part::Spread] {
-                found.extend(part.hypotheses(evidence));
+                hypotheses.extend(part.hypotheses(evidence));
             }
-            found.extend(local(evidence));
-            found.extend(smoothing_parts::hypotheses(evidence));
-            found.extend(over_padding::hypotheses(evidence));
+            hypotheses.extend(over_one_ranks_classes(evidence));
+            hypotheses.extend(smoothing_parts::hypotheses(evidence));
+            hypotheses.extend(over_padding::hypotheses(evidence));
         }
         let world = |x: f64| -> Box<dyn World> { Box::new(smoothed(x, formula)) };
         let from = (epsilon, if epsilon > 0.0 { epsilon / 2.0 } else { USUAL });
         let fitted = linear(evidence, (&stages, Wanted::Part), from, &world).unwrap_or_default();
         let sound = fitted.into_iter().filter(|x| (0.0..1.0).contains(x));
-        found.extend(sound.map(|x| hypothesis(evidence, x, formula, 1)));
-        found
+        hypotheses.extend(sound.map(|x| hypothesis(evidence, x, formula, 1)));
+        hypotheses
     }
 }
 
 fn smoothed(
     epsilon: f64,
     formula: SmoothingFormula,
-) -> Optioned<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
+) -> ChangedOptions<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
     let change = move |options: &mut HeadOptions| {
         (options.declared.label_smoothing, options.declared.smoothing_formula) = (epsilon, formula);
     };
-    Optioned { change, lse: DeclaredLse::new(), factor: 1.0 }
+    ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 }
 }
 
 fn hypothesis(
@@ -110,9 +110,9 @@ fn hypothesis(
     Hypothesis::new(smoothed(epsilon, formula), parameters).fitted(fitted)
 }
 
-/// Smoothing over the classes of one of several ranks that cut the vocabulary.
-fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+/// Hypotheses of smoothing over the classes of one of several ranks that cut the vocabulary.
+fn over_one_ranks_classes(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
+    let mut hypotheses = Vec::new();
     for ranks in cuts(evidence) {
         let whose = if evidence.fails(Stage::Loss) { ranks.min(SHOWN) } else { 1 };
         for rank in 0..whose {
@@ -125,23 +125,23 @@ fn local(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 parameters.push(("in", "the loss; gradients have the declared smoothing".into()));
                 let spread = [world.spread[0]; 2];
                 let world = Local { spread, in_loss_alone: true, ..world.clone() };
-                found.push(Hypothesis::new(world, parameters.clone()));
+                hypotheses.push(Hypothesis::new(world, parameters.clone()));
             }
             let world = Local { in_loss_alone: evidence.agrees(Stage::Dq), ..world };
-            found.push(Hypothesis::new(world, parameters));
+            hypotheses.push(Hypothesis::new(world, parameters));
         }
     }
-    found
+    hypotheses
 }
 
-/// How many ranks may have cut the vocabulary.
+/// The numbers of ranks that may have cut the vocabulary.
 pub(super) fn cuts(evidence: &Evidence<'_>) -> BTreeSet<usize> {
     let manifest = &evidence.step.dump.manifest;
     let sizes = manifest.mesh.0.iter().map(|(_, size)| *size).chain([manifest.world_size]);
     sizes.map(|size| size as usize).filter(|&n| n > 1).collect()
 }
 
-/// Ranks whose loss may have been recorded that are tried.
+/// The loss of at most this many ranks is tried for the recorded one.
 const SHOWN: usize = 4;
 
 #[derive(Clone)]
@@ -173,22 +173,22 @@ impl Local {
 /// Mean of all logits and of those of some classes, of each token, by microbatch.
 pub(super) type Means = BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>;
 
-/// Those that a loss needs; `None` where that is too much to work out.
+/// Computes them where the loss fails; `None` where that takes too much work.
 pub(super) fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means> {
-    let mut found = Means::new();
+    let mut means = Means::new();
     for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
         let direct = Direct::new(evidence, inputs)?;
         if direct.work().saturating_mul(inputs.tokens()) > WORK {
             return None;
         }
-        let of = |t: usize| {
+        let means_of = |t: usize| {
             let z = direct.against(&direct.q(Row::From(t)), &Row::From).logits;
             let mean = |z: &[f64]| z.iter().sum::<f64>() / z.len() as f64;
             [mean(&z), mean(&z[own.clone()])]
         };
-        found.insert(inputs.microbatch, (0..inputs.tokens()).map(of).collect());
+        means.insert(inputs.microbatch, (0..inputs.tokens()).map(means_of).collect());
     }
-    Some(found)
+    Some(means)
 }
 
 impl World for Local {
@@ -216,13 +216,13 @@ impl World for Local {
 /// One of the two changes that smoothing makes to dlogits.
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
-    /// `-g (1 - s)` of the label, which is `-g` without it.
+    /// The label's entry `-g (1 - s)`, which is `-g` without smoothing.
     Label,
-    /// `-g s / K` of every class.
+    /// The entry `-g s / K` of every class.
     Spread,
 }
 
-/// A part that is so many times what it should be.
+/// A part is multiplied by a factor.
 struct Times {
     part: Part,
     times: f64,
@@ -238,17 +238,18 @@ impl Part {
         }
     }
 
-    /// Left out, or so many times what it should be: as often as ranks may have cut the vocabulary,
-    /// where it is near such a number.
+    /// The hypotheses that this part is left out, or multiplied by a fitted factor: by a number of
+    /// ranks that may have cut the vocabulary, where the factor is near one.
     fn hypotheses(self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let options = &evidence.step.options;
         let valid = evidence.inputs.iter().find_map(|one| one.head(evidence.step));
         let spread = valid.map_or(0.0, |head| options.smoothing(head.valid_vocab));
         let epsilon = ("ε", options.declared.label_smoothing.to_string());
-        let of = move |times: f64| Times { part: self, times, spread };
+        let multiplied = move |times: f64| Times { part: self, times, spread };
         let left_out = ("left out", self.words().to_string());
-        let mut found = vec![Hypothesis::new(of(0.0), vec![epsilon.clone(), left_out])];
-        let world = |times: f64| -> Box<dyn World> { Box::new(of(times)) };
+        let mut hypotheses =
+            vec![Hypothesis::new(multiplied(0.0), vec![epsilon.clone(), left_out])];
+        let world = |times: f64| -> Box<dyn World> { Box::new(multiplied(times)) };
         let fitted = linear(evidence, (&Stage::GRADIENTS, Wanted::Part), (1.0, 1.0), &world)
             .unwrap_or_default();
         for times in fitted.into_iter().filter(|x| x.abs() > NONE) {
@@ -256,10 +257,10 @@ impl Part {
             let counted = ranks.into_iter().find(|n| (times - n).abs() <= NEAR * n);
             let words = format!("{} times {}", shown(counted.unwrap_or(times)), self.words());
             let parameters = vec![epsilon.clone(), ("instead", words)];
-            let one = Hypothesis::new(of(counted.unwrap_or(times)), parameters);
-            found.push(if counted.is_some() { one } else { one.fitted(1) });
+            let one = Hypothesis::new(multiplied(counted.unwrap_or(times)), parameters);
+            hypotheses.push(if counted.is_some() { one } else { one.fitted(1) });
         }
-        found
+        hypotheses
     }
 }
 

@@ -1,9 +1,10 @@
-//! How often the softmax part, the label's part and the spread of smoothed labels are in dq, solved
-//! for: what another number of classes makes of them, in the formula or in the spread, or none.
+//! Solves dq for the factors of its three parts under label smoothing: the softmax part, the
+//! label's part and the part that is spread over all classes. Factors that another number of
+//! classes would give, in the formula of s or in the spread, are recognised.
 //!
-//! With s the share of the target that is spread and K the classes, a token's dlogits are
-//! `g (A p - B (1 - s) onehot - C s / K)` and its loss `A lse - B (1 - s) z_y - C s mean(z)`;
-//! A, B and C are 1 as declared.
+//! With s the share of the target that is spread and K the number of classes, a token's dlogits are
+//! `g (A p - B (1 - s) onehot - C s / K)` and its loss `A lse - B (1 - s) z_y - C s mean(z)`; A, B
+//! and C are 1 as declared.
 
 use std::sync::Arc;
 
@@ -11,20 +12,20 @@ use super::smoothing_mismatch::{Means, cuts, means};
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::fit::shown;
+use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::plane::{Plane, Rows};
-use crate::diagnose::detectors::solve::multiples;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Read, UnitTokens, World};
 
-/// Share of the error of dq that may be left to be worth a trial.
+/// Share of the squared error of dq that may be left to be worth a trial.
 const LEFT: f64 = 0.02;
-/// How far a fitted part may be from the one that it stands for.
+/// How far, relatively, a fitted factor may be from the one that a rule gives.
 const NEAR: f64 = 0.01;
-/// What a part must be off by to be another one.
+/// A factor must differ from 1 by more than this to be wrong.
 const OFF: f64 = 1e-4;
 
-/// The parts as dq has them, or as what they are near to makes them.
+/// The hypotheses: if a rule gives nearly these factors, those of the rule, else the fitted ones.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(parts) = solved(evidence) else { return Vec::new() };
     let Some(head) = evidence.inputs.iter().find_map(|one| one.head(evidence.step)) else {
@@ -33,7 +34,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let (rows, valid) = (head.k.rows, head.valid_vocab);
     let spread = evidence.step.options.smoothing(valid);
     let Some(means) = means(evidence, 0..valid).map(Arc::new) else { return Vec::new() };
-    let of =
+    let with_factors =
         |[parts, of_loss]: [[f64; 3]; 2]| Parts { parts, of_loss, spread, means: means.clone() };
     let counts = cuts(evidence).into_iter().filter(|n| rows % n == 0).map(|n| rows / n);
     let counts: Vec<usize> = counts.chain([rows, valid]).filter(|&n| n > 1).collect();
@@ -43,17 +44,18 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             if other.iter().zip(&parts).all(near) && is_off(&other) {
                 let mut parameters = words(&other);
                 parameters.push(("as if the classes were", format!("{classes}, not {valid}")));
-                // The loss may hold another share of lse than the gradient has of its own.
+                // In the loss the factor of lse may differ from that of the softmax part in the
+                // gradient.
                 let [_, b, c] = other;
                 let total = [b * (1.0 - spread) + c * spread, b, c];
                 let losses = [other, [1.0, b, c], total].into_iter();
-                let one = |loss| Hypothesis::new(of([other, loss]), parameters.clone());
+                let one = |loss| Hypothesis::new(with_factors([other, loss]), parameters.clone());
                 return losses.map(one).collect();
             }
         }
     }
     let fitted = parts.iter().filter(|x| (**x - 1.0).abs() > NEAR).count();
-    vec![Hypothesis::new(of([parts; 2]), words(&parts)).fitted(fitted.max(1))]
+    vec![Hypothesis::new(with_factors([parts; 2]), words(&parts)).fitted(fitted.max(1))]
 }
 
 fn is_off(parts: &[f64; 3]) -> bool {
@@ -66,23 +68,24 @@ fn words(parts: &[f64; 3]) -> Vec<(&'static str, String)> {
     names.into_iter().zip(parts.iter().map(times)).collect()
 }
 
-/// A, B and C where another number of classes stands in the formula of s, in the spread, or in
-/// both, and where the softmax part is or is not what the target adds up to.
+/// A, B and C where another number of classes is used in the formula of s, in the spread, or in
+/// both; each with A = 1, and with A the sum of the target that results.
 fn rules(evidence: &Evidence<'_>, [classes, valid]: [usize; 2], spread: f64) -> Vec<[f64; 3]> {
     let formula = evidence.step.options.smoothing(classes);
     let k = [classes, valid].map(|n| n as f64);
-    let mut found = Vec::new();
+    let mut factors = Vec::new();
     for s in [formula, spread] {
         for k_of_spread in k {
             let [b, c] = [(1.0 - s) / (1.0 - spread), s / k_of_spread / (spread / k[1])];
             let total = b * (1.0 - spread) + c * spread;
-            found.extend([[1.0, b, c], [total, b, c]]);
+            factors.extend([[1.0, b, c], [total, b, c]]);
         }
     }
-    found
+    factors
 }
 
-/// A, B and C by least squares; `None` where they leave more of dq, or are as declared.
+/// A, B and C by least squares; `None` where they leave more than [`LEFT`] of the error of dq, or
+/// are all 1.
 fn solved(evidence: &Evidence<'_>) -> Option<[f64; 3]> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Dq]).map(|(key, _)| key).collect();
     let [mut softmax, mut label, mut spread, mut captured] = [(); 4].map(|()| Vec::new());
@@ -98,15 +101,15 @@ fn solved(evidence: &Evidence<'_>) -> Option<[f64; 3]> {
     let all = [&softmax[..], &label[..], &spread[..]];
     let parts: [f64; 3] = multiples(&all, &captured)?.try_into().ok()?;
     let made = |times: [f64; 3]| -> Vec<f64> {
-        let of = |at: usize| (0..3).map(|part| times[part] * all[part][at]).sum();
-        (0..captured.len()).map(of).collect()
+        let element = |at: usize| (0..3).map(|part| times[part] * all[part][at]).sum();
+        (0..captured.len()).map(element).collect()
     };
     let left = distance(&captured, &made(parts));
     let explains = left <= LEFT * distance(&captured, &made([1.0; 3]));
     (explains && energy(&captured) > 0.0 && is_off(&parts)).then_some(parts)
 }
 
-/// Entries of the softmax part, of the label and of the spread, `[n, V]` each.
+/// Entries of dlogits of the softmax part, the label's part and the spread, `[n, V]` each.
 fn apart(evidence: &Evidence<'_>, plane: &Plane, key: Key) -> Option<[Rows; 3]> {
     let of_key = |rank| rank == key.rank || key.rank.is_none();
     let mut units = evidence.units().iter();
@@ -117,7 +120,7 @@ fn apart(evidence: &Evidence<'_>, plane: &Plane, key: Key) -> Option<[Rows; 3]> 
     for (at, to) in spread.iter_mut().enumerate() {
         let row = at / cols.max(1);
         let whole = a[row] * plane.p.values[at] + c[row];
-        // The entry over this is the slope of the logit.
+        // The quotient of the entry and `whole` is the derivative of the logit.
         *to = if whole == 0.0 { 0.0 } else { c[row] * plane.dense.values[at] / whole };
     }
     let softmax = plane.dense.values.iter().zip(&spread).map(|(x, c)| x - c).collect();

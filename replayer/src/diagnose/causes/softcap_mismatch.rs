@@ -1,11 +1,10 @@
 //! `softcap-mismatch`: the softcap of the logits is missing, another one, or without its
 //! derivative, in the forward, in the backward, or in both.
 //!
-//! Detectors: D1 (a missing derivative makes the column sum zero); another cap is fitted
-//! to the captured lse and label logits, or to rows of dq.
-//! Emulation: the other cap; where only the backward has it, it starts from the lse of the
-//! declared forward. The derivative may be missing in both parts, in the softmax part, or in
-//! the label's part alone.
+//! Detectors: a missing derivative makes columns of dlogits add up to zero; another cap is fitted
+//! to the captured lse and label logits, or to rows of dq. Emulation: the other cap; where only the
+//! backward has it, it starts from the lse of the declared forward. The derivative may be missing
+//! in both parts, in the softmax part, or in the label's part alone.
 
 use std::collections::BTreeMap;
 
@@ -15,9 +14,11 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::detectors::fit::{least, readings, shown};
-use crate::diagnose::detectors::tokens::Tokens;
+use crate::diagnose::detectors::raw_logits::RawLogits;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Starts};
+use crate::diagnose::worlds::{
+    BackwardStarts, ChangedOptions, DeclaredLse, FORWARD_ONLY, ForwardOnly,
+};
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::kernels::transform::Transform;
 use crate::replay::world::{UnitTokens, World};
@@ -25,7 +26,8 @@ use crate::replay::world::{UnitTokens, World};
 /// The catalogue's entry.
 pub struct SoftcapMismatch;
 
-/// Caps that a fit looks between: below, all logits are one; above, none is capped.
+/// The range of caps that is searched: below it all logits would be nearly equal, above it none
+/// would be capped.
 const CAPS: (f64, f64) = (0.5, 2000.0);
 
 impl Cause for SoftcapMismatch {
@@ -51,37 +53,38 @@ impl Cause for SoftcapMismatch {
             return Vec::new();
         }
         let cap = evidence.step.options.transform.softcap;
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         if let Some(cap) = cap {
             let change = |options: &mut HeadOptions| options.transform.uncapped = true;
-            let world = Optioned { change, lse: DeclaredLse::new(), factor: 1.0 };
+            let world = ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 };
             let parameters =
                 vec![("softcap", cap.to_string()), ("left out", "its derivative".to_string())];
-            found.push(Hypothesis::new(world, parameters));
-            found.extend(of_one_part(evidence, cap));
-            found.extend(capped(evidence, None, 0));
+            hypotheses.push(Hypothesis::new(world, parameters));
+            hypotheses.extend(of_one_part(evidence, cap));
+            hypotheses.extend(capped(evidence, None, 0));
         }
         for other in fitted(evidence) {
             if Some(other) != cap {
-                found.extend(capped(evidence, Some(other), 1));
+                hypotheses.extend(capped(evidence, Some(other), 1));
             }
         }
-        found
+        hypotheses
     }
 }
 
-/// The derivative is left out of the label's part alone, or of the softmax part alone.
+/// The hypotheses that the derivative is left out of the label's part alone, or of the softmax part
+/// alone.
 fn of_one_part(evidence: &Evidence<'_>, cap: f64) -> Vec<Hypothesis> {
     let bend = |inputs: &MicrobatchInputs| {
         let (direct, scale) =
             (Direct::new(evidence, inputs)?, evidence.step.options.transform.scale);
-        let of = |t: usize| match inputs.labels[t] as usize {
+        let bend_of = |t: usize| match inputs.labels[t] as usize {
             label if label < direct.head.valid_vocab => {
                 direct.logit_of(&direct.q(Row::From(t)), label).1 / scale
             }
             _ => 1.0,
         };
-        Some((inputs.microbatch, (0..inputs.tokens()).map(of).collect()))
+        Some((inputs.microbatch, (0..inputs.tokens()).map(bend_of).collect()))
     };
     let bends: BTreeMap<Option<Microbatch>, Vec<f64>> =
         evidence.inputs.iter().filter_map(bend).collect();
@@ -116,17 +119,17 @@ impl World for OfOnePart {
     }
 }
 
-/// Caps that fit what was captured of some tokens much better than the declared one: the fitted
+/// Caps that fit the captured values of some tokens much better than the declared one: the fitted
 /// number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
-    let tokens = Tokens::of(evidence);
+    let tokens = RawLogits::of(evidence);
     let error = |cap: f64| tokens.error(Transform { softcap: Some(cap), ..transform });
-    let found = least(&error, CAPS).filter(|&found| tokens.believes(found, &error));
-    found.map_or(Vec::new(), |found| readings(found, u64::MAX))
+    let cap_found = least(&error, CAPS).filter(|&cap_found| tokens.believes(cap_found, &error));
+    cap_found.map_or(Vec::new(), |cap_found| readings(cap_found, u64::MAX))
 }
 
-/// Another cap in the forward and the backward, and in the backward alone.
+/// Another cap in the forward and the backward, and in either alone.
 fn capped(evidence: &Evidence<'_>, cap: Option<f64>, fitted: usize) -> Vec<Hypothesis> {
     let change = move |options: &mut HeadOptions| options.transform.softcap = cap;
     let declared = evidence.step.options.transform.softcap;
@@ -134,15 +137,15 @@ fn capped(evidence: &Evidence<'_>, cap: Option<f64>, fitted: usize) -> Vec<Hypot
     let parameters = |place: &str| {
         vec![("declared", words(declared)), ("softcap", words(cap)), ("in", place.to_string())]
     };
-    let of = |(lse, place): (DeclaredLse, &'static str)| {
-        let world = Optioned { change, lse, factor: 1.0 };
+    let with_lse = |(lse, place): (DeclaredLse, &'static str)| {
+        let world = ChangedOptions { change, lse, factor: 1.0 };
         Hypothesis::new(world, parameters(place)).fitted(fitted)
     };
-    let mut found: Vec<Hypothesis> =
-        Starts::of(evidence, &change, 1.0).each().into_iter().map(of).collect();
+    let mut hypotheses: Vec<Hypothesis> =
+        BackwardStarts::of(evidence, &change, 1.0).each().into_iter().map(with_lse).collect();
     if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {
         let parameters = parameters(FORWARD_ONLY);
-        found.push(Hypothesis::new(world, parameters).fitted(fitted));
+        hypotheses.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
-    found
+    hypotheses
 }

@@ -1,9 +1,10 @@
-//! `stride-ignored`: a strided or transposed view is read, or written, as if its rows lay one
-//! after another.
+//! `stride-ignored`: a strided or transposed view is read, or written, as if it were contiguous.
 //!
-//! Detectors: captured rows of a few tokens against what the usual views give of q, of k and
-//! of the tokens' cotangents; rows of dq that are every other row of the reference.
-//! Emulation: those rows, read by the softmax path alone or by all of the head.
+//! Detectors: the captured values of a few tokens are compared with what the usual views of q, of k
+//! and of the tokens' cotangents give; rows of dq are every second, third or fourth row of the
+//! reference; a gradient's elements lie one after another in a buffer of the transposed shape;
+//! label logits were gathered with another row length. Emulation: those rows, read by the softmax
+//! path alone or by the whole head.
 
 use std::collections::BTreeMap;
 
@@ -12,12 +13,12 @@ use backtape::identity::Microbatch;
 use super::label_gathered;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
+use crate::diagnose::data_worlds::{MovedRows, ReplacedValues};
 use crate::diagnose::detectors::direct::{Direct, WORK, alike, dot, energy};
-use crate::diagnose::detectors::extents::of_ranks;
-use crate::diagnose::detectors::maps::{Beyond, Map};
-use crate::diagnose::detectors::misread::{Looked, Operand, hypotheses};
+use crate::diagnose::detectors::misread_rows::{FailingTokens, Operand, hypotheses};
+use crate::diagnose::detectors::row_maps::{Beyond, Map};
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Instead, MovedRows};
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -26,7 +27,7 @@ use crate::replay::world::{At, Expectation, World};
 /// The catalogue's entry.
 pub struct StrideIgnored;
 
-/// Longest rows of a view that leaves some out.
+/// The longest run of rows between two left-out ones that is tried.
 const LONGEST: usize = 4096;
 
 impl Cause for StrideIgnored {
@@ -54,60 +55,65 @@ impl Cause for StrideIgnored {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let mut found = written(evidence);
-        found.extend(flat(evidence));
-        found.extend(of_cotangents(evidence));
-        if let Some(looked) = Looked::new(evidence) {
+        let mut offered = written(evidence);
+        offered.extend(flat(evidence));
+        offered.extend(of_cotangents(evidence));
+        if let Some(failing_tokens) = FailingTokens::new(evidence) {
             for (map, words) in views(evidence) {
                 let parameters = vec![("operand", "q".to_string()), ("view", words)];
-                found.extend(hypotheses(evidence, &looked, (Operand::Q, map), &parameters));
+                offered.extend(hypotheses(
+                    evidence,
+                    &failing_tokens,
+                    (Operand::Q, map),
+                    &parameters,
+                ));
             }
         }
-        found.extend(transposed_k(evidence));
-        found.extend(label_gathered::hypothesis(evidence));
-        found
+        offered.extend(transposed_k(evidence));
+        offered.extend(label_gathered::hypothesis(evidence));
+        offered
     }
 }
 
-/// Views of the tokens' rows: with rows left out after every so many, with every other row,
-/// transposed.
+/// The views of the tokens' rows that are tried: one row left out after every n, every second,
+/// third or fourth row, transposed; each with its words.
 fn views(evidence: &Evidence<'_>) -> Vec<(Map, String)> {
     let Some(inputs) = evidence.inputs.first() else { return Vec::new() };
     let longest = of_ranks(evidence.step, inputs).iter().map(Vec::len).max().unwrap_or(0);
-    let mut found = Vec::new();
+    let mut views = Vec::new();
     for step in [2, 3, 4] {
         for beyond in [Beyond::Wraps, Beyond::Zeros, Beyond::LastRow] {
             let words = format!("every {step}. row, beyond the end {}", beyond.name());
-            found.push((Map::Strided { step, beyond }, words));
+            views.push((Map::Strided { step, beyond }, words));
         }
     }
-    // Every length where a row is cheap, else those that the job has.
+    // Every length is tried where a row costs little; otherwise lengths near that of a sequence.
     let lengths: Vec<usize> = match Direct::new(evidence, inputs) {
         Some(direct) if direct.work() * longest < WORK => (2..longest.min(LONGEST)).rev().collect(),
         _ => [inputs.sequence, inputs.sequence.saturating_sub(1), inputs.sequence + 1].into(),
     };
     for row in lengths.into_iter().filter(|&row| row > 1) {
-        found.push((Map::Unsliced { row }, format!("one row left out after every {row}")));
+        views.push((Map::Unsliced { row }, format!("one row left out after every {row}")));
     }
     let n = inputs.tokens();
     let rows = n / inputs.sequence.max(1);
     for rows in [rows, inputs.sequence] {
         if rows > 1 && rows < n {
-            found.push((Map::Transposed { rows }, format!("[{rows}, {}] transposed", n / rows)));
+            views.push((Map::Transposed { rows }, format!("[{rows}, {}] transposed", n / rows)));
         }
     }
-    found
+    views
 }
 
-/// Rows of dq that were written one after another into a buffer of longer rows.
+/// Hypotheses that rows of dq were written one after another into a buffer with longer rows.
 fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for step in [2, 3, 4] {
         for beyond in [Beyond::Zeros, Beyond::Wraps] {
             let map = Map::Strided { step, beyond };
             let mut from = BTreeMap::new();
             for (key, _) in evidence.failing_of(&[Stage::Dq]) {
-                let of = || {
+                let rows_of_dq = || {
                     let (inputs, captured) =
                         (evidence.inputs_of(key.microbatch)?, evidence.captured(key)?);
                     let table = evidence.reference().stages.get(&key)?;
@@ -120,20 +126,21 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                     };
                     table.keys().all(right).then_some(rows)
                 };
-                from.extend(of().map(|rows| (key.microbatch, rows)));
+                from.extend(rows_of_dq().map(|rows| (key.microbatch, rows)));
             }
             if !from.is_empty() {
                 let view = format!("every {step}. row, beyond the end {}", beyond.name());
                 let parameters = vec![("operand", "dq".to_string()), ("view", view)];
-                found.push(Hypothesis::new(MovedRows { from }, parameters));
+                hypotheses.push(Hypothesis::new(MovedRows { from }, parameters));
             }
         }
     }
-    found
+    hypotheses
 }
 
-/// A gradient whose elements were written one after another into a buffer of the transposed
-/// shape: the kernel's product is `[V, D]` and the parameter `[D, V]`, or the other way round.
+/// The hypothesis that a gradient's elements were written one after another into a buffer of the
+/// transposed shape: the kernel's product is `[V, D]` and the parameter `[D, V]`, or the other way
+/// round.
 fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (mut world, mut words) = (Flat::default(), Vec::new());
     for (key, of) in evidence.failing_of(&[Stage::Dq, Stage::Dk]) {
@@ -145,7 +152,7 @@ fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             return None;
         }
         let stored_transposed = key.stage == Stage::Dk && evidence.step.options.transposed();
-        // Where an element lies in the buffer, and which one the product has there.
+        // The element of the product that lies at an element's place in the buffer.
         let place = |row: usize, column: usize| match stored_transposed {
             true => ((column * n + row) / d, (column * n + row) % d),
             false => ((row * d + column) % n, (row * d + column) / n),
@@ -165,7 +172,7 @@ fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         words.push(format!("{} as the transposed matrix", key.stage));
         world.instead =
             std::mem::take(&mut world.instead).rows(key, (0..n).map(|at| (first + at, row(at))));
-        // Each element is rounded as its own row's are.
+        // Each element has the rounding of the row that it comes from.
         let share = of.floor / of.reference.max(f64::MIN_POSITIVE) / d as f64;
         let each: Vec<f64> = table.values().map(|row| share * energy(row)).collect();
         let noise = |at: usize| (0..d).map(|column| each[place(at, column).0]).collect();
@@ -176,10 +183,10 @@ fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (!words.is_empty()).then(|| Hypothesis::new(world, parameters))
 }
 
-/// Elements that lie elsewhere, with the variance that each brings.
+/// A gradient whose elements come from other places, with the rounding variance that each brings.
 #[derive(Default)]
 struct Flat {
-    instead: Instead,
+    instead: ReplacedValues,
     noise: BTreeMap<Key, BTreeMap<usize, Vec<f64>>>,
 }
 
@@ -194,8 +201,8 @@ impl World for Flat {
     }
 }
 
-/// The tokens' weights or cotangents read with another stride: `dq_t` is its reference times
-/// the ratio of two tokens' weights.
+/// Hypotheses that the tokens' weights or cotangents are read with another stride: `dq_t` is then
+/// its reference times the ratio of two tokens' weights.
 fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut maps: Vec<(Map, String)> = Vec::new();
     for step in [2, 3, 4] {
@@ -209,39 +216,40 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     for rows in [batch.0, batch.1].into_iter().filter(|&rows| rows > 1) {
         maps.push((Map::Transposed { rows }, format!("[{rows}, ..] transposed")));
     }
-    // The first of the weights for all is one factor, which other causes explain.
+    // If all cotangents are 1, reading the first weight for all is one factor, which other causes
+    // explain.
     if evidence.inputs.iter().any(|of| of.cotangent.iter().any(|&x| x != 1.0)) {
         let first = Map::Strided { step: 0, beyond: Beyond::Zeros };
         maps.push((first, "the first number for all".into()));
     }
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for (map, view) in maps {
-        let of = |one: &MicrobatchInputs| {
+        let rows_of = |one: &MicrobatchInputs| {
             Some((one.microbatch, map.in_runs(one.tokens(), &of_ranks(evidence.step, one))?))
         };
-        let rows: BTreeMap<_, _> = evidence.inputs.iter().filter_map(of).collect();
+        let rows: BTreeMap<_, _> = evidence.inputs.iter().filter_map(rows_of).collect();
         if rows.is_empty() || !evidence.inputs.iter().any(|one| shows(evidence, one, &rows)) {
             continue;
         }
         let parameters = vec![("operand", "the tokens' cotangents".to_string()), ("view", view)];
         let g = evidence.reference().g.clone();
-        found.push(Hypothesis::new(OtherCotangents { rows, g }, parameters));
+        hypotheses.push(Hypothesis::new(OtherCotangents { rows, g }, parameters));
     }
-    found
+    hypotheses
 }
 
-/// Upstream gradients with the cotangents, or the weights where no cotangents were recorded,
-/// of other tokens. A token that is ignored stays so.
-fn other(inputs: &MicrobatchInputs, rows: &[Row], g: &[f64]) -> Vec<f64> {
+/// Upstream gradients with the cotangents of other tokens, or their weights where no cotangents
+/// were recorded. Ignored tokens stay ignored.
+fn with_other_cotangents(inputs: &MicrobatchInputs, rows: &[Row], g: &[f64]) -> Vec<f64> {
     let own = inputs.cotangent.iter().any(|&x| x != 1.0);
     let read = if own { &inputs.cotangent } else { &inputs.weights };
     let share = |t: usize| (g[t] != 0.0 && read[t] != 0.0).then(|| g[t] / read[t]);
     let usual = (0..g.len()).find_map(share).unwrap_or(0.0);
-    let of = |(t, row): (usize, &Row)| match row {
+    let upstream_of = |(t, row): (usize, &Row)| match row {
         Row::From(from) if inputs.labels[t] != IGNORED => share(t).unwrap_or(usual) * read[*from],
         _ => 0.0,
     };
-    rows.iter().enumerate().map(of).collect()
+    rows.iter().enumerate().map(upstream_of).collect()
 }
 
 fn shows(
@@ -255,7 +263,7 @@ fn shows(
             *keys.find(|key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch)?;
         let (captured, reference) = (evidence.captured(key)?, evidence.reference());
         let (table, g) = (reference.stages.get(&key)?, reference.g.get(&key.microbatch)?);
-        let changed = other(inputs, rows.get(&key.microbatch)?, g);
+        let changed = with_other_cotangents(inputs, rows.get(&key.microbatch)?, g);
         let (mut all, mut fit, mut moved) = (0.0, 0.0, 0.0);
         for (&t, row) in
             table.iter().filter(|(t, _)| g[**t] != 0.0 && inputs.labels[**t] != IGNORED)
@@ -278,16 +286,16 @@ struct OtherCotangents {
 
 impl World for OtherCotangents {
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
-        let of = self.rows.get(&inputs.microbatch).zip(self.g.get(&inputs.microbatch));
-        if let Some((rows, own)) = of {
-            g.copy_from_slice(&other(inputs, rows, own));
+        let rows_and_g = self.rows.get(&inputs.microbatch).zip(self.g.get(&inputs.microbatch));
+        if let Some((rows, own)) = rows_and_g {
+            g.copy_from_slice(&with_other_cotangents(inputs, rows, own));
         }
     }
 }
 
-/// k `[V, D]` whose memory is `[D, V]`, or the other way round, read as declared.
+/// The hypothesis that k's memory is `[D, V]` and is read as `[V, D]`, or the other way round.
 fn transposed_k(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let looked = || {
+    let failing_tokens = || {
         let key = *evidence.failing.iter().find(|key| key.stage == Stage::LabelLogits)?;
         let inputs = evidence.inputs_of(key.microbatch)?;
         let captured = evidence.captured(key)?;
@@ -308,7 +316,7 @@ fn transposed_k(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all = counted.iter().filter(|t| fits(t)).count();
         Some(!counted.is_empty() && all == counted.len())
     };
-    if !looked().unwrap_or(false) {
+    if !failing_tokens().unwrap_or(false) {
         return Vec::new();
     }
     let parameters = vec![("operand", "k".to_string()), ("view", "transposed".to_string())];

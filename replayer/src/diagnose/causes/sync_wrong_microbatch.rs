@@ -1,9 +1,8 @@
 //! `sync-wrong-microbatch`: gradients were reduced over ranks at the wrong microbatch, so
 //! that the sum holds other microbatches of some ranks than of others.
 //!
-//! Detector: the reduced dk solved for the weights of every rank's every microbatch, where
-//! those are whole and depend on both.
-//! Emulation: those weights.
+//! Detector: the reduced dk is solved for the weight of each microbatch on each rank; the weights
+//! are whole numbers and depend on both. Emulation: those weights.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,11 +55,12 @@ impl Cause for SyncWrongMicrobatch {
         solved(evidence).into_iter().filter(mixed).map(one).collect()
     }
 
-    /// Copies of the reduced gradient that are sums of different gradients.
+    /// Shows where ranks' copies of the reduced gradient are sums of different gradients.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
         let (of, sums) = all.iter().find_map(|of| Some((of, of.as_sums(evidence)?)))?;
-        // Versions that hold all of some ranks, and nothing of the rest, were not reduced.
+        // Versions that contain all microbatches of some ranks and none of the others were not
+        // reduced, which is `partial-not-reduced`.
         if sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
             return None;
         }
@@ -72,8 +72,8 @@ impl Cause for SyncWrongMicrobatch {
                     of.rank.map_or(mb.clone(), |rank| format!("{mb} of rank {rank}"))
                 })
                 .collect();
-            let of: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-            format!("rank {} holds microbatches {}", of.join(", "), held.join(", "))
+            let rank_names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+            format!("rank {} holds microbatches {}", rank_names.join(", "), held.join(", "))
         };
         let held: Vec<String> = sums.of.iter().map(word).collect();
         let evidence = format!(
@@ -87,13 +87,17 @@ impl Cause for SyncWrongMicrobatch {
     }
 }
 
-/// Whether a sum holds every microbatch of some ranks, or of some of a rank's devices, alike and none
-/// of the others.
+/// Whether a sum contains all microbatches of some ranks (or of some devices of a rank) with one
+/// weight, and none of the others.
 pub(super) fn holds_ranks(addends: &[Addend]) -> bool {
-    let mut of: BTreeMap<(Option<Rank>, &Option<String>), BTreeSet<u64>> = BTreeMap::new();
+    let mut weights_by_rank: BTreeMap<(Option<Rank>, &Option<String>), BTreeSet<u64>> =
+        BTreeMap::new();
     for addend in addends {
-        of.entry((addend.rank, &addend.device)).or_default().insert(addend.weight.to_bits());
+        weights_by_rank
+            .entry((addend.rank, &addend.device))
+            .or_default()
+            .insert(addend.weight.to_bits());
     }
-    let whole = of.values().all(|weights| weights.len() == 1);
-    whole && of.values().any(|weights| weights.contains(&0.0f64.to_bits()))
+    let whole = weights_by_rank.values().all(|weights| weights.len() == 1);
+    whole && weights_by_rank.values().any(|weights| weights.contains(&0.0f64.to_bits()))
 }

@@ -1,13 +1,13 @@
-//! `tail-tile-unmasked`: the vocabulary is no multiple of the tile, and what fills the last
-//! tile up counts in the softmax.
+//! `tail-tile-unmasked`: the vocabulary is no multiple of the tile size, and the columns that fill
+//! up the last tile count in the softmax.
 //!
-//! Detectors: `e^seen - e^lse` of the failing rows, which is what the filling adds: the same
-//! number `n e^c` for all tokens where the filling has one logit c.
-//! Emulation: `lse = log(e^lse + Σ e^filling)` with n = -V mod tile for every usual tile, or
-//! as counted from the rows; filled with zero rows of k, with copies of the last row, with the
-//! next token's logits, or with the columns that a tile that was moved back counts twice. Of a
-//! declared padding: its rows of k count, unmasked. All of them or as many as the lse that is
-//! seen holds, in both passes or in the backward alone.
+//! Detectors: `e^lse' - e^lse` of the failing rows, where lse' is the lse that they imply. It is
+//! what the extra columns add: the same number `n e^c` for all tokens where all n columns have one
+//! logit c. Emulation: `lse' = log(e^lse + Σ e^extra)` with n = -V mod tile for every usual tile,
+//! or n as counted from the rows. The extra columns are zero rows of k, copies of the last row, the
+//! next token's logits, or the columns that a tile that was moved back counts twice. Of a declared
+//! padding, its rows of k count, unmasked: all of them or as many as lse' shows, in both passes or
+//! in the backward alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,23 +16,23 @@ use rayon::prelude::*;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::dense::{Seen, median, seen_lse};
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::direct::{Direct, WORK};
+use crate::diagnose::detectors::implied_lse::{ImpliedLse, implied_lse, median};
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::rearranged::OtherLse;
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::replay::world::{Pass, World};
 
 /// The catalogue's entry.
 pub struct TailTileUnmasked;
 
-/// Vocabulary tiles that kernels have, beside declared ones.
+/// Vocabulary tile sizes that kernels use.
 const TILES: [usize; 20] = [
     8, 16, 24, 32, 48, 64, 96, 100, 128, 160, 192, 200, 256, 384, 512, 768, 1024, 2048, 4096, 8192,
 ];
-/// How far a number of filling columns may be from a whole one and still be it, of itself.
+/// How far, relatively, a number of extra columns may be from a whole number.
 const WHOLE: f64 = 0.02;
-/// Share of the tokens that must show the filling.
+/// Share of the tokens that the extra columns must explain.
 const SHOWN: f64 = 0.7;
 
 impl Cause for TailTileUnmasked {
@@ -56,34 +56,34 @@ impl Cause for TailTileUnmasked {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails_any(&Stage::FORWARD) {
             return Vec::new();
         }
-        let mut found = padded(evidence);
-        let seen: Vec<(&MicrobatchInputs, Vec<Seen>)> =
-            evidence.inputs.iter().map(|inputs| (inputs, seen_lse(evidence, inputs))).collect();
+        let mut hypotheses = padded(evidence);
+        let seen: Vec<(&MicrobatchInputs, Vec<ImpliedLse>)> =
+            evidence.inputs.iter().map(|inputs| (inputs, implied_lse(evidence, inputs))).collect();
         if seen.iter().all(|(_, seen)| seen.is_empty()) {
-            found.extend(of_loss(evidence));
-            return found;
+            hypotheses.extend(of_loss(evidence));
+            return hypotheses;
         }
-        found.extend(zeros(evidence, &seen));
-        found.extend(others(evidence, &seen));
-        found
+        hypotheses.extend(zeros(evidence, &seen));
+        hypotheses.extend(others(evidence, &seen));
+        hypotheses
     }
 }
 
-/// The declared padding's own rows count: all of them, or as many as a captured lse shows; in
-/// forward and backward, or in the backward alone.
+/// The hypotheses that the declared padding's own rows of k count: all of them, or as many as lse
+/// shows; in forward and backward, or in the backward alone.
 fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let head = evidence.inputs.first().and_then(|inputs| inputs.head(evidence.step));
     let Some(head) = head.filter(|head| head.k.rows > head.valid_vocab) else { return Vec::new() };
     let all = head.k.rows - head.valid_vocab;
     let tokens: usize = evidence.inputs.iter().map(MicrobatchInputs::tokens).sum();
     let is_small = tokens.saturating_mul(all * head.q.cols) <= WORK;
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     let counts: BTreeSet<usize> =
         [Some(all), is_small.then(|| columns_shown(evidence, all)).flatten()]
             .into_iter()
             .flatten()
             .collect();
-    // A recorded lse that agrees holds none of them, and what they do to the backward is tried below.
+    // A recorded lse that agrees contains none of them; the backward alone is tried below.
     let in_forward = !(is_small && evidence.agrees(Stage::Lse));
     for columns in counts.into_iter().filter(|_| in_forward) {
         let parameters = vec![
@@ -93,7 +93,7 @@ fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let fitted = usize::from(columns != all);
         let (backward, declared) = (Lse::new(), Lse::new());
         let world = Unpadded { columns, backward, declared };
-        found.push(Hypothesis::new(world, parameters.clone()).fitted(fitted));
+        hypotheses.push(Hypothesis::new(world, parameters.clone()).fitted(fitted));
     }
     if is_small && !evidence.fails_any(&Stage::FORWARD) {
         let parameters = vec![
@@ -103,23 +103,23 @@ fn padded(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         ];
         let declared = evidence.reference().forward_lse.clone();
         let world = Unpadded { columns: all, backward: padded_lse(evidence, all), declared };
-        found.push(Hypothesis::new(world, parameters));
+        hypotheses.push(Hypothesis::new(world, parameters));
     }
-    found
+    hypotheses
 }
 
-/// How many of the padding's columns the lse that is seen holds; none where no number fits.
+/// How many of the padding's columns the implied lse contains; none where no number fits.
 fn columns_shown(evidence: &Evidence<'_>, all: usize) -> Option<usize> {
-    // Of each number of columns: what it leaves of the error, over all tokens that are looked at.
+    // The squared error that each number of columns leaves, over the sampled tokens.
     let (mut left, mut before) = (vec![0.0; all], 0.0);
     for inputs in evidence.inputs {
-        let seen = seen_lse(evidence, inputs);
+        let seen = implied_lse(evidence, inputs);
         let Some(direct) = Direct::new(evidence, inputs) else { continue };
         let valid = direct.head.valid_vocab;
-        for of in seen.iter().step_by(seen.len().div_ceil(LOOKED_AT).max(1)) {
+        for of in seen.iter().step_by(seen.len().div_ceil(SAMPLED).max(1)) {
             let q = direct.q(Row::From(of.token));
-            // What the columns add to the sum of exponentials, over that sum.
-            let (wanted, mut sum) = ((of.seen - of.lse).exp_m1(), 0.0);
+            // What the columns add to the sum of exponentials, relative to it.
+            let (wanted, mut sum) = ((of.implied - of.lse).exp_m1(), 0.0);
             for (at, left) in left.iter_mut().enumerate() {
                 sum += (direct.logit_of(&q, valid + at).0 - of.lse).exp();
                 *left += (sum - wanted).powi(2);
@@ -131,8 +131,9 @@ fn columns_shown(evidence: &Evidence<'_>, all: usize) -> Option<usize> {
     (before > 0.0 && least <= FITS * before).then_some(at + 1)
 }
 
-/// Tokens of a microbatch that are looked at for it, and the share of the error that may be left.
-const LOOKED_AT: usize = 16;
+/// How many tokens of a microbatch are sampled to count the padding's columns.
+const SAMPLED: usize = 16;
+/// Share of the squared error that the best number of columns may leave.
 const FITS: f64 = 0.01;
 
 /// lse over the valid classes and the padding, of every token.
@@ -141,19 +142,20 @@ fn padded_lse(evidence: &Evidence<'_>, columns: usize) -> Lse {
     let one = |inputs: &MicrobatchInputs| {
         let (direct, lse) = (Direct::new(evidence, inputs)?, lse.get(&inputs.microbatch)?);
         let valid = direct.head.valid_vocab;
-        let of = |t: usize| {
+        let lse_of = |t: usize| {
             let q = direct.q(Row::From(t));
             let more = |v: usize| (direct.logit_of(&q, v).0 - lse[t]).exp();
             lse[t] + (valid..valid + columns).map(more).sum::<f64>().ln_1p()
         };
-        Some((inputs.microbatch, (0..inputs.tokens()).into_par_iter().map(of).collect()))
+        Some((inputs.microbatch, (0..inputs.tokens()).into_par_iter().map(lse_of).collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()
 }
 
 struct Unpadded {
     columns: usize,
-    /// lse of the backward, where it alone counts them, and that of the forward then.
+    /// lse of the backward, where only the backward counts them, and the declared lse for the
+    /// forward; both empty otherwise.
     backward: Lse,
     declared: Lse,
 }
@@ -165,24 +167,28 @@ impl World for Unpadded {
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let of = if pass == Pass::Backward { &self.backward } else { &self.declared };
-        of.get(&inputs.microbatch).into_iter().for_each(|other| lse.copy_from_slice(other));
+        let given = if pass == Pass::Backward { &self.backward } else { &self.declared };
+        given.get(&inputs.microbatch).into_iter().for_each(|other| lse.copy_from_slice(other));
     }
 }
 
 type Lse = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// Filling of one logit, 0: the transform leaves 0 as it is.
-fn zeros(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Vec<Hypothesis> {
-    let added = |of: &Seen| of.lse.exp() * (of.seen - of.lse).exp_m1();
-    // A token's lse of 50 shows nothing of what 100 zeros add.
-    let tells = |of: &&Seen| (of.seen - of.lse).abs() > 1e-3;
+/// The hypotheses of extra columns with logit 0, as the transform maps 0 to 0.
+fn zeros(
+    evidence: &Evidence<'_>,
+    seen: &[(&MicrobatchInputs, Vec<ImpliedLse>)],
+) -> Vec<Hypothesis> {
+    let added = |of: &ImpliedLse| of.lse.exp() * (of.implied - of.lse).exp_m1();
+    // A token with a large lse does not show what a few extra columns add.
+    let tells = |of: &&ImpliedLse| (of.implied - of.lse).abs() > 1e-3;
     let all: Vec<f64> = seen.iter().flat_map(|(_, seen)| seen).filter(tells).map(added).collect();
     let counted = median(all);
     if counted > 0.5 { filled(evidence, counted) } else { Vec::new() }
 }
 
-/// So many columns of zeros, or nearly so many as some tile lacks.
+/// The hypotheses of about `counted` columns of zeros: as many as a tile size leaves over, where
+/// one is near, and the whole number itself.
 fn filled(evidence: &Evidence<'_>, counted: f64) -> Vec<Hypothesis> {
     let Some(vocab) = vocabulary(evidence) else { return Vec::new() };
     let near = |n: usize| n > 0 && (counted / n as f64 - 1.0).abs() < 10.0 * WHOLE;
@@ -198,9 +204,9 @@ fn filled(evidence: &Evidence<'_>, counted: f64) -> Vec<Hypothesis> {
     }
     let one = |(n, tile): (usize, Option<usize>)| {
         let more = |lse: &f64| lse + (n as f64 * (-lse).exp()).ln_1p();
-        let of =
+        let larger =
             |(&mb, lse): (&Option<Microbatch>, &Vec<f64>)| (mb, lse.iter().map(more).collect());
-        let lse: Lse = evidence.reference().forward_lse.iter().map(of).collect();
+        let lse: Lse = evidence.reference().forward_lse.iter().map(larger).collect();
         let mut parameters =
             vec![("columns", n.to_string()), ("filled with", "zeros: logits of 0".to_string())];
         parameters.extend(tile.map(|tile| ("tile", tile.to_string())));
@@ -209,7 +215,7 @@ fn filled(evidence: &Evidence<'_>, counted: f64) -> Vec<Hypothesis> {
     counts.into_iter().map(one).collect()
 }
 
-/// Filling of zeros where nothing but the loss shows it: as many columns as the loss needs.
+/// The hypotheses of columns of zeros where only the loss shows them: as many as explain the loss.
 fn of_loss(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let shown = || {
         let (key, residual) = evidence.failing_of(&[Stage::Loss]).next()?;
@@ -224,8 +230,8 @@ fn of_loss(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
         let more = captured.values[0] - table.values().flatten().next()?;
         let added = |n: f64| -> f64 {
-            let of = |(lse, g): (&f64, &f64)| g / upstream * (n * (-lse).exp()).ln_1p();
-            lse.iter().zip(g).map(of).sum()
+            let added_loss = |(lse, g): (&f64, &f64)| g / upstream * (n * (-lse).exp()).ln_1p();
+            lse.iter().zip(g).map(added_loss).sum()
         };
         let (mut low, mut high) = (0.0, 65_536.0);
         for _ in 0..80 {
@@ -246,8 +252,8 @@ fn declared_tile(evidence: &Evidence<'_>) -> Option<usize> {
     Some(tiles.vocab? as usize).filter(|&tile| tile > 0)
 }
 
-/// What else a tile may be filled with: logits of a token as a function of its own and the
-/// next token's, and of the columns that the tile lacks.
+/// Other contents of the extra columns: their logits for a token, from its own and the next token's
+/// logits, the number of extra columns, and the tile size.
 type Filling = fn(own: &[f64], next: Option<&[f64]>, lacks: usize, tile: usize) -> Vec<f64>;
 
 const FILLINGS: [(&str, Filling); 3] = [
@@ -263,14 +269,17 @@ const FILLINGS: [(&str, Filling); 3] = [
     }),
 ];
 
-/// Fillings whose logits differ from token to token.
-fn others(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> Vec<Hypothesis> {
+/// The hypotheses of extra columns whose logits differ from token to token.
+fn others(
+    evidence: &Evidence<'_>,
+    seen: &[(&MicrobatchInputs, Vec<ImpliedLse>)],
+) -> Vec<Hypothesis> {
     let Some(vocab) = vocabulary(evidence) else { return Vec::new() };
     let mut tiles: Vec<usize> = declared_tile(evidence).into_iter().chain(TILES).collect();
     tiles.retain(|&tile| vocab % tile != 0 && tile < vocab);
     tiles.sort_unstable();
     tiles.dedup();
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     for (words, filling) in FILLINGS {
         for &tile in &tiles {
             let lacks = tile - vocab % tile;
@@ -287,22 +296,22 @@ fn others(evidence: &Evidence<'_>, seen: &[(&MicrobatchInputs, Vec<Seen>)]) -> V
                 ("filled with", words.to_string()),
                 ("tile", tile.to_string()),
             ];
-            found.push(hypothesis(evidence, lse, parameters, 0));
+            hypotheses.push(hypothesis(evidence, lse, parameters, 0));
         }
     }
-    found
+    hypotheses
 }
 
-/// Logits in place of masked ones, from a token's and the next one's.
+/// The logits of the extra columns, from a token's and the next token's logits.
 type Filled<'a> = dyn Fn(&[f64], Option<&[f64]>) -> Vec<f64> + 'a;
 
 /// A token's lse, from the declared one and its own and the next token's logits.
 type OfToken<'a> = dyn Fn(f64, &[f64], Option<&[f64]>) -> f64 + Sync + 'a;
 
-/// Whether some tokens' rows show this filling.
+/// Whether these extra columns explain the implied lse of some tokens.
 fn shows(
     evidence: &Evidence<'_>,
-    seen: &[(&MicrobatchInputs, Vec<Seen>)],
+    seen: &[(&MicrobatchInputs, Vec<ImpliedLse>)],
     filling: &Filled<'_>,
 ) -> bool {
     let Some((inputs, seen)) = seen.iter().find(|(_, seen)| !seen.is_empty()) else {
@@ -316,7 +325,7 @@ fn shows(
         let own = row(of.token);
         let next = (of.token + 1 < inputs.tokens()).then(|| row(of.token + 1));
         let sum: f64 = filling(&own, next.as_deref()).iter().map(|z| (z - of.lse).exp()).sum();
-        let (wanted, off) = (sum.ln_1p(), of.seen - of.lse);
+        let (wanted, off) = (sum.ln_1p(), of.implied - of.lse);
         if wanted.abs().max(off.abs()) > 1e-3 {
             all += 1.0;
             fit += f64::from(u8::from((wanted - off).abs() <= 0.1 * wanted.abs().max(off.abs())));
@@ -334,11 +343,11 @@ fn lse_of(evidence: &Evidence<'_>, other: &OfToken<'_>) -> Lse {
         let lse = reference.forward_lse.get(&inputs.microbatch)?;
         let row = |t: usize| direct.against(&direct.q(Row::From(t)), &Row::From).logits;
         let n = inputs.tokens();
-        let of = (0..n).into_par_iter().map(|t| {
+        let of_tokens = (0..n).into_par_iter().map(|t| {
             let next = (t + 1 < n).then(|| row(t + 1));
             other(lse[t], &row(t), next.as_deref())
         });
-        Some((inputs.microbatch, of.collect()))
+        Some((inputs.microbatch, of_tokens.collect()))
     };
     evidence.inputs.iter().filter_map(one).collect()
 }
@@ -352,7 +361,7 @@ fn hypothesis(
     Hypothesis::new(OtherLse { lse, captured: captured_lse(evidence) }, parameters).fitted(fitted)
 }
 
-/// Microbatches whose lse was captured: their backward starts from it.
+/// The microbatches whose lse was captured, so that their backward starts from it.
 pub fn captured_lse(evidence: &Evidence<'_>) -> Vec<Option<Microbatch>> {
     let held = |mb: &Option<Microbatch>| {
         let role = Stage::Lse.role();

@@ -2,16 +2,17 @@
 //! inverse temperature): not at all, by its inverse, twice, by another one, or not where
 //! the backward passes through it.
 //!
-//! Detectors: D6 for the factor of the backward; another factor is fitted to the captured
-//! lse and label logits, or to rows of dq.
-//! Emulation: the other factor.
+//! Detectors: one factor on all gradients, for a factor missing in the backward; another factor is
+//! fitted to the captured lse and label logits, or to rows of dq. Emulation: the other factor.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::detectors::common_factor::{BACKWARD, stages_times};
 use crate::diagnose::detectors::fit::{least, readings, shown};
-use crate::diagnose::detectors::tokens::Tokens;
-use crate::diagnose::detectors::uniform::{BACKWARD, stages_times};
+use crate::diagnose::detectors::raw_logits::RawLogits;
 use crate::diagnose::evidence::Evidence;
-use crate::diagnose::worlds::{DeclaredLse, FORWARD_ONLY, ForwardOnly, Optioned, Scaled, Starts};
+use crate::diagnose::worlds::{
+    BackwardStarts, ChangedOptions, DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled,
+};
 use crate::head::{HeadOptions, Stage};
 use crate::kernels::transform::Transform;
 
@@ -44,7 +45,7 @@ impl Cause for TemperatureMismatch {
             return Vec::new();
         }
         let scale = evidence.step.options.transform.scale;
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         if scale != 1.0 {
             let inverse = 1.0 / (scale * scale);
             for (factor, words) in
@@ -56,34 +57,34 @@ impl Cause for TemperatureMismatch {
                         ("factor of the logits", shown(scale)),
                         ("in the backward", words.to_string()),
                     ];
-                    found.push(Hypothesis::new(Scaled { factor, stages }, parameters));
+                    hypotheses.push(Hypothesis::new(Scaled { factor, stages }, parameters));
                 }
             }
             for other in [1.0, 1.0 / scale, scale * scale] {
-                found.extend(scaled(evidence, other, 0));
+                hypotheses.extend(scaled(evidence, other, 0));
             }
         }
         for other in fitted(evidence) {
-            found.extend(scaled(evidence, other, 1));
+            hypotheses.extend(scaled(evidence, other, 1));
         }
-        found
+        hypotheses
     }
 }
 
-/// Factors of the logits that fit what was captured of some tokens much better than the declared
+/// Factors of the logits that fit the captured values of some tokens much better than the declared
 /// one: the fitted number, and the round one that it may stand for.
 pub fn fitted(evidence: &Evidence<'_>) -> Vec<f64> {
     let transform = evidence.step.options.transform;
-    let tokens = Tokens::of(evidence);
+    let tokens = RawLogits::of(evidence);
     let (sign, size) = (transform.scale.signum(), transform.scale.abs());
     let error = |x: f64| tokens.error(Transform { scale: sign * x, ..transform });
     let range = (size / AROUND, size * AROUND);
-    let found = least(&error, range).filter(|&x| tokens.believes(x, &error));
-    found.map_or(Vec::new(), |x| readings(x, u64::MAX)).into_iter().map(|x| sign * x).collect()
+    let factor = least(&error, range).filter(|&x| tokens.believes(x, &error));
+    factor.map_or(Vec::new(), |x| readings(x, u64::MAX)).into_iter().map(|x| sign * x).collect()
 }
 
-/// Another factor of the logits: everywhere, without its share in the backward, and in
-/// the backward alone.
+/// Another factor of the logits: everywhere, everywhere without its derivative in dlogits, and in
+/// the forward or the backward alone.
 fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis> {
     let declared = evidence.step.options.transform.scale;
     let change = move |options: &mut HeadOptions| options.transform.scale = other;
@@ -94,23 +95,23 @@ fn scaled(evidence: &Evidence<'_>, other: f64, fitted: usize) -> Vec<Hypothesis>
             ("in", place),
         ]
     };
-    let of = |lse: &DeclaredLse, factor: f64, place: String| {
+    let with_lse = |lse: &DeclaredLse, factor: f64, place: String| {
         let parameters = parameters(place);
-        let world = Optioned { change, lse: lse.clone(), factor };
+        let world = ChangedOptions { change, lse: lse.clone(), factor };
         Hypothesis::new(world, parameters).fitted(fitted)
     };
     let gradients = evidence.fails_any(&Stage::GRADIENTS);
-    let mut found = Vec::new();
-    for (lse, place) in Starts::of(evidence, &change, 1.0).each() {
-        found.push(of(&lse, 1.0, place.into()));
+    let mut hypotheses = Vec::new();
+    for (lse, place) in BackwardStarts::of(evidence, &change, 1.0).each() {
+        hypotheses.push(with_lse(&lse, 1.0, place.into()));
         if gradients {
             let place = format!("{place}, but for the factor of dlogits");
-            found.push(of(&lse, declared / other, place));
+            hypotheses.push(with_lse(&lse, declared / other, place));
         }
     }
     if let Some(world) = ForwardOnly::of(evidence, &change, 1.0) {
         let parameters = parameters(FORWARD_ONLY.into());
-        found.push(Hypothesis::new(world, parameters).fitted(fitted));
+        hypotheses.push(Hypothesis::new(world, parameters).fitted(fitted));
     }
-    found
+    hypotheses
 }

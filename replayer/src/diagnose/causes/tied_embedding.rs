@@ -1,32 +1,33 @@
 //! `tied-embedding`: dk holds the input embedding's gradient too, or in its place, where the
 //! head declares its own part alone.
 //!
-//! Detectors: rows of dk beyond those of the tokens that the step reads are right, or zero;
-//! what is off in the others is no share of the label part. The tokens read are the labels,
-//! one position earlier, and the first of each sequence.
-//! Emulation: the rows of read tokens hold what was captured (the head does not know the
-//! gradient that reached the embedding), every other row must be the head's, or zero.
+//! Detectors: rows of dk are right, or zero, for all classes but those of the step's input tokens,
+//! and the errors in those are not proportional to the label part. The input tokens are the labels,
+//! one position earlier, and the first token of each sequence. Emulation: the rows of input tokens
+//! are taken as captured (the gradient that reached the embedding is not in the dump); every other
+//! row must be the head's, or zero.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::captured::{Values, unit};
 use crate::diagnose::detectors::direct::{Direct, distance, dot, energy};
 use crate::diagnose::detectors::reference::Table;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::kernels::matrix::IGNORED;
 
 /// The catalogue's entry.
 pub struct TiedEmbedding;
 
-/// Rows that no token of the step reads, at least: those that must be right.
+/// At least this many rows belong to no input token of the step: those that must be right.
 const OTHERS: usize = 16;
-/// Size of what is added, against the label part of rows that are a label once.
+/// The added part must be at least this large, relative to the label part of a row that is the
+/// label of one token.
 const LEAST: f64 = 0.02;
-/// It is no share of the label part.
+/// Its squared cosine with the label part must be below this.
 const ALONG: f64 = 0.8;
 
 impl Cause for TiedEmbedding {
@@ -47,7 +48,7 @@ impl Cause for TiedEmbedding {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut world = Instead::default();
+        let mut world = ReplacedValues::default();
         let mut held = BTreeSet::new();
         for (key, _) in evidence.failing_of(&[Stage::Dk, Stage::Accumulate, Stage::Reduce]) {
             let Some((rows, input_only)) = rows_of_input(evidence, key) else { return Vec::new() };
@@ -62,9 +63,9 @@ impl Cause for TiedEmbedding {
     }
 }
 
-/// Classes that the tokens of a comparison are known to be, with how often each is a
-/// label, and how many more there may be.
-fn read(evidence: &Evidence<'_>, key: Key) -> (BTreeMap<usize, usize>, usize) {
+/// The classes that are known to be input tokens of a comparison, with how many tokens have each as
+/// label; and how many more classes there may be that are not known.
+fn input_classes(evidence: &Evidence<'_>, key: Key) -> (BTreeMap<usize, usize>, usize) {
     let mut hits: BTreeMap<usize, usize> = BTreeMap::new();
     let mut more = 0;
     for inputs in evidence.inputs {
@@ -81,7 +82,8 @@ fn read(evidence: &Evidence<'_>, key: Key) -> (BTreeMap<usize, usize>, usize) {
         };
         let labels = all.iter().map(|&t| inputs.labels[t]).filter(|&label| label != IGNORED);
         labels.for_each(|label| *hits.entry(label as usize).or_default() += 1);
-        // The first token of a sequence is no label; an ignored position's token is unknown.
+        // The first token of a sequence is no label, and the token of an ignored position is not
+        // recorded.
         let ignored = all.iter().filter(|&&t| inputs.labels[t] == IGNORED).count();
         more += all.len().div_ceil(inputs.sequence.max(1)) + ignored;
     }
@@ -90,18 +92,19 @@ fn read(evidence: &Evidence<'_>, key: Key) -> (BTreeMap<usize, usize>, usize) {
 
 type Rows = Vec<(usize, Vec<f64>)>;
 
-/// What the rows of read tokens hold and, where no token reads them, what must be right;
-/// true where that is zeros.
+/// The captured rows of input tokens; and true, with rows of zeros for all other classes, where dk
+/// holds the embedding's part alone. `None` where the captured dk is not of this kind.
 fn rows_of_input(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, bool)> {
     let captured = evidence.captured(key)?;
     let table = evidence.reference().stages.get(&key)?;
     if captured.rows() != evidence.inputs.first()?.head(evidence.step)?.k.rows {
-        return None; // sums lie in the job's own layout
+        return None; // Sums are stored in the job's own layout.
     }
-    let (hits, more) = read(evidence, key);
+    let (hits, more) = input_classes(evidence, key);
     let off = |row: usize| distance(captured.row(row), &table[&row]);
     let others: Vec<usize> = table.keys().copied().filter(|row| !hits.contains_key(row)).collect();
-    // Rows of first tokens are among the others: the most wrong of them, so many at most.
+    // The classes of first tokens are not known; the most wrong of the other rows are taken for
+    // them.
     let mut by_off = others.clone();
     by_off.sort_by(|&a, &b| off(b).total_cmp(&off(a)));
     let zeros = |row: &usize| energy(captured.row(*row)) == 0.0 && energy(&table[row]) > 0.0;
@@ -129,8 +132,8 @@ fn rows_of_input(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, bool)> {
     Some((rows, input_only))
 }
 
-/// Whether what is off in rows that are a label once is of its own: too large for rounding
-/// and not along the hidden state of the one token that has the label.
+/// Whether the errors in rows that are the label of one token are a part of their own: too large
+/// for rounding, and not parallel to the hidden state of that token.
 fn is_its_own(
     evidence: &Evidence<'_>,
     key: Key,

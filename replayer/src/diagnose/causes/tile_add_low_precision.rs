@@ -1,21 +1,20 @@
 //! `tile-add-low-precision`: a fused kernel adds each tile's part of dq and dk to a buffer
 //! of few bits.
 //!
-//! Real: Apple's CCE adds tiles with atomics in the inputs' dtype (ml-cross-entropy 14 and
-//! 18). dq and dk are both off, dq by the number of vocabulary tiles, dk by that of token
-//! tiles. With atomics the order is another one each time: then nothing here fits, and
-//! the cause stays unknown.
+//! Real: Apple's CCE adds tiles with atomics in the inputs' dtype (ml-cross-entropy 14 and 18). dq
+//! and dk are both off, dq by the number of vocabulary tiles, dk by that of token tiles. With
+//! atomics the order changes from run to run: then no hypothesis fits, and the cause stays unknown.
 //!
-//! Detectors: dq or dk fails; a few rows of dq (and of dk) summed again in tiles of some size fit
-//! much better than one sum in f32 does (`detectors::sums`).
-//! Emulation: `acc = round(acc + round(tile))` for dq over the vocabulary, for dk over the
-//! tokens. Where dq does not show it, tiles of tokens are what chunks are, and both names
-//! are tied.
+//! Detectors: dq fails; a few rows of dq (and of dk, where that fails too) summed again in tiles of
+//! some size fit much better than one sum in f32 does (`detectors::sampled_sums`). Emulation: `acc
+//! = round(acc + round(tile))` for dq over the vocabulary, for dk over the tokens. Where only dk
+//! fails, tiles of tokens cannot be told from chunks, and only `chunk-accumulator-low-precision` is
+//! tried.
 
 use super::emulated::{Emulated, bases, formats_below, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::pieces::{self, Pieces, Wanted};
-use crate::diagnose::detectors::sums::Sums;
+use crate::diagnose::detectors::sampled_sums::SampledSums;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{Roundings, Stage};
 use crate::kernels::policy::{Path, Policy};
@@ -53,25 +52,25 @@ impl Cause for TileAddLowPrecision {
         if !has_products(evidence) || evidence.is_beyond_rounding(&all) {
             return Vec::new();
         }
-        // Tiles of tokens are chunks as far as dk alone shows.
+        // In dk alone, tiles of tokens cannot be told from chunks, which another cause tries.
         if !evidence.fails_any(&[Stage::DqLse, Stage::Dq]) {
             return Vec::new();
         }
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for precision in formats_below(roundings.narrowest.tile_add, &roundings) {
             for base in bases(&roundings) {
-                // The label's part lies in a tile, or is added after all of them.
-                found.extend(of(evidence, (&roundings, &base), precision, true));
+                // The label's part may be in its tile, or be added after all tiles.
+                hypotheses.extend(of(evidence, (&roundings, &base), precision, true));
                 if fused {
-                    found.extend(of(evidence, (&roundings, &base), precision, false));
+                    hypotheses.extend(of(evidence, (&roundings, &base), precision, false));
                 }
             }
         }
-        found
+        hypotheses
     }
 }
 
-/// Tiles of dq, and beside each of dk where that fails too.
+/// The hypotheses of tiles of dq, each with the best tiles of dk where that fails too.
 fn of(
     evidence: &Evidence<'_>,
     (roundings, base): (&Roundings, &Policy),
@@ -84,8 +83,8 @@ fn of(
     let of_dq = || {
         let stage = failing([Stage::DqLse, Stage::Dq])?;
         let unit = evidence.worst_unit(&[stage])?;
-        let sums = Sums::of_dq(evidence, unit, stage, base, whole)?;
-        // Vocabulary tiles are of one size in what is emulated.
+        let sums = SampledSums::of_dq(evidence, unit, stage, base, whole)?;
+        // The emulation has vocabulary tiles of one size only.
         let wanted = Wanted { precision, declared: vocab, sequence: 0, equal: true };
         Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };
@@ -93,7 +92,7 @@ fn of(
         let stage = failing([Stage::DkLse, Stage::Dk])?;
         let unit = evidence.worst_unit(&[stage])?;
         let sequence = unit.inputs(evidence)?.sequence;
-        let sums = Sums::of_dk(evidence, unit, stage, base, whole)?;
+        let sums = SampledSums::of_dk(evidence, unit, stage, base, whole)?;
         let wanted = Wanted { precision, declared: tokens, sequence, equal: false };
         Some(pieces::search((&sums, &|work| evidence.spend(work)), wanted))
     };

@@ -1,10 +1,10 @@
-//! `token-order`: rows of tokens stand in another order than those that they belong to, as
-//! context parallelism's zigzag leaves them when nobody undoes it.
+//! `token-order`: rows of tokens are in another order than the tensors that they belong to, for
+//! example because context parallelism's zigzag was not undone.
 //!
-//! Detectors: D9, captured rows of dq are the reference's rows in another order, in all sequences
-//! or in some of them; the labels that the failing rows show are the recorded ones in another order.
-//! Emulation: dq's rows, after their parts were added or before, all of a token's inputs, the labels
-//! or q alone in that order.
+//! Detectors: captured rows of dq are the reference's rows in another order, in all sequences or in
+//! some of them; the labels that the failing rows show are the recorded ones in another order.
+//! Emulation: the rows of dq in that order (after its parts were added, or before), or all of a
+//! token's inputs, or the labels alone.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,15 +13,15 @@ use backtape::identity::Microbatch;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::{MovedRows, MovedTokens, Relabelled};
 use crate::diagnose::detectors::captured::Values;
-use crate::diagnose::detectors::dense::median;
 use crate::diagnose::detectors::direct::{alike, distance, energy, tokens};
-use crate::diagnose::detectors::extents::known;
-use crate::diagnose::detectors::labels::LabelTest;
-use crate::diagnose::detectors::orders::{Order, inverse, orders};
+use crate::diagnose::detectors::implied_lse::median;
+use crate::diagnose::detectors::label_fit::LabelTest;
 use crate::diagnose::detectors::reference::Rows;
+use crate::diagnose::detectors::token_orders::{Order, inverse, orders};
+use crate::diagnose::detectors::token_runs::known;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Moved, MovedRows, Relabelled};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::variant::{StandsIn, Variant};
@@ -31,11 +31,11 @@ use crate::replay::world::Supplied;
 /// The catalogue's entry.
 pub struct TokenOrder;
 
-/// Share of the rows that must be where an order says.
+/// Share of the rows that must be where a permutation puts them.
 const FITS: f64 = 0.9;
-/// Runs that are named at most.
+/// The report names at most this many runs.
 const RUNS: usize = 8;
-/// Rows of dq that are matched with all others at most.
+/// At most this many rows of dq are matched with each other.
 const MATCHED: usize = 6000;
 
 impl Cause for TokenOrder {
@@ -59,23 +59,23 @@ impl Cause for TokenOrder {
         if !evidence.fails_any(&Stage::GRADIENTS) && !evidence.fails(Stage::LabelLogits) {
             return Vec::new();
         }
-        let mut found = of_rows(evidence);
-        found.extend(of_labels(evidence));
-        found
+        let mut hypotheses = of_rows(evidence);
+        hypotheses.extend(of_labels(evidence));
+        hypotheses
     }
 }
 
-/// The failing comparisons of dq, one a microbatch.
+/// The failing comparison of dq, or of a part of it, of each microbatch.
 pub fn failing_dq<'e>(evidence: &'e Evidence<'_>) -> impl Iterator<Item = Key> + 'e {
     let parts = [Stage::Dq, Stage::DqLse, Stage::DqLabel];
-    let of = move |inputs: &MicrobatchInputs| {
+    let first_failing = move |inputs: &MicrobatchInputs| {
         let one = |&stage: &Stage| {
             let mut keys = evidence.failing.iter();
             keys.find(|key| key.stage == stage && key.microbatch == inputs.microbatch).copied()
         };
         parts.iter().find_map(one)
     };
-    evidence.inputs.iter().filter_map(of)
+    evidence.inputs.iter().filter_map(first_failing)
 }
 
 fn all_orders(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Order> {
@@ -86,9 +86,9 @@ fn all_orders(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Order> 
 
 type Orders = BTreeMap<Option<Microbatch>, Vec<usize>>;
 
-/// Rows of dq in another order: dq's own, or those of everything that a token has.
+/// The hypotheses of rows of dq in another order: only those of dq, or everything of a token.
 fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found: BTreeMap<String, Orders> = BTreeMap::new();
+    let mut orders_by_name: BTreeMap<String, Orders> = BTreeMap::new();
     let (mut put_back, mut parts) = (Vec::new(), Vec::new());
     for key in failing_dq(evidence) {
         let Some(inputs) = evidence.inputs_of(key.microbatch) else { continue };
@@ -107,24 +107,24 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let order = named.or_else(|| matched(&captured, &whole()?, inputs.tokens()));
         let Some(order) = order else { return Vec::new() };
         put_back.push(in_place(key, &captured, &inverse(&order.from)));
-        found.entry(order.name).or_default().insert(key.microbatch, order.from);
+        orders_by_name.entry(order.name).or_default().insert(key.microbatch, order.from);
     }
-    // Microbatches of one job have one order, but for those that only a match tells.
-    if found.len() != 1 {
+    // All microbatches of a job must have the same permutation by name.
+    if orders_by_name.len() != 1 {
         return Vec::new();
     }
-    // Of rows whose parts were captured in their places, only the sum was moved.
+    // Where the parts of dq were captured in the right order, only their sum was permuted.
     let alone = !evidence.fails_any(&[Stage::DqLse, Stage::DqLabel])
         && evidence.residuals.keys().any(|key| key.stage == Stage::DqLse);
     let mut hypotheses = Vec::new();
-    for (name, from) in found {
+    for (name, from) in orders_by_name {
         let fitted = if name == MATCH { 4 } else { 0 };
         let rows = |of: &Vec<usize>| of.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
         let moved = from.iter().map(|(&mb, of)| (mb, rows(of))).collect();
         let parameters = |what: &str| {
             let only = (!parts.is_empty()).then(|| ("only in", parts.join("; ")));
-            let of = [("order", name.clone()), ("of", what.to_string())];
-            of.into_iter().chain(only).collect::<Vec<_>>()
+            let named = [("order", name.clone()), ("of", what.to_string())];
+            named.into_iter().chain(only).collect::<Vec<_>>()
         };
         if alone {
             let supplied = std::mem::take(&mut put_back);
@@ -135,7 +135,7 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let rows = MovedRows { from: moved };
         hypotheses.push(Hypothesis::new(rows, parameters("rows of dq")).fitted(fitted));
         if evidence.fails(Stage::Lse) || evidence.fails(Stage::LabelLogits) {
-            let world = Moved { from };
+            let world = MovedTokens { from };
             let words = "everything that was computed of a token";
             hypotheses.push(Hypothesis::new(world, parameters(words)).fitted(fitted));
         }
@@ -143,24 +143,25 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     hypotheses
 }
 
-/// The captured rows where the order is undone: what stands at `to[t]` is token t's.
+/// The captured rows with the permutation undone: the row at `to[t]` is token t's.
 fn in_place(key: Key, captured: &Values, to: &[usize]) -> Supplied {
     let at = At { stage: key.stage, microbatch: key.microbatch, rank: None };
     let values = to.iter().flat_map(|&row| captured.row(row)).copied().collect();
     Supplied { at, values, precision: captured.stored() }
 }
 
-/// Name of an order that has none.
+/// The name of a permutation that follows no known rule.
 const MATCH: &str = "one that is known only row by row";
 
-/// Whether the reference's rows that were looked at are captured where an order puts them.
+/// Whether the sampled rows of the reference are captured where a permutation puts them.
 fn fits(captured: &Values, rows: &Rows<'_>, to: &[usize]) -> bool {
     let all: Vec<usize> = (0..to.len()).collect();
     let told = telling(rows, median_size(rows), to, &all);
     told.len() >= 4 && stand_at(captured, rows, &told, &|t| to[t])
 }
 
-/// An order that some runs of tokens follow, where all others stand in theirs, and which do.
+/// The permutation applied only to those runs that follow it, if all other runs are in their own
+/// order; and which runs those are.
 fn in_part(captured: &Values, rows: &Rows<'_>, order: &Order) -> Option<(Order, Vec<usize>)> {
     let to = inverse(&order.from);
     let mut from: Vec<usize> = (0..to.len()).collect();
@@ -180,7 +181,7 @@ fn in_part(captured: &Values, rows: &Rows<'_>, order: &Order) -> Option<(Order, 
     (told >= 4).then(|| (Order { from, ..order.clone() }, runs))
 }
 
-/// Runs in words: those of a microbatch that are in an order.
+/// In words, which runs of a microbatch are permuted.
 fn place_of(microbatch: Option<Microbatch>, runs: &[usize], of: usize) -> String {
     let some: Vec<String> = runs.iter().take(RUNS).map(usize::to_string).collect();
     let more = if runs.len() > RUNS { " ..." } else { "" };
@@ -188,18 +189,19 @@ fn place_of(microbatch: Option<Microbatch>, runs: &[usize], of: usize) -> String
     format!("{mb}{} of {of} (counted from 0: {}{more})", runs.len(), some.join(", "))
 }
 
-/// Small rows of f16 are mostly rounding: the larger half tells.
+/// The median squared norm: only the larger half of the rows is compared, as small rows of f16 are
+/// mostly rounding.
 fn median_size(rows: &Rows<'_>) -> f64 {
     median(rows.values().map(|row| energy(row)).filter(|&size| size > 0.0).collect())
 }
 
-/// Tokens that an order moves and whose rows are at least this large.
+/// The tokens that a permutation moves and whose rows have at least this squared norm.
 fn telling(rows: &Rows<'_>, least: f64, to: &[usize], of: &[usize]) -> Vec<usize> {
     let tells = |t: &&usize| to[**t] != **t && rows.get(*t).is_some_and(|row| energy(row) >= least);
     of.iter().filter(tells).copied().collect()
 }
 
-/// Whether nearly all of these rows are captured in these places.
+/// Whether nearly all of these rows are captured at these places.
 fn stand_at(
     captured: &Values,
     rows: &Rows<'_>,
@@ -210,10 +212,11 @@ fn stand_at(
     fit as f64 >= FITS * of.len() as f64
 }
 
-/// Every captured row is one of the reference's, each once.
+/// The permutation that matches every captured row with one row of the reference; none where there
+/// is none.
 fn matched(captured: &Values, rows: &Rows<'_>, tokens: usize) -> Option<Order> {
     if rows.len() != tokens || tokens > MATCHED {
-        return None; // a sample: most rows' matches are not in it
+        return None; // In a sample most rows' matches are missing.
     }
     let norms: Vec<f64> = rows.values().map(|row| energy(row)).collect();
     let mut by_norm: Vec<usize> = (0..tokens).collect();
@@ -236,7 +239,7 @@ fn matched(captured: &Values, rows: &Rows<'_>, tokens: usize) -> Option<Order> {
         }
         (*to, taken[s]) = (s, true);
     }
-    // Rows without gradient are where they are, or where others left room.
+    // Rows of zeros are matched with the rows that are left.
     let zeros: Vec<usize> = (0..tokens).filter(|&t| from[t] == usize::MAX).collect();
     let mut free = (0..tokens).filter(|&s| !taken[s]);
     for t in zeros {
@@ -250,9 +253,9 @@ fn matched(captured: &Values, rows: &Rows<'_>, tokens: usize) -> Option<Order> {
     moved.then(|| Order { name: MATCH.into(), from, runs: vec![(0..tokens).collect()] })
 }
 
-/// Labels in another order than the tokens.
+/// The hypotheses of labels in another order than the tokens.
 fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let mut found: HashMap<String, BTreeMap<Option<Microbatch>, Vec<u32>>> = HashMap::new();
+    let mut hypotheses: HashMap<String, BTreeMap<Option<Microbatch>, Vec<u32>>> = HashMap::new();
     for inputs in evidence.inputs {
         let Some(test) = LabelTest::new(evidence, inputs) else { continue };
         let looked = tokens(evidence, inputs);
@@ -266,7 +269,7 @@ fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 |t: usize| Some(inputs.labels[order.from[t]]).filter(|&label| label != IGNORED);
             if test.share(&some, &label) >= FITS {
                 let labels = order.from.iter().map(|&t| inputs.labels[t]).collect();
-                found.entry(order.name).or_default().insert(inputs.microbatch, labels);
+                hypotheses.entry(order.name).or_default().insert(inputs.microbatch, labels);
             }
         }
     }
@@ -275,7 +278,7 @@ fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let g = Some(evidence.reference().g.clone());
         Hypothesis::new(Relabelled { labels, g, ..Relabelled::default() }, parameters)
     };
-    let mut all: Vec<_> = found.into_iter().collect();
+    let mut all: Vec<_> = hypotheses.into_iter().collect();
     all.sort_by(|a, b| a.0.cmp(&b.0));
     all.into_iter().map(one).collect()
 }

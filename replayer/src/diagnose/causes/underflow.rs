@@ -4,10 +4,10 @@
 //! Real: Liger 512; f16 training without a scaled loss. A mean over many tokens makes g
 //! small, and `g p` of most classes is below 6e-8.
 //!
-//! Detectors: dq or dk fails, and at least one entry in a hundred of a sample falls below
-//! f16's smallest normal number: as it is, where dlogits were not declared f16, or before a
-//! scale of the loss that comes too late.
-//! Emulation: `round16(g p)`, with subnormal numbers; the scale before it or after it.
+//! Detectors: dq or dk fails, and in a sample at least one entry of dlogits in a hundred is below
+//! f16's smallest normal number: the entry itself, where dlogits are not declared f16, or the entry
+//! without a scale of the loss that is applied too late. Emulation: `round16(g p)`, with subnormal
+//! numbers; a scale of the loss applied before the rounding, or after it.
 
 use super::emulated::{Emulated, has_products};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
@@ -23,9 +23,9 @@ pub struct Underflow;
 
 /// The smallest normal number of f16.
 const LEAST: f64 = 6.103_515_625e-5;
-/// Share of entries below it from which this is worth trying.
+/// The cause is tried if more than this share of the entries is below that.
 const SHARE: f64 = 0.01;
-/// Tokens of a unit that are looked at.
+/// How many tokens of a unit are sampled.
 const TOKENS: usize = 8;
 
 impl Cause for Underflow {
@@ -59,26 +59,28 @@ impl Cause for Underflow {
         if !evidence.fails_any(&Stage::GRADIENTS) || !has_products(evidence) {
             return Vec::new();
         }
-        // Where dlogits are declared in f16, that they are is no fault.
+        // Where dlogits are declared f16, rounding them to f16 is no fault.
         let declared = roundings.widest.dlogits == half && roundings.narrowest.dlogits == half;
-        // A scale that multiplies the loss may multiply the gradient alone, after the rounding.
+        // A scale that should multiply the loss may have multiplied the gradient after the
+        // rounding.
         let cotangent = evidence.step.options.cotangent;
         let early = (!declared).then_some(1.0);
         let late = (cotangent.abs() > 1.0).then_some(cotangent);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for scale in early.into_iter().chain(late) {
             let share = small(evidence, &roundings.narrowest, scale).unwrap_or(0.0);
             if !(share > SHARE) {
                 continue;
             }
             let own = roundings.narrowest.p;
-            found.push(hypothesis(&roundings, own, (scale, share)));
-            // Where p is not open, p in few bits is another fault than this.
+            hypotheses.push(hypothesis(&roundings, own, (scale, share)));
+            // Rounding p too is tried only if the declaration leaves that open; otherwise it would
+            // be another fault.
             if half != own && half.unit_roundoff() <= roundings.widest.p.unit_roundoff() {
-                found.push(hypothesis(&roundings, half, (scale, share)));
+                hypotheses.push(hypothesis(&roundings, half, (scale, share)));
             }
         }
-        found
+        hypotheses
     }
 }
 
@@ -99,7 +101,7 @@ fn hypothesis(roundings: &Roundings, p: Precision, (scale, share): (f64, f64)) -
     Hypothesis::new(Late { of: Emulated::backward(policy, roundings.tiles), scale }, parameters)
 }
 
-/// dlogits are rounded before a factor of the loss multiplies them.
+/// dlogits are rounded before the scale of the loss multiplies them.
 struct Late {
     of: Emulated,
     scale: f64,
@@ -119,8 +121,8 @@ impl World for Late {
     }
 }
 
-/// Share of the entries of some tokens, over a scale, that are below the normal range of f16
-/// and not zero.
+/// Share of the entries of dlogits of some tokens, divided by `scale`, that are nonzero and below
+/// the normal range of f16.
 fn small(evidence: &Evidence<'_>, policy: &Policy, scale: f64) -> Option<f64> {
     let unit = evidence.worst_unit(&Stage::GRADIENTS)?;
     let classes: Vec<usize> =

@@ -1,31 +1,32 @@
-//! `uninitialised-output`: rows of a gradient were never written and hold what the memory
-//! held: zeros, one pattern, or rows of an earlier use.
+//! `uninitialised-output`: rows of a gradient were never written and hold what was in the memory
+//! before: zeros, one bit pattern, or rows of an earlier use.
 //!
-//! Detectors: failing rows of one bit pattern, or zeros in whole runs of rows where the
-//! gradient has its usual size; rows of tokens that do not count, or of the last tile, that
-//! are other rows of the same gradient; wrong rows that another microbatch's gradient has, too.
-//! Emulation: those rows hold what was captured, or the other row's gradient, and every
-//! other row must be right; where dlogits are the buffer, dk follows from the stale rows.
+//! Detectors: failing rows of one bit pattern, or zeros in whole runs of rows where the reference
+//! is not small; rows of tokens that do not count, or of the last tile, that equal other rows of
+//! the same gradient; wrong rows that equal those of another microbatch's gradient. Emulation:
+//! those rows are taken as captured, or as the other row's gradient, and every other row must be
+//! right; where dlogits are the buffer, dk is computed from the stale rows.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::data_worlds::{MovedRows, ReplacedValues, StaleRows};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::direct::{distance, energy};
+use crate::diagnose::detectors::least_squares::runs_of;
 use crate::diagnose::detectors::reference::Table;
-use crate::diagnose::detectors::solve::runs_of;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Instead, MovedRows, StaleRows};
 use crate::head::Stage;
 
 /// The catalogue's entry.
 pub struct UninitialisedOutput;
 
-/// Runs of unwritten rows at most, where they hold zeros.
+/// At most this many runs of rows are zero.
 const RUNS: usize = 4;
-/// Rows that were not written are as large as the others: a filter drops small ones.
+/// The reference rows of unwritten rows must be at least this share of the others' median norm:
+/// small rows may have been dropped by a filter.
 const USUAL: f64 = 0.3;
 
 impl Cause for UninitialisedOutput {
@@ -47,7 +48,7 @@ impl Cause for UninitialisedOutput {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let rows: [Stage; 6] = Stage::PRODUCTS;
-        let mut constant = Instead::default();
+        let mut constant = ReplacedValues::default();
         let mut words: Vec<String> = Vec::new();
         let mut runs = 0;
         for (key, _) in evidence.failing_of(&rows) {
@@ -80,7 +81,7 @@ fn list(runs: &[Range<usize>]) -> String {
     words
 }
 
-/// Rows of one pattern that should not be: the pattern and their runs.
+/// The failing rows that consist of one repeated value: that value, and the runs of these rows.
 fn unwritten(evidence: &Evidence<'_>, key: Key) -> Option<(f64, Vec<Range<usize>>)> {
     let captured = evidence.captured(key)?;
     let table = evidence.reference().stages.get(&key)?;
@@ -106,7 +107,7 @@ fn unwritten(evidence: &Evidence<'_>, key: Key) -> Option<(f64, Vec<Range<usize>
     if !all.iter().all(|&(_, x)| same(x)) {
         return None;
     }
-    // Rows that a sample did not look at are unwritten where they hold the pattern too.
+    // Rows outside the sample count as unwritten if they hold the same value.
     let rows: Vec<usize> = match table.len() < captured.rows() || value != 0.0 {
         true => (0..captured.rows()).filter(|&row| of_row(row).is_some_and(same)).collect(),
         false => all.iter().map(|&(row, _)| row).collect(),
@@ -119,13 +120,14 @@ fn unwritten(evidence: &Evidence<'_>, key: Key) -> Option<(f64, Vec<Range<usize>
     (value != 0.0 || is_hole(&captured, table, &runs)).then_some((value, runs))
 }
 
-/// The NaN that arithmetic makes: it comes in single rows, or in all that it reached. A tile
-/// that was never written may hold it too, where the framework fills memory with it.
+/// Whether a value is the NaN that arithmetic produces. Computed NaNs occur in single rows or in
+/// all rows; a tile that was never written may hold this NaN too, where the framework fills memory
+/// with it.
 fn is_computed(value: f64) -> bool {
     value.to_bits() << 1 == f64::NAN.to_bits() << 1
 }
 
-/// Zeros in few runs of rows, where the gradient has its usual size.
+/// Whether the zero rows lie in few runs and their reference is not small.
 fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
     let middle = |mut norms: Vec<f64>| {
         norms.sort_by(f64::total_cmp);
@@ -133,8 +135,8 @@ fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
     };
     let inside = |row: &usize| runs.iter().any(|run| run.contains(row));
     let norms = |wanted: bool| -> Vec<f64> {
-        let of = table.iter().filter(|(row, of)| inside(row) == wanted && energy(of) > 0.0);
-        of.map(|(_, of)| energy(of).sqrt()).collect()
+        let rows = table.iter().filter(|(row, of)| inside(row) == wanted && energy(of) > 0.0);
+        rows.map(|(_, of)| energy(of).sqrt()).collect()
     };
     let whole: usize = runs.iter().map(ExactSizeIterator::len).sum();
     runs.len() <= RUNS
@@ -143,7 +145,7 @@ fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
         && middle(norms(true)) >= USUAL * middle(norms(false))
 }
 
-/// The row of a table that a captured row is.
+/// The other row of the reference that a captured row equals.
 fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
     let norm = energy(row);
     let near = |(at, other): (&usize, &Vec<f64>)| {
@@ -152,13 +154,12 @@ fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
     if norm > 0.0 { table.iter().find_map(near) } else { None }
 }
 
-/// Wrong rows of a gradient's parts, or rows of dq of tokens that take no part, that hold, bit for
-/// bit, what stands in the same rows of another microbatch: one buffer for all, of which some rows
-/// are neither cleared nor written. Other rows of whole gradients are looked at by the check of
-/// buffers.
+/// The hypothesis that wrong rows equal, bit for bit, the same rows of another microbatch: all
+/// microbatches share a buffer, of which some rows are neither cleared nor written. For dq only
+/// rows of tokens that take no part are compared; `replay checks` compares the others.
 fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let parts = [Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::DkLse, Stage::DkLabel];
-    let (mut world, mut words, mut seen) = (Instead::default(), Vec::new(), 0);
+    let (mut world, mut words, mut seen) = (ReplacedValues::default(), Vec::new(), 0);
     for (key, _) in evidence.failing_of(&parts) {
         let (captured, table) = (evidence.captured(key)?, evidence.reference().stages.get(&key)?);
         let is_wrong = |row: usize, wanted: &[f64]| {
@@ -182,8 +183,12 @@ fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             (!wrong.is_empty() && wrong.iter().all(same)).then_some((other, held))
         })?;
         seen += wrong.len();
-        let of = other.microbatch.map_or(0, |mb| mb.0);
-        words.push(format!("{} of {} rows hold those of microbatch {of}", wrong.len(), key.stage));
+        let source = other.microbatch.map_or(0, |mb| mb.0);
+        words.push(format!(
+            "{} of {} rows hold those of microbatch {source}",
+            wrong.len(),
+            key.stage
+        ));
         world = world.rows(key, wrong.into_iter().map(|row| (row, held.row(row).to_vec())));
     }
     words.sort();
@@ -192,8 +197,8 @@ fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (seen > 1).then(|| Hypothesis::new(world, vec![("rows", words.join("; "))]))
 }
 
-/// Rows of tokens without gradient that hold other tokens' rows: in dq alone, or in the
-/// dlogits that dq and dk are made of.
+/// Hypotheses that rows of tokens without gradient hold other tokens' rows: in dq alone, or in
+/// dlogits, from which dq and dk are computed.
 fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut moved: BTreeMap<_, Vec<Row>> = BTreeMap::new();
     let mut count = 0;
@@ -204,9 +209,9 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             continue;
         };
         let Some(table) = evidence.all_rows().and_then(|all| all.stages.get(&key)) else {
-            return Vec::new(); // a sample does not hold the other rows
+            return Vec::new(); // A sample does not contain the other rows.
         };
-        // One map a microbatch: each of its ranks has rows of its own.
+        // One map per microbatch, which its ranks fill, each for its own rows.
         let own = || (0..inputs.tokens()).map(Row::From).collect();
         let from = moved.entry(key.microbatch).or_insert_with(own);
         for (&t, _) in table.iter().filter(|(_, wanted)| energy(wanted) == 0.0) {
@@ -238,9 +243,9 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     ]
 }
 
-/// Rows from some row on to the end, that are other rows of the same gradient.
+/// The hypothesis that all rows from some row on equal other rows of the same gradient.
 fn stale_tail(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let mut world = Instead::default();
+    let mut world = ReplacedValues::default();
     let mut words: Vec<String> = Vec::new();
     let mut seen = 0;
     for (key, _) in evidence.failing_of(&[Stage::DkLse, Stage::Dk, Stage::Dq]) {
@@ -252,14 +257,14 @@ fn stale_tail(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    // One row of one gradient may be anything.
+    // A single row of one gradient may be anything.
     let parameters = vec![("rows", words.join("; "))];
     (seen > 1).then(|| Hypothesis::new(world, parameters).fitted(3))
 }
 
-/// The tail of a gradient that holds rows of it from another one on, that row, and how many
-/// of the tail's are not zeros in both: the padding of the vocabulary is, and its rows may
-/// be all that shows it.
+/// The tail of a gradient that equals its rows from another row on; that row; and how many rows of
+/// the tail are nonzero. Rows of zeros, such as the padding of the vocabulary, equal each other
+/// without proving anything.
 fn tail_of_others(captured: &Values, table: &Table) -> Option<(Range<usize>, usize, usize)> {
     let (&start, &last) = (table.keys().next()?, table.keys().next_back()?);
     let rows = start..last + 1;

@@ -1,24 +1,25 @@
-//! A tile of a gradient, some rows of some columns, that was never written and holds zeros: a
-//! schedule of tiles that leaves some of them out.
+//! A tile of a gradient, some columns of some rows, that was never written and holds zeros, because
+//! the schedule of tiles leaves it out.
 
 use std::ops::Range;
 
 use backtape::nan::larger;
 
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::addends::Summed;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 
-/// Share of the largest element below which an element may be 0 as it should.
+/// An element whose reference is below this share of the largest one may rightly be 0.
 const SMALL: f64 = 1e-3;
-/// Rows and columns of a tile at least.
+/// A tile has at least this many rows and columns.
 const LEAST: usize = 2;
 
-/// In every gradient, or sum of dk, that fails and of which one tile alone is zeros.
+/// The hypothesis that every failing gradient or sum of dk has one such tile of zeros and is right
+/// elsewhere.
 pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let (mut world, mut said) = (Instead::default(), Vec::new());
+    let (mut world, mut said) = (ReplacedValues::default(), Vec::new());
     let keys = evidence
         .failing
         .iter()
@@ -39,7 +40,8 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     (!said.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
-/// The rows and columns of a failing gradient that alone hold zeros, and should not.
+/// The rows and columns of the tile in a failing gradient that holds zeros where the reference does
+/// not.
 fn tile(evidence: &Evidence<'_>, key: Key) -> Option<(Range<usize>, Range<usize>)> {
     let captured = evidence.captured(key)?;
     let columns = captured.columns;
@@ -50,11 +52,14 @@ fn tile(evidence: &Evidence<'_>, key: Key) -> Option<(Range<usize>, Range<usize>
         }
         false => {
             let table = evidence.all_rows()?.stages.get(&key)?;
-            table.iter().map(|(&row, of)| (row, of.clone())).collect()
+            table.iter().map(|(&row, tile_columns)| (row, tile_columns.clone())).collect()
         }
     };
-    let most = wanted.iter().flat_map(|(_, of)| of).fold(0.0, |most, x| larger(most, x.abs()));
-    let (mut rows, mut of): (Option<Range<usize>>, Option<Range<usize>>) = (None, None);
+    let most = wanted
+        .iter()
+        .flat_map(|(_, tile_columns)| tile_columns)
+        .fold(0.0, |most, x| larger(most, x.abs()));
+    let (mut rows, mut tile_columns): (Option<Range<usize>>, Option<Range<usize>>) = (None, None);
     let grown = |range: &Option<Range<usize>>, at: usize| {
         let range = range.clone().unwrap_or(at..at + 1);
         Some(range.start.min(at)..range.end.max(at + 1))
@@ -63,12 +68,12 @@ fn tile(evidence: &Evidence<'_>, key: Key) -> Option<(Range<usize>, Range<usize>
         for (column, (x, wanted)) in captured.row(*row).iter().zip(wanted).enumerate() {
             if *x == 0.0 && wanted.abs() > SMALL * most {
                 rows = grown(&rows, *row);
-                of = grown(&of, column);
+                tile_columns = grown(&tile_columns, column);
             }
         }
     }
-    let (rows, of) = rows.zip(of)?;
-    let is_zero = |row: usize| captured.row(row)[of.clone()].iter().all(|x| *x == 0.0);
-    let large = rows.len() >= LEAST && of.len() >= LEAST && of.len() < columns;
-    (large && rows.clone().all(is_zero)).then_some((rows, of))
+    let (rows, tile_columns) = rows.zip(tile_columns)?;
+    let is_zero = |row: usize| captured.row(row)[tile_columns.clone()].iter().all(|x| *x == 0.0);
+    let large = rows.len() >= LEAST && tile_columns.len() >= LEAST && tile_columns.len() < columns;
+    (large && rows.clone().all(is_zero)).then_some((rows, tile_columns))
 }

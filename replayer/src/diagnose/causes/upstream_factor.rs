@@ -1,25 +1,25 @@
-//! `upstream-factor`: every gradient of the head is what it should be times one number that no
-//! count of the dump gives: something multiplies the cotangent of the loss.
+//! `upstream-factor`: every gradient of the head is multiplied by one number that no count of the
+//! dump gives: something multiplies the cotangent of the loss.
 //!
 //! Real: a weight of the loss in a sum of several, 1/N in bf16, a world size of another job.
 //!
-//! Detectors: D6, one factor in every gradient of q and of k; the loss with it or without.
-//! Emulation: the factor, fitted. A factor that counts explain is another cause's, and one of
-//! parameters alone may be a clip's.
+//! Detectors: one factor in every gradient of q and of k; the loss may have it or not. Emulation:
+//! the fitted factor. Where a count gives the factor, another cause explains it; where only
+//! gradients of parameters have it, it may be `clipping`.
 
 use std::collections::BTreeSet;
 
 use super::clipping::common;
-use crate::diagnose::against::Part;
 use crate::diagnose::cause::{Cause, Hypothesis};
+use crate::diagnose::counterevidence::Part;
+use crate::diagnose::detectors::common_factor::{SCALED, informative};
 use crate::diagnose::detectors::fit::shown;
-use crate::diagnose::detectors::uniform::{SCALED, informative};
 use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::diagnose::worlds::Scaled;
 use crate::head::Stage;
 use crate::kernels::Precision;
 
-/// What it is called: where a declaration gives the factor, it is withdrawn.
+/// Its id: this cause is dropped where a declaration gives the factor.
 pub const ID: &str = "upstream-factor";
 
 /// The catalogue's entry.
@@ -47,8 +47,8 @@ impl Cause for UpstreamFactor {
             evidence.failing_of(&SCALED).map(|(key, _)| key.stage).collect();
         let both = [Part::OfQ, Part::OfK];
         let all = both.iter().all(|part| failing.iter().any(|&stage| Part::of(stage) == *part));
-        let of = |&stage: &Stage| informative(evidence, stage);
-        let each: Vec<(Key, Residual)> = failing.iter().flat_map(of).collect();
+        let comparisons_of = |&stage: &Stage| informative(evidence, stage);
+        let each: Vec<(Key, Residual)> = failing.iter().flat_map(comparisons_of).collect();
         let Some(factor) = common(&each).filter(|_| all) else { return Vec::new() };
         if is_cut_off(evidence, factor) {
             return Vec::new();
@@ -59,9 +59,9 @@ impl Cause for UpstreamFactor {
     }
 }
 
-/// Whether values were stored by cutting bits off, which makes all of them a little smaller and is
-/// no factor: a factor within a step of the format that they are stored in, and more of them are
-/// what is left of the reference than what the factor makes of it.
+/// Whether values were truncated to bf16 instead of rounded, which makes all of them a little
+/// smaller but is no factor. It is so if the factor is within one ulp of bf16 below 1 and more
+/// captured values equal the truncated reference than the scaled one.
 fn is_cut_off(evidence: &Evidence<'_>, factor: f64) -> bool {
     let format = Precision::Bf16;
     if !(0.0 < 1.0 - factor && 1.0 - factor < 2.0 * format.unit_roundoff()) {
@@ -71,11 +71,12 @@ fn is_cut_off(evidence: &Evidence<'_>, factor: f64) -> bool {
     let (mut as_cut, mut as_scaled) = (0, 0);
     for (key, _) in evidence.failing_of(&SCALED) {
         let Some(captured) = evidence.captured(key) else { continue };
-        let Some(table) = evidence.reference().stages.get(&key) else { continue };
-        for (&row, reference) in table.iter().filter(|_| captured.stored() == Some(format)) {
-            for (&found, &x) in captured.row(row).iter().zip(reference) {
-                as_cut += u32::from(found == cut(x));
-                as_scaled += u32::from(found == format.round64(factor * x));
+        let Some(reference_rows) = evidence.reference().stages.get(&key) else { continue };
+        for (&row, reference) in reference_rows.iter().filter(|_| captured.stored() == Some(format))
+        {
+            for (&captured_value, &x) in captured.row(row).iter().zip(reference) {
+                as_cut += u32::from(captured_value == cut(x));
+                as_scaled += u32::from(captured_value == format.round64(factor * x));
             }
         }
     }

@@ -2,9 +2,9 @@
 //! for those that are not ignored, a count taken before the labels were shifted, the sum
 //! of the weights, one rank's count for all, or by nothing.
 //!
-//! Detectors: D6, the factor of every comparison is the ratio of the two counts. One factor of all
-//! of them gives the number itself: one that bf16 or f16 holds, as near to the declared count as
-//! sums in that format may end, was counted in it.
+//! Detectors: the factor of every comparison is the ratio of the two counts. Where all have one
+//! factor, it gives the wrong count itself: if bf16 or f16 can represent it and it is as near to
+//! the declared count as a sum in that format may be, the tokens were counted in that format.
 //! Emulation: the other count.
 
 use std::collections::BTreeMap;
@@ -43,7 +43,7 @@ impl Cause for ValidCount {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let options = &evidence.step.options;
         let declared = Count::declared(options);
-        // A number or a sum has no scope: the counts of any may have been taken.
+        // A declared number or a sum has no scope, so counts over every scope are tried.
         let spans = match declared {
             Some(Count::One) | None => {
                 [Scope::Global, Scope::Microbatch, Scope::Rank].map(Span::from).into()
@@ -52,7 +52,7 @@ impl Cause for ValidCount {
         };
         let Some(divisors) = Divisors::of(evidence) else { return Vec::new() };
         let sums = sums(evidence);
-        let mut found = Vec::new();
+        let mut hypotheses = Vec::new();
         for span in &spans {
             let Some(groups) = divisors.groups(span) else { continue };
             for count in Count::ALL.into_iter().filter(|&count| Some(count) != declared) {
@@ -61,17 +61,17 @@ impl Cause for ValidCount {
                 }
                 let (span, sums, whose) = (span.clone(), sums.clone(), Whose::Own);
                 let world = Counted { count, span, whose, means: 1.0, sums };
-                found.extend(divided_by(&divisors, &groups, world, declared));
+                hypotheses.extend(divided_by(&divisors, &groups, world, declared));
             }
         }
-        found.extend(counts_of_one(evidence, &divisors, &sums));
-        found.extend(first_labels(evidence, &divisors, &sums));
-        found.extend(counted_in_few_bits(evidence, &divisors, &sums));
-        found
+        hypotheses.extend(counts_of_one(evidence, &divisors, &sums));
+        hypotheses.extend(first_labels(evidence, &divisors, &sums));
+        hypotheses.extend(counted_in_few_bits(evidence, &divisors, &sums));
+        hypotheses
     }
 }
 
-/// One count, where the factors of what fails are its.
+/// The hypothesis of one count, where it gives the factors of a failing stage.
 fn divided_by(
     divisors: &Divisors<'_>,
     groups: &[Vec<CountedTogether<'_>>],
@@ -92,8 +92,9 @@ fn divided_by(
     Some(Hypothesis::new(world, parameters))
 }
 
-/// Tokens counted before the labels were shifted, so that the first label of a sequence counted as
-/// well, where it was one to count: shifted labels do not show of how many sequences it was.
+/// The hypothesis that tokens were counted before the labels were shifted, so that the first label
+/// of a sequence counted too, unless it was an ignored one. The shifted labels do not show in how
+/// many sequences it was, so the number is read off the factor.
 fn first_labels(
     evidence: &Evidence<'_>,
     divisors: &Divisors<'_>,
@@ -119,9 +120,10 @@ fn first_labels(
     Some(Hypothesis::new(world, parameters).fitted(1))
 }
 
-/// The declared count, summed in bf16 or f16: the number is one of the format's, and either as far
-/// from the declared one as a rounding of each rank's and microbatch's count and of their sum may
-/// bring it, or one at which adding 1 changes nothing any more.
+/// The hypothesis that the declared count was summed in bf16 or f16. The wrong count must be
+/// representable in the format, and either as near to the declared one as rounding each rank's and
+/// microbatch's count and their sum allows, or a number at which adding 1 no longer changes the
+/// sum.
 fn counted_in_few_bits(
     evidence: &Evidence<'_>,
     divisors: &Divisors<'_>,
@@ -133,7 +135,7 @@ fn counted_in_few_bits(
     let declared = divisors.declared().first()?.first()?.1;
     let parts = (evidence.ranks() * evidence.microbatches()) as f64;
     let held = |format: &Precision| {
-        // From here on the format knows no odd numbers.
+        // From this number on the format represents no odd numbers.
         let most = 1.0 / format.unit_roundoff();
         let spacing = number.log2().floor().exp2() * 2.0 * format.unit_roundoff();
         let near = (number - declared).abs() <= 0.5 * spacing * (parts + 1.0);
@@ -154,8 +156,8 @@ fn counted_in_few_bits(
     Some(Hypothesis::new(world, parameters).fitted(1))
 }
 
-/// A count of each rank's own tokens, of which one stands for all: the largest where counts were
-/// reduced by their maximum, that of the first rank where it was broadcast.
+/// Hypotheses that one rank's count was used on all: the largest, as where counts were reduced by
+/// their maximum, the smallest, or the first rank's, as where it was broadcast.
 fn counts_of_one(
     evidence: &Evidence<'_>,
     divisors: &Divisors<'_>,
@@ -163,7 +165,7 @@ fn counts_of_one(
 ) -> Vec<Hypothesis> {
     let declared = Count::declared(&evidence.step.options);
     let counts = Count::declared_and_usual(&evidence.step.options);
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     let ranks = Span { ranks: Ranks::One, ..Span::from(Scope::Global) };
     for span in [ranks, Scope::Rank.into()] {
         let Some(groups) = divisors.groups(&span) else { continue };
@@ -171,9 +173,9 @@ fn counts_of_one(
             for whose in [Whose::Largest, Whose::Smallest, Whose::First] {
                 let (span, sums) = (span.clone(), sums.clone());
                 let world = Counted { count, span, whose, means: 1.0, sums };
-                found.extend(divided_by(divisors, &groups, world, declared));
+                hypotheses.extend(divided_by(divisors, &groups, world, declared));
             }
         }
     }
-    found
+    hypotheses
 }

@@ -1,9 +1,8 @@
 //! `zero-times-inf`: the vocabulary's padding is masked by -inf, and something multiplies it
 //! by 0: NaN for every token, or in the rows of the padding.
 //!
-//! Detectors: the declared mask is -inf and there is a padding; what is no number is that of
-//! every token that counts, or lies in the padding alone.
-//! Emulation: no number there, and all else as it should be.
+//! Detectors: the declared mask is -inf and there is padding; the NaNs are those of every token
+//! that counts, or lie in the padding alone. Emulation: NaN there, and the reference elsewhere.
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::nan::{NanWhere, Nans, nans};
@@ -40,36 +39,36 @@ impl Cause for ZeroTimesInf {
         if !infinite || !evidence.inputs.iter().all(padded) {
             return Vec::new();
         }
-        let Some(found) = nans(evidence) else { return Vec::new() };
-        if !found.of.keys().all(|&key| is_everywhere(evidence, &found, key)) {
+        let Some(nans_found) = nans(evidence) else { return Vec::new() };
+        if !nans_found.of.keys().all(|&key| is_everywhere(evidence, &nans_found, key)) {
             return Vec::new();
         }
         let parameters = vec![
             ("mask", "-inf".to_string()),
-            ("first stage", found.first.stage.name().to_string()),
+            ("first stage", nans_found.first.stage.name().to_string()),
         ];
         let one = |distrusts: Vec<Stage>| {
-            let world = NanWhere { of: found.of.clone(), distrusts };
+            let world = NanWhere { of: nans_found.of.clone(), distrusts };
             Hypothesis::new(world, parameters.clone()).fitted(1)
         };
-        vec![one(Vec::new()), one(vec![found.first.stage])]
+        vec![one(Vec::new()), one(vec![nans_found.first.stage])]
     }
 }
 
-/// Whether a comparison's values that are no numbers are those of every token that counts,
-/// or all of the padding and nothing else, or all there is.
-fn is_everywhere(evidence: &Evidence<'_>, found: &Nans, key: Key) -> bool {
-    let mask = &found.of[&key].1;
+/// Whether a comparison's NaNs are the rows of every token that counts, or exactly the rows of the
+/// padding, or all its values.
+fn is_everywhere(evidence: &Evidence<'_>, nans: &Nans, key: Key) -> bool {
+    let mask = &nans.of[&key].1;
     if mask.iter().all(|&bad| bad) {
         return true;
     }
     let Some(inputs) = evidence.inputs_of(key.microbatch) else { return false };
-    let bad = found.rows(key, true);
-    if bad.len() != found.rows(key, false).len() {
+    let bad = nans.rows(key, true);
+    if bad.len() != nans.rows(key, false).len() {
         return false;
     }
     if key.stage >= Stage::DkLse {
-        let rows = mask.len() / found.of[&key].0.max(1);
+        let rows = mask.len() / nans.of[&key].0.max(1);
         return bad == (inputs.valid_vocab..rows).collect::<Vec<usize>>();
     }
     let counts = |t: usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;

@@ -1,6 +1,6 @@
-//! The z-loss divided by another count of tokens than the rest of the loss: the mean of means of
-//! microbatches or ranks, or a mean over all tokens where the others are not counted; or summed over
-//! the tokens that take no part, too.
+//! The z-loss divided by another count of tokens than the rest of the loss: a mean of the means of
+//! microbatches or ranks, or a mean over all tokens although the loss counts only some; or the
+//! z-loss summed also over tokens that take no part.
 
 use std::collections::BTreeMap;
 
@@ -9,17 +9,17 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::divisors::Divisors;
-use crate::diagnose::detectors::extents::of_ranks;
+use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{Count, Counted, Whose, divisor};
 use crate::head::MicrobatchInputs;
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Read, UnitTokens, World};
 
-/// How often each token's term counts, `[T]` by microbatch.
+/// The factor of each token's z-loss, `[T]` by microbatch.
 type Times = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// Every other count, once each.
+/// The hypotheses: every other count, each once.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let declared = &evidence.step.options.declared;
     let Some(divisors) = Divisors::of(evidence).filter(|_| declared.z_loss != 0.0) else {
@@ -28,7 +28,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let (lambda, in_loss) = (declared.z_loss, declared.z_loss_in_loss);
     let (m, w) = (evidence.microbatches() as f64, evidence.ranks() as f64);
     let mut seen: Vec<Times> = Vec::new();
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     let ranks = Span { ranks: Ranks::One, ..Span::from(Scope::Global) };
     for (span, groups) in [
         (Scope::Global.into(), 1.0),
@@ -51,15 +51,15 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 if means != 1.0 {
                     parameters.push(("and by", format!("{means} for the mean of means")));
                 }
-                found.push(Hypothesis::new(Divided { times, lambda, in_loss }, parameters));
+                hypotheses.push(Hypothesis::new(Divided { times, lambda, in_loss }, parameters));
             }
         }
     }
-    found
+    hypotheses
 }
 
-/// The term of the tokens that take no part is there as well, divided as declared, or as a mean over
-/// all tokens is.
+/// Hypotheses that tokens that take no part have a z-loss too, divided as declared or by the number
+/// of all tokens.
 pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let options = &evidence.step.options;
     let left_out = |one: &MicrobatchInputs| (0..one.tokens()).any(|t| !takes_part(one, t));
@@ -77,9 +77,10 @@ pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     };
     let all = [("as declared", declared()), ("all tokens", times(evidence, &divisors, &mean))];
     let mut alone = Times::new();
-    for (one, of) in evidence.inputs.iter().zip(divisors.declared()) {
-        let of = |t: usize| options.cotangent / divisor(of, t).unwrap_or(f64::INFINITY);
-        alone.insert(one.microbatch, (0..one.tokens()).map(of).collect());
+    for (one, divided) in evidence.inputs.iter().zip(divisors.declared()) {
+        let upstream_of =
+            |t: usize| options.cotangent / divisor(divided, t).unwrap_or(f64::INFINITY);
+        alone.insert(one.microbatch, (0..one.tokens()).map(upstream_of).collect());
     }
     let one = |(words, times): (&str, Option<Times>)| {
         let divided = Divided { times: times?, lambda, in_loss };
@@ -98,10 +99,10 @@ fn takes_part(of: &MicrobatchInputs, token: usize) -> bool {
     of.labels[token] != IGNORED && of.weights[token] != 0.0
 }
 
-/// The term is there of every token.
+/// Every token has a z-loss.
 struct OfAll {
     divided: Divided,
-    /// The upstream gradient of a token that takes no part, as if it did.
+    /// The upstream gradient that a token would have if it took part.
     alone: Times,
     /// Each rank's tokens, by microbatch.
     ranks: BTreeMap<Option<Microbatch>, Vec<Vec<usize>>>,
@@ -121,7 +122,8 @@ impl World for OfAll {
         }
     }
 
-    /// A loss is the sum over the tokens that take part: one of each rank's has what the others add.
+    /// The replay sums the loss over tokens that take part. So the z-loss of a rank's other tokens
+    /// is added to the first that does.
     fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
         self.divided.nll(inputs, read, nll);
         let mb = inputs.microbatch;
@@ -140,18 +142,18 @@ impl World for OfAll {
     }
 }
 
-/// How often the term of each token is there: what the loss is divided by over what it is.
+/// The factor of each token's z-loss: the declared divisor over the one that it has in this world.
 fn times(evidence: &Evidence<'_>, divisors: &Divisors<'_>, world: &Counted) -> Option<Times> {
     let groups = divisors.groups(&world.span)?;
     let policy = evidence.step.is_policy_loss();
-    let mut found = Times::new();
+    let mut times = Times::new();
     for ((own, groups), declared) in evidence.inputs.iter().zip(&groups).zip(divisors.declared()) {
         let used = world.of_groups(policy, groups);
-        let of = |t: usize| Some(divisor(declared, t)? / divisor(&used, t)?);
-        let each = (0..own.tokens()).map(|t| of(t).filter(|x| x.is_finite()).unwrap_or(1.0));
-        found.insert(own.microbatch, each.collect());
+        let ratio = |t: usize| Some(divisor(declared, t)? / divisor(&used, t)?);
+        let each = (0..own.tokens()).map(|t| ratio(t).filter(|x| x.is_finite()).unwrap_or(1.0));
+        times.insert(own.microbatch, each.collect());
     }
-    Some(found)
+    Some(times)
 }
 
 struct Divided {

@@ -1,12 +1,11 @@
-//! `zloss-mismatch`: the z-loss `λ lse²` counts otherwise in the loss or in the gradient
-//! than declared: left out, with another λ, or there though none was declared.
+//! `zloss-mismatch`: the z-loss `λ lse²` is not as declared in the loss or in the gradient: left
+//! out, with another λ, or there although none was declared.
 //!
-//! Detectors: D3, a token's softmax part is `1 + c lse` times what it should be; c is
-//! fitted to all that fails. Also what the term may multiply in place of lse: the largest
-//! logit, or lse less that; by which other count of tokens it may be divided; and whether the tokens
-//! that take no part have it, too.
-//! Emulation: `g_lse = g (1 + c lse)` with c in {0, λ, 2λ, 4λ} or the fitted one, and the
-//! loss with or without its term.
+//! Detectors: a token's softmax part is `1 + c lse` times what it should be; c is fitted to
+//! everything that fails. Also tried: that the term has the largest logit, or lse minus that, in
+//! the place of lse; that it is divided by another count of tokens; and that tokens that take no
+//! part have it too. Emulation: `g_lse = g (1 + c lse)` with c in {0, λ, 2λ, 4λ} or the fitted one,
+//! and the loss with or without its term.
 
 use std::collections::BTreeMap;
 
@@ -51,12 +50,13 @@ impl Cause for ZLossMismatch {
         let declared = &evidence.step.options.declared;
         let (lambda, in_loss) =
             (declared.z_loss, declared.z_loss_in_loss && declared.z_loss != 0.0);
-        let mut found = Vec::new();
-        // Of the gradient: nothing, or slopes, with the λ in the loss that each implies.
+        let mut hypotheses = Vec::new();
+        // The factors c of lse in the gradient that are tried, each with how many numbers were
+        // fitted for it.
         let mut slopes = vec![(2.0 * lambda, 0)];
         if gradients && lambda != 0.0 {
             slopes.extend([0.0, lambda, 4.0 * lambda].map(|slope| (slope, 0)));
-            // Divided once more, or once less, by what the sum is over.
+            // Divided once too often, or not at all, by the number of microbatches or ranks.
             let counts = [evidence.microbatches(), evidence.ranks()];
             let several = counts.into_iter().filter(|&n| n > 2).map(|n| n as f64);
             slopes
@@ -70,7 +70,7 @@ impl Cause for ZLossMismatch {
             slopes.extend(fitted.into_iter().map(|slope| (slope, 1)));
         }
         if gradients && evidence.fails(Stage::Loss) {
-            // The loss is the more exact of the two, where both have the same λ.
+            // Where loss and gradients have the same λ, the loss gives it more exactly.
             let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
             let world = |loss: f64| -> Box<dyn World> {
                 Box::new(ZLoss { loss: Some(loss), slope: 2.0 * loss })
@@ -80,9 +80,9 @@ impl Cause for ZLossMismatch {
                 linear(evidence, (&stages, Wanted::Part), from, &world).unwrap_or_default();
             slopes.extend(fitted.into_iter().map(|loss| (2.0 * loss, 1)));
         }
-        found.extend(of_largest(evidence, 2.0 * lambda));
-        found.extend(zloss_counts::hypotheses(evidence));
-        found.extend(zloss_counts::of_all_tokens(evidence));
+        hypotheses.extend(of_largest(evidence, 2.0 * lambda));
+        hypotheses.extend(zloss_counts::hypotheses(evidence));
+        hypotheses.extend(zloss_counts::of_all_tokens(evidence));
         for (slope, fitted) in slopes {
             let mut losses = vec![None];
             if evidence.fails(Stage::Loss) {
@@ -91,7 +91,7 @@ impl Cause for ZLossMismatch {
             }
             for loss in losses {
                 if slope != 2.0 * lambda || loss.is_some() {
-                    found.push(ZLoss { loss, slope }.hypothesis(lambda, fitted));
+                    hypotheses.push(ZLoss { loss, slope }.hypothesis(lambda, fitted));
                 }
             }
         }
@@ -103,13 +103,13 @@ impl Cause for ZLossMismatch {
             let fitted =
                 linear(evidence, (&[Stage::Loss], Wanted::Part), from, &world).unwrap_or_default();
             let one = |loss: f64| ZLoss { loss: Some(loss), slope }.hypothesis(lambda, 1);
-            found.extend(fitted.into_iter().map(one));
+            hypotheses.extend(fitted.into_iter().map(one));
         }
-        found
+        hypotheses
     }
 }
 
-/// λ of the loss, if not as declared, and `c` of the gradient.
+/// λ of the loss, if not as declared, and the factor `c` of lse in the gradient.
 struct ZLoss {
     loss: Option<f64>,
     slope: f64,
@@ -117,10 +117,12 @@ struct ZLoss {
 
 impl ZLoss {
     fn hypothesis(self, lambda: f64, fitted: usize) -> Hypothesis {
-        let of = |x: f64| if x == 0.0 { "left out".into() } else { shown(x) };
-        let mut parameters =
-            vec![("declared λ", lambda.to_string()), ("λ of the gradient", of(self.slope / 2.0))];
-        parameters.extend(self.loss.map(|loss| ("λ of the loss", of(loss))));
+        let in_words = |x: f64| if x == 0.0 { "left out".into() } else { shown(x) };
+        let mut parameters = vec![
+            ("declared λ", lambda.to_string()),
+            ("λ of the gradient", in_words(self.slope / 2.0)),
+        ];
+        parameters.extend(self.loss.map(|loss| ("λ of the loss", in_words(loss))));
         Hypothesis::new(self, parameters).fitted(fitted)
     }
 }
@@ -139,8 +141,8 @@ impl World for ZLoss {
     }
 }
 
-/// The term with the largest logit of each token, or with what is left of lse without it, as a
-/// kernel has it that takes the logarithm of the sum of `exp(z - max)` and forgets the maximum.
+/// Hypotheses that the term has the largest logit of each token in the place of lse, or lse minus
+/// that: the logarithm of the sum of `exp(z - max)`, to which a kernel forgot to add the maximum.
 fn of_largest(evidence: &Evidence<'_>, slope: f64) -> Vec<Hypothesis> {
     let gradients: Vec<_> = evidence.failing_of(&[Stage::Dq, Stage::Dk]).collect();
     let (mut largest, mut rest) = (Terms::new(), Terms::new());
@@ -161,7 +163,7 @@ fn of_largest(evidence: &Evidence<'_>, slope: f64) -> Vec<Hypothesis> {
     all.into_iter().filter(|(terms, _)| !terms.is_empty()).map(one).collect()
 }
 
-/// A number of each token, by microbatch.
+/// The number that replaces lse, for each token, by microbatch.
 type Terms = BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>;
 
 struct OfLargest {

@@ -1,14 +1,14 @@
-//! The declaration is the first suspect: another one that makes every stage agree.
+//! The declaration is the first suspect: looks for another one with which every stage agrees.
 //!
-//! A dump is judged by what the job said of its head, and people forget an option more often
-//! than they break a kernel. So before a cause is looked for, each option is left out or set,
-//! with a value that is inferred from the data, and the whole is judged again by the same
-//! bounds. One is believed when every comparison that failed passes and none that passed fails.
+//! A dump is judged by what the job said of its head, and people forget an option more often than
+//! they break a kernel. So before causes are tried, each option of the head is left out, or set to
+//! a value inferred from the data, and every stage is compared again with the same bounds. Another
+//! declaration is believed if every comparison that failed passes, and none that passed fails.
 //!
-//! The same data come from a wrong declaration and from code that leaves its declaration, so
-//! both readings are said. `misdeclared` is the word where the forward, the loss among it, has
-//! the other option as the backward has: a job that is at odds with itself is wrong whatever is
-//! declared. What the job declared by itself and its code does not have is `diverged`.
+//! A wrong declaration and wrong code give the same data, so the report says both readings. The
+//! verdict is `misdeclared` where the forward (with the loss) and the backward both have the other
+//! option: a job whose passes contradict each other is wrong whatever is declared. Where the job
+//! declared an option that its code does not have, the verdict is `diverged`.
 
 mod options;
 pub(super) mod policy;
@@ -17,29 +17,30 @@ pub(super) mod read;
 use std::collections::BTreeSet;
 
 use super::evidence::{Evidence, Key, Residuals, reject_wider_bounds};
-use super::found::Found;
+use super::findings::Found;
 use super::proof;
 use super::search::{Search, left_of};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};
 use crate::replay::other_declaration::OtherDeclaration;
 use crate::replay::world::World;
 
-/// What changes in a head's options.
+/// A change of the head's options.
 type Change = Box<dyn Fn(&mut HeadOptions) + Send + Sync>;
 
-/// How much an option says about where the fault is.
+/// What kind of option it is, which decides how much it proves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// A term of the model that the job did not mention: forgotten, where all of it is there.
+    /// A term of the model that the job did not mention: forgotten in the declaration, if forward
+    /// and backward have it.
     Unsaid,
-    /// A term of the model that the job declared: its code may as well have left it out.
+    /// A term of the model that the job declared: its code may have left it out.
     Said,
-    /// How tokens, microbatches and ranks are counted, or a factor of the backward: faults of
-    /// the catalogue do the same, and are believed first.
+    /// How tokens, microbatches and ranks are counted, or a factor on the backward: causes of the
+    /// catalogue explain the same, and come first.
     Counted,
     /// Dtypes that the recorded values contradict.
     Shown,
-    /// Dtypes that are not declared: more is allowed then, which proves nothing.
+    /// Dtypes that are left out: the bounds are wider then, which proves nothing by itself.
     Loosened,
 }
 
@@ -50,10 +51,10 @@ struct Candidate {
     instead: String,
     fitted: usize,
     kind: Kind,
-    /// What tells a wrong declaration from wrong code.
+    /// Where to look in the job to distinguish a wrong declaration from wrong code.
     look: &'static str,
     change: Change,
-    /// Weights that were recorded take no part.
+    /// Whether the recorded weights are ignored.
     unweighted: bool,
 }
 
@@ -69,7 +70,7 @@ impl World for Candidate {
     }
 }
 
-/// A declaration with which everything agrees, before it is known what else does.
+/// A declaration with which everything agrees, before the causes were tried.
 pub(super) struct Suspect {
     other: OtherDeclaration,
     kind: Kind,
@@ -77,20 +78,21 @@ pub(super) struct Suspect {
 }
 
 impl Suspect {
-    /// Whether no cause has to be looked for beside it: an option that the job did not mention, and
-    /// that its forward and its backward both have.
+    /// Whether only cheap causes need be tried beside it: the job did not mention the option, and
+    /// its forward and backward both have it.
     pub(super) fn is_enough(&self) -> bool {
         self.kind == Kind::Unsaid && self.forward
     }
 
-    /// Whether a cause explains every stage that fails, as this declaration does. Beside dtypes any
-    /// cause is kept: they explain by wider bounds, and not by what happened.
+    /// Whether a cause explains every stage that this declaration explains. Always true for dtypes,
+    /// which explain only by wider bounds.
     pub(super) fn is_no_more_than(&self, cause: &Found) -> bool {
         let dtypes = matches!(self.kind, Kind::Shown | Kind::Loosened);
         dtypes || self.other.stages.iter().all(|stage| cause.stages.contains(stage))
     }
 
-    /// The finding, once it is known whether a cause of the catalogue explains it, too.
+    /// The finding for the report. `explained`: whether a cause of the catalogue explains the
+    /// divergence too.
     pub(super) fn told(mut self, explained: bool) -> OtherDeclaration {
         self.other.misdeclared = match self.kind {
             Kind::Unsaid => self.is_enough(),
@@ -102,31 +104,32 @@ impl Suspect {
     }
 }
 
-/// The declaration that explains everything that fails; of several the one with the fewest
-/// fitted numbers, then the one that leaves least.
+/// The declaration that explains everything that fails; of several, the one with the fewest fitted
+/// numbers, then the one that leaves least energy.
 pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Suspect> {
     if evidence.failing.is_empty() {
         return None;
     }
-    let mut found: Vec<(Candidate, f64)> = Vec::new();
+    let mut agreeing: Vec<(Candidate, f64)> = Vec::new();
     for candidate in options::candidates(search, evidence) {
         if !search.meter.may_redeclare() {
             break;
         }
-        // More is allowed without a dtype: that is looked at only where nothing else explains.
-        if matches!(candidate.kind, Kind::Shown | Kind::Loosened) && !found.is_empty() {
+        // Leaving out a dtype only widens bounds, so it is tried only where nothing else explains
+        // the failure.
+        if matches!(candidate.kind, Kind::Shown | Kind::Loosened) && !agreeing.is_empty() {
             continue;
         }
         let agreed = agrees(search, evidence, &candidate);
         if let Some(left) = agreed.filter(|_| is_backed(search, evidence, &candidate)) {
-            found.push((candidate, left));
+            agreeing.push((candidate, left));
         }
     }
-    found.sort_by(|(a, x), (b, y)| a.fitted.cmp(&b.fitted).then(x.total_cmp(y)));
-    let mut found = found.into_iter();
-    let (best, _) = found.next()?;
-    // Another value of the same option is no other reading.
-    let others = found.filter(|(one, _)| one.option != best.option && one.fitted <= best.fitted);
+    agreeing.sort_by(|(a, x), (b, y)| a.fitted.cmp(&b.fitted).then(x.total_cmp(y)));
+    let mut agreeing = agreeing.into_iter();
+    let (best, _) = agreeing.next()?;
+    // Another value of the same option is not reported as another reading.
+    let others = agreeing.filter(|(one, _)| one.option != best.option && one.fitted <= best.fitted);
     let others = others.map(|(one, _)| format!("{}={}", one.option, one.instead)).collect();
     let stages: BTreeSet<Stage> = evidence.failing.iter().map(|key| key.stage).collect();
     let forward = stages.iter().any(|stage| Stage::FORWARD.contains(stage));
@@ -143,8 +146,8 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
     Some(Suspect { other, kind: best.kind, forward })
 }
 
-/// The energy that is left of what fails, where all of it passes in a world and nothing that
-/// passed fails; over all rows in the end.
+/// The energy left in the failing comparisons, if every comparison passes with this declaration, on
+/// the sample and then on all rows; none otherwise.
 fn agrees(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate) -> Option<f64> {
     let worlds: [&dyn World; 1] = [candidate];
     let rejects = |found: &Residuals| !passes(found, &evidence.failing);
@@ -153,7 +156,7 @@ fn agrees(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate) -
     }
     let all: BTreeSet<Key> = evidence.residuals.keys().copied().collect();
     let mut sampled = search.residuals(&worlds)?;
-    // Other dtypes explain by wider bounds; other options do not.
+    // Other options must not explain by wider bounds alone; other dtypes can do nothing else.
     if !matches!(candidate.kind, Kind::Shown | Kind::Loosened) {
         reject_wider_bounds(&mut sampled, &evidence.residuals);
     }
@@ -166,8 +169,8 @@ fn agrees(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate) -
     Some(left_of(&sampled, &evidence.failing))
 }
 
-/// Whether more than a wider bound speaks for a candidate: of dtypes that are left out, that
-/// a policy with them reproduces the gradients that fail, where gradients are all that fails.
+/// Whether a candidate is supported by more than wider bounds. For dtypes that are left out: no, if
+/// gradients fail that no policy with the dtypes left out reproduces.
 fn is_backed(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate) -> bool {
     if candidate.kind != Kind::Loosened {
         return true;
@@ -179,6 +182,6 @@ fn is_backed(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate
     !roundings.is_some_and(|of| proof::is_refuted(search, evidence, (candidate, of)))
 }
 
-fn passes(found: &Residuals, keys: &BTreeSet<Key>) -> bool {
-    keys.iter().all(|key| found.get(key).is_some_and(|of| of.passes))
+fn passes(residuals: &Residuals, keys: &BTreeSet<Key>) -> bool {
+    keys.iter().all(|key| residuals.get(key).is_some_and(|of| of.passes))
 }

@@ -1,5 +1,5 @@
-//! The options that are tried in place of the declared ones, each with values that the data
-//! gives.
+//! The options that are tried in the place of the declared ones, each with values that the data
+//! give.
 
 use std::collections::BTreeSet;
 
@@ -15,58 +15,60 @@ use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
 use crate::diagnose::detectors::fit::{Wanted, linear, rounded};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::search::Search;
-use crate::diagnose::worlds::{DeclaredLse, Optioned};
+use crate::diagnose::worlds::{ChangedOptions, DeclaredLse};
 use crate::head::{HeadOptions, Stage};
 use crate::kernels::round::Precision;
 use crate::replay::world::World;
 
-/// Candidates, those without a fitted number and those that cost least first.
+/// The candidates in the order in which they are tried: counts, factors, terms of the model, then
+/// dtypes.
 pub(super) fn candidates(search: &Search<'_>, evidence: &Evidence<'_>) -> Vec<Candidate> {
-    let mut found = Vec::new();
+    let mut candidates = Vec::new();
     let policy = evidence.step.is_policy_loss();
-    counts(evidence, &mut found);
-    cotangents(evidence, &mut found);
+    counts(evidence, &mut candidates);
+    cotangents(evidence, &mut candidates);
     if !policy {
         // A recorded lse that agrees has the declared vocabulary, softcap and temperature.
         if !evidence.agrees(Stage::Lse) {
-            vocabulary(evidence, &mut found);
-            transforms(evidence, &mut found);
+            vocabulary(evidence, &mut candidates);
+            transforms(evidence, &mut candidates);
         }
-        labels(evidence, &mut found);
-        terms(evidence, &mut found);
+        labels(evidence, &mut candidates);
+        terms(evidence, &mut candidates);
     }
     if policy {
-        policy_loss(evidence, &mut found);
+        policy_loss(evidence, &mut candidates);
     }
-    dtypes(search, evidence, &mut found);
-    found
+    dtypes(search, evidence, &mut candidates);
+    candidates
 }
 
 /// The options of a policy loss.
 fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let head = &evidence.step.options.declared;
     for one in policy::edits(head) {
-        let of = (0, kind_of(evidence, one.option));
+        let cost_and_kind = (0, kind_of(evidence, one.option));
         let edit = |head: &mut HeadDeclaration| *head = one.of(head);
-        found.extend(candidate(evidence, one.option, of, one.look, edit));
+        found.extend(candidate(evidence, one.option, cost_and_kind, one.look, edit));
     }
     let declared = head.grpo.clone().unwrap_or_default();
     let world = |beta: f64| -> Box<dyn World> {
         let change = move |options: &mut HeadOptions| {
             options.grpo.iter_mut().for_each(|grpo| grpo.kl_beta = beta);
         };
-        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+        Box::new(ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let from = (declared.kl_beta, declared.kl_beta.abs().max(0.01));
     for beta in linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default() {
-        let of = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
+        let cost_and_kind = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
         let edit = |head: &mut HeadDeclaration| head.grpo.get_or_insert_default().kl_beta = beta;
-        found.extend(candidate(evidence, "grpo.kl_beta", of, policy::KL, edit));
+        found.extend(candidate(evidence, "grpo.kl_beta", cost_and_kind, policy::KL, edit));
     }
 }
 
-/// One candidate from a changed declaration: what is written is what changes.
+/// The candidate of a changed declaration; none if nothing changes, or the options are invalid. The
+/// report prints the option before and after.
 fn candidate(
     evidence: &Evidence<'_>,
     option: &'static str,
@@ -86,12 +88,13 @@ fn candidate(
     Some(Candidate { option, declared, instead, fitted, kind, look, change, unweighted: false })
 }
 
-/// Fitted numbers that a value stands for: a round one is what somebody wrote.
+/// How many fitted numbers a value counts as: 1 for a round one, which somebody probably wrote,
+/// else 2.
 fn cost(value: f64) -> usize {
     if rounded(value, 2) == value { 1 } else { 2 }
 }
 
-/// Unsaid where an option has the value that it has when nobody mentions it.
+/// [`Kind::Unsaid`] where an option has its default value, else [`Kind::Said`].
 fn kind_of(evidence: &Evidence<'_>, option: &str) -> Kind {
     let usual = written(&HeadDeclaration::default(), option);
     if written(&evidence.step.options.declared, option) == usual {
@@ -101,8 +104,8 @@ fn kind_of(evidence: &Evidence<'_>, option: &str) -> Kind {
     }
 }
 
-/// What losses are divided by, and over which tokens; where each comparison that fails is off
-/// by a factor of its own.
+/// What losses are divided by, and over which tokens that is counted. Only where each failing
+/// comparison is off by one factor.
 fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     if !evidence.failing.iter().all(|key| evidence.residuals[key].is_scaled()) {
         return;
@@ -145,7 +148,7 @@ fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     }
 }
 
-/// A loss scale: one power of two in every gradient, and none in the loss.
+/// A loss scale: one power of two on every gradient, and none on the loss.
 fn cotangents(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     if evidence.fails_any(&Stage::FORWARD) {
         return;
@@ -157,7 +160,7 @@ fn cotangents(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     found.extend(candidate(evidence, "cotangent", (0, Kind::Counted), look, edit));
 }
 
-/// Columns that are padding.
+/// Which columns are padding.
 fn vocabulary(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let look = "the vocabulary's size in the tokenizer and in the model, and whether the head masks what is beyond it";
     let kind = kind_of(evidence, "valid_vocab");
@@ -202,7 +205,7 @@ fn transforms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     found.extend(candidate(evidence, "temperature", (0, kind), look, edit));
 }
 
-/// Which tokens count, and with which label.
+/// Which tokens count, and with which labels.
 fn labels(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let look = "which label the job gives to tokens that take no part (torch: ignore_index)";
     let kind = kind_of(evidence, "ignore_label");
@@ -228,7 +231,7 @@ fn labels(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     }
 }
 
-/// Terms that loss and gradients are linear in.
+/// Terms whose factor loss and gradients are linear in: z-loss and label smoothing.
 fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let declared = &evidence.step.options.declared;
@@ -236,7 +239,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let kind = kind_of(evidence, "z_loss");
     let world = |z: f64| -> Box<dyn World> {
         let change = move |options: &mut HeadOptions| options.declared.z_loss = z;
-        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+        Box::new(ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let from = (declared.z_loss, declared.z_loss.abs().max(1e-4));
     let fits = linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default();
@@ -255,7 +258,7 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let kind = kind_of(evidence, "label_smoothing");
     let world = |s: f64| -> Box<dyn World> {
         let change = move |options: &mut HeadOptions| options.declared.label_smoothing = s;
-        Box::new(Optioned { change, lse: DeclaredLse::new(), factor: 1.0 })
+        Box::new(ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 })
     };
     let from = (declared.label_smoothing, 0.05);
     let fits = linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default();
@@ -275,7 +278,8 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     }
 }
 
-/// Dtypes: each that is declared left out, all of them, and a lower format for what is not.
+/// Dtypes: each declared one left out, all of them left out, and autocast to a lower format for
+/// those that are not declared.
 fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let declared = &evidence.step.options.declared.dtypes;
     let look = "which dtype the tensor has in the job (print(tensor.dtype) where it is made), and whether a product may run in TF32 or under autocast";
@@ -285,20 +289,20 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
         let edit = |head: &mut HeadDeclaration| {
             head.dtypes.retain(|point, _| !left_out.contains(point));
         };
-        // Of a declaration with many members only what would be left out is printed.
+        // Only the dtypes that would be left out are printed, not the whole option.
         let members = |written: &dyn Fn(&str) -> String| {
             let one = |point: &String| format!("{point:?}: {}", written(point));
             format!("{{{}}}", left_out.iter().map(one).collect::<Vec<String>>().join(", "))
         };
-        let of = candidate(evidence, "dtypes", (0, kind), look, edit)?;
+        let candidate_without = candidate(evidence, "dtypes", (0, kind), look, edit)?;
         Some(Candidate {
             declared: members(&|point| format!("{:?}", declared[point])),
             instead: members(&|_| "undeclared".into()),
-            ..of
+            ..candidate_without
         })
     };
     let all: BTreeSet<String> = declared.keys().cloned().collect();
-    // What holds with one of them left out holds with none declared.
+    // If leaving out one dtype explains the failure, leaving out all does; so all are tried first.
     let explains = |of: &Candidate| super::agrees(search, evidence, of).is_some();
     if let Some(none) = without(all.clone()).filter(explains) {
         let single = all.into_iter().filter_map(|point| without(BTreeSet::from([point])));
@@ -317,8 +321,8 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
             continue;
         }
         let edit = |head: &mut HeadDeclaration| head.autocast = Some(name.into());
-        let of = candidate(evidence, "autocast", (0, Kind::Loosened), look, edit);
-        found.extend(of.map(|of| Candidate {
+        let with_autocast = candidate(evidence, "autocast", (0, Kind::Loosened), look, edit);
+        found.extend(with_autocast.map(|of| Candidate {
             change: Box::new(move |options: &mut HeadOptions| options.lowered = Some(format)),
             ..of
         }));

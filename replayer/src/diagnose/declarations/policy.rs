@@ -2,17 +2,17 @@
 
 use backtape::head::{GrpoDeclaration, HeadDeclaration, KlEstimator, LossAverage, RatioLevel};
 
-/// What an option of a policy loss may be instead.
+/// Another value of an option of a policy loss.
 pub(crate) struct PolicyEdit {
     /// Its name in `tape.head`.
     pub(crate) option: &'static str,
-    /// What tells a wrong declaration from wrong code.
+    /// Where to look in the job to distinguish a wrong declaration from wrong code.
     pub(crate) look: &'static str,
     edit: Box<dyn Fn(&mut GrpoDeclaration)>,
 }
 
 impl PolicyEdit {
-    /// The head with it.
+    /// The declaration with this value.
     pub(crate) fn of(&self, declared: &HeadDeclaration) -> HeadDeclaration {
         let mut other = declared.clone();
         (self.edit)(other.grpo.get_or_insert_default());
@@ -20,11 +20,11 @@ impl PolicyEdit {
     }
 }
 
-/// All of them that are choices, and no numbers to be fitted.
+/// All such values that need no fit.
 pub(crate) fn edits(declared: &HeadDeclaration) -> Vec<PolicyEdit> {
-    let mut found = Vec::new();
+    let mut edits = Vec::new();
     let mut add = |option, look, edit: Box<dyn Fn(&mut GrpoDeclaration)>| {
-        found.push(PolicyEdit { option, look, edit });
+        edits.push(PolicyEdit { option, look, edit });
     };
     let look =
         "how the loss's code averages token losses: over all tokens, or over each sequence first";
@@ -45,8 +45,8 @@ pub(crate) fn edits(declared: &HeadDeclaration) -> Vec<PolicyEdit> {
             add("grpo.kl", KL, Box::new(move |grpo| grpo.kl = of));
         }
     }
-    found
+    edits
 }
 
-/// Where the KL term's options are told.
+/// Where to look for the KL term's options.
 pub(crate) const KL: &str = "the KL term's factor and estimator in the loss's code";

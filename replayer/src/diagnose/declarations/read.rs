@@ -3,7 +3,7 @@
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
-use crate::diagnose::detectors::tokens::Tokens;
+use crate::diagnose::detectors::raw_logits::RawLogits;
 use crate::diagnose::evidence::Evidence;
 use crate::head::lowered::{Shown, every};
 use crate::head::step::numbers;
@@ -11,8 +11,8 @@ use crate::head::{MicrobatchInputs, Scores};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::round::Precision;
 
-/// How far the factors of two comparisons, or a factor and a power of two, may be apart: bf16
-/// knows a mean no better.
+/// How far apart, relatively, two factors, or a factor and a power of two, may be: in bf16 a mean
+/// is not known better.
 const ALIKE: f64 = 4e-3;
 
 /// The one factor of everything that fails.
@@ -30,8 +30,8 @@ pub(super) fn power_of_two(factor: f64) -> Option<f64> {
     (factor > 0.0 && near).then(|| power.exp2())
 }
 
-/// The number that every loss was divided by, where one factor is all of it: a whole number
-/// where one is near.
+/// The number that every loss was divided by, where one factor explains everything that fails; a
+/// whole number where one is near.
 pub(in crate::diagnose) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
     let factor = one_factor(evidence)?;
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
@@ -40,33 +40,33 @@ pub(in crate::diagnose) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
         declared.extend(evidence.step.denominators(&all, own).ok()?.into_iter().map(|(_, n)| n));
     }
     let first = *declared.first()?;
-    let found = first / factor;
-    let whole = found.round();
-    let number = if (found / whole - 1.0).abs() < ALIKE { whole } else { found };
+    let divisor = first / factor;
+    let whole = divisor.round();
+    let number = if (divisor / whole - 1.0).abs() < ALIKE { whole } else { divisor };
     let usable = number.is_finite() && number != 0.0;
     (usable && declared.iter().all(|&n| n == first)).then_some(number)
 }
 
-/// How many classes are valid: those up to the last whose gradient is not zero, and those
-/// over which the exponentials make the captured lse.
+/// The numbers of valid classes that the data suggest: up to the last class whose row of dk is not
+/// zero, and the number over which the exponentials give the captured lse.
 pub(super) fn valid_vocabs(evidence: &Evidence<'_>) -> Vec<usize> {
     let largest = evidence.inputs.iter().flat_map(|one| &one.labels);
     let largest = largest.filter(|&&label| label != IGNORED).max().map_or(0, |&n| n as usize);
     let columns = evidence.inputs.first().map_or(0, |one| one.valid_vocab);
-    let mut found: Vec<usize> = evidence
+    let mut sizes: Vec<usize> = evidence
         .inputs
         .iter()
         .filter_map(|one| live_rows(evidence, one))
         .max()
         .into_iter()
-        .chain(Tokens::of(evidence).valid_vocab(evidence.step.options.transform))
+        .chain(RawLogits::of(evidence).valid_vocab(evidence.step.options.transform))
         .collect();
-    found.retain(|&valid| valid > largest && valid < columns);
-    found.dedup();
-    found
+    sizes.retain(|&valid| valid > largest && valid < columns);
+    sizes.dedup();
+    sizes
 }
 
-/// Rows of a captured dk up to the last that is not zero.
+/// How many rows a captured dk has up to the last that is not zero.
 fn live_rows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<usize> {
     let Scores::Product { k, .. } = &inputs.scores else { return None };
     let key = evidence.step.find(Role::Dk, inputs.microbatch)?;
@@ -79,7 +79,8 @@ fn live_rows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<usize
     (0..values.len()).filter(|&index| values[index] != 0.0).map(at).max().map(|row| row + 1)
 }
 
-/// Labels of which no token has a gradient.
+/// The label that the job may ignore: one whose tokens all have no gradient. Empty if there are
+/// several.
 pub(super) fn ignored_labels(evidence: &Evidence<'_>) -> Vec<i64> {
     let mut dead: Vec<u32> = Vec::new();
     let mut alive: Vec<u32> = Vec::new();
@@ -92,19 +93,19 @@ pub(super) fn ignored_labels(evidence: &Evidence<'_>) -> Vec<i64> {
         }
     }
     let outside = evidence.inputs.iter().flat_map(|one| &one.outside).map(|&(_, label)| label);
-    let mut found: Vec<i64> = dead
+    let mut ignored: Vec<i64> = dead
         .into_iter()
         .filter(|label| !alive.contains(label))
         .map(i64::from)
         .chain(outside)
         .collect();
-    found.sort_unstable();
-    found.dedup();
-    // An option has one value: several labels without a gradient are no ignored label.
-    if found.len() == 1 { found } else { Vec::new() }
+    ignored.sort_unstable();
+    ignored.dedup();
+    // The option has one value, so several labels without a gradient are no ignored label.
+    if ignored.len() == 1 { ignored } else { Vec::new() }
 }
 
-/// Whether each row of dq holds anything but zeros.
+/// Whether each row of dq has a nonzero element.
 fn rows_of_dq(
     evidence: &Evidence<'_>,
     microbatch: Option<Microbatch>,
@@ -119,7 +120,7 @@ fn rows_of_dq(
     Some(values.chunks(width).map(|row| row.iter().any(|&x| x != 0.0)).collect())
 }
 
-/// Whether what was recorded of a point has fewer bits than the point is declared in.
+/// Whether the recorded values of a point have fewer bits than its declared dtype.
 pub(super) fn shows_less(evidence: &Evidence<'_>, point: &str) -> bool {
     let role = match point {
         "logits" => Role::Logits,

@@ -1,5 +1,5 @@
-//! A captured sum of dk solved for the weights of the addends that it should be made of:
-//! which ranks' and which microbatches' gradients it holds, and how often.
+//! Solves a captured sum of dk for the weights of its addends: which ranks' and which microbatches'
+//! gradients it contains, and how often.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -11,15 +11,15 @@ use backtape::role::Role;
 
 use super::captured::Values;
 use super::gradient::Gradient;
+use super::least_squares::multiples;
 use super::plane::{Plane, Rows};
-use super::solve::multiples;
-use super::units::UnitState;
+use super::unit_states::UnitState;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage, Unit};
 use crate::replay::addends;
 use crate::replay::world::{Expectation, World};
 
-/// Addends that are solved for at most.
+/// A sum of more addends than this is not solved.
 const MOST: usize = 128;
 /// How far a weight may be from a whole number.
 const WHOLE: f64 = 0.05;
@@ -27,13 +27,13 @@ const WHOLE: f64 = 0.05;
 /// An addend of a sum.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Addend {
-    /// Which microbatch; none for what is summed over them already.
+    /// Its microbatch; none for a sum over microbatches.
     pub microbatch: Option<Microbatch>,
-    /// Whose; none where it was recorded whole.
+    /// Its rank; none where it was recorded as a whole.
     pub rank: Option<Rank>,
-    /// Which box of the scores, where the rank's devices held several.
+    /// The device, named by its box of the scores, where the rank has several.
     pub device: Option<String>,
-    /// How often the sum holds it.
+    /// How often the sum contains it.
     pub weight: f64,
 }
 
@@ -44,14 +44,15 @@ pub struct Solved {
     pub key: Key,
     /// Its addends with whole weights.
     pub addends: Vec<Addend>,
-    /// What all weights are to be multiplied with.
+    /// A common factor of all weights.
     pub scale: f64,
-    /// The sum with these weights, where no addend of it was recorded that could be weighed.
+    /// The values of the sum with these weights, for a dk whose addends were not recorded;
+    /// otherwise the replay weighs the recorded ones.
     instead: Option<Arc<Rows>>,
 }
 
 impl Solved {
-    /// A sum whose parts have these weights.
+    /// A sum whose addends have these weights.
     pub fn of(sum: &Summed, (key, scale): (Key, f64), addends: Vec<Addend>) -> Solved {
         let instead = (key.stage == Stage::Dk).then(|| {
             let mut values = vec![0.0; sum.captured.values.len()];
@@ -64,30 +65,31 @@ impl Solved {
         Solved { key, addends, scale, instead }
     }
 
-    /// Ranks of which no addend is in the sum, where all else is in it once.
+    /// The ranks of which no addend is in the sum, where all other ranks' addends are in it once.
     pub fn ranks_left_out(&self) -> Option<BTreeSet<Option<Rank>>> {
-        let mut of: BTreeMap<Option<Rank>, BTreeSet<u64>> = BTreeMap::new();
+        let mut weights: BTreeMap<Option<Rank>, BTreeSet<u64>> = BTreeMap::new();
         for addend in &self.addends {
-            of.entry(addend.rank).or_default().insert(addend.weight.to_bits());
+            weights.entry(addend.rank).or_default().insert(addend.weight.to_bits());
         }
         let only = |weight: f64| BTreeSet::from([weight.to_bits()]);
-        let known = of.values().all(|set| *set == only(0.0) || *set == only(1.0));
+        let known = weights.values().all(|set| *set == only(0.0) || *set == only(1.0));
         let out: BTreeSet<Option<Rank>> =
-            of.iter().filter(|(_, set)| **set == only(0.0)).map(|(&rank, _)| rank).collect();
-        (known && !out.is_empty() && out.len() < of.len() && !out.contains(&None)).then_some(out)
+            weights.iter().filter(|(_, set)| **set == only(0.0)).map(|(&rank, _)| rank).collect();
+        (known && !out.is_empty() && out.len() < weights.len() && !out.contains(&None))
+            .then_some(out)
     }
 
-    /// The weight of each microbatch, where all ranks have the same.
+    /// The weight of each microbatch, where it is the same on all ranks.
     pub fn by_microbatch(&self) -> Option<BTreeMap<Microbatch, f64>> {
-        let mut of: BTreeMap<Microbatch, BTreeSet<u64>> = BTreeMap::new();
+        let mut weights: BTreeMap<Microbatch, BTreeSet<u64>> = BTreeMap::new();
         for addend in &self.addends {
-            of.entry(addend.microbatch?).or_default().insert(addend.weight.to_bits());
+            weights.entry(addend.microbatch?).or_default().insert(addend.weight.to_bits());
         }
         let one = |(mb, set): (Microbatch, BTreeSet<u64>)| {
             let weight = set.iter().next().copied().filter(|_| set.len() == 1)?;
             Some((mb, f64::from_bits(weight)))
         };
-        of.into_iter().map(one).collect()
+        weights.into_iter().map(one).collect()
     }
 
     /// The scale in words.
@@ -105,7 +107,7 @@ impl Solved {
     }
 }
 
-/// Sums whose addends have other weights than 1.
+/// A world in which the addends of some sums have other weights than 1.
 pub struct Weighted {
     /// Each sum.
     pub of: Vec<Solved>,
@@ -114,7 +116,7 @@ pub struct Weighted {
 impl World for Weighted {
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
         let of_stage = |of: &&Solved| {
-            // A sum over microbatches is each rank's own.
+            // Each rank has its own sum over microbatches.
             of.key.stage == stage && (stage == Stage::Reduce || of.key.rank == rank)
         };
         let mut all = self.of.iter().filter(of_stage).filter_map(|of| {
@@ -136,8 +138,9 @@ impl World for Weighted {
     }
 }
 
-/// Every failing sum of dk whose weights are whole numbers, up to one scale that sizes of
-/// the job explain, and not all 1. A dk that was recorded whole is the sum of its ranks' parts.
+/// Solves every failing sum of dk; returns those whose weights are whole numbers, not all 1, times
+/// a common scale that the numbers of ranks and microbatches explain. A dk that was recorded as a
+/// whole is treated as the sum of its ranks' parts.
 pub fn solved(evidence: &Evidence<'_>) -> Vec<Solved> {
     let sums = [Stage::Dk, Stage::Accumulate, Stage::Reduce];
     let keys: Vec<Key> = evidence.failing_of(&sums).map(|(key, _)| key).collect();
@@ -154,8 +157,8 @@ fn solve(evidence: &Evidence<'_>, key: Key) -> Option<Solved> {
 /// An addend with its values.
 pub type Part = (Addend, Vec<f64>);
 
-/// Whole weights with which addends make up values best, and their scale; `None` where the
-/// best weights are not whole.
+/// The whole weights with which the addends add up to `values`, and their scale; `None` where the
+/// least-squares weights are not whole.
 pub fn fitted(
     evidence: &Evidence<'_>,
     parts: &[Part],
@@ -171,7 +174,8 @@ pub fn fitted(
     Some((parts.iter().zip(weights).map(one).collect(), scale))
 }
 
-/// What a sum over microbatches is divided by, as declared.
+/// The declared divisor of a sum over microbatches: their number, where the mean is taken there, or
+/// 1.
 pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
     let local = evidence.step.find_reduced(Role::Dk, false).is_some();
     let of_microbatches = key.stage == Stage::Accumulate || !local;
@@ -181,15 +185,16 @@ pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
     }
 }
 
-/// Whether what a rank holds is part of a sum: one over microbatches is each rank's own; one over
-/// ranks may have versions. Tokens of no rank are all ranks'.
+/// Whether a rank's gradient is an addend of a sum. Each rank has its own sum over microbatches;
+/// all ranks' gradients are in a sum over ranks, of which ranks may hold versions. A gradient of no
+/// single rank is in every sum.
 pub fn adds_to(sum: Key, rank: Option<Rank>) -> bool {
     let own = sum.rank.filter(|_| sum.stage == Stage::Accumulate);
     own.is_none() || rank.is_none() || rank == own
 }
 
-/// What the addends of a sum that is not right should be, where none was recorded: those of its
-/// rank, where each rank has a sum of its own. A sum over ranks may have versions of ranks.
+/// The reference gradients that are addends of a failing sum, for addends that were not recorded;
+/// `None` where there are none.
 pub fn unrecorded(evidence: &Evidence<'_>, key: Key) -> Option<Vec<addends::Read>> {
     if evidence.step.options.transposed() {
         return None;
@@ -199,8 +204,8 @@ pub fn unrecorded(evidence: &Evidence<'_>, key: Key) -> Option<Vec<addends::Read
     (!own.is_empty()).then_some(own)
 }
 
-/// The addends of a sum: as the replay adds them, which are summed over microbatches
-/// where that was captured, or every microbatch's.
+/// The addends of a sum. `summed`: whether to take the ranks' sums over microbatches, where those
+/// were captured, as the replay does; otherwise every microbatch's gradients.
 pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec<Part>> {
     let microbatches: Vec<_> = evidence.inputs.iter().map(|one| one.microbatch).collect();
     let recorded = addends::read(evidence.step, &microbatches, (key.stage, key.rank), summed);
@@ -211,11 +216,11 @@ pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec
     Some(all.into_iter().map(one).collect())
 }
 
-/// What every rank's every microbatch should add to the sum over ranks, of the reference. `None` where
-/// a microbatch is too large for that, or dk is transposed.
+/// The reference gradient of every microbatch on every rank, as addends of the sum over ranks.
+/// `None` where a microbatch is too large, or dk is stored transposed.
 pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
     let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
-    let (divisor, mut found) = (divisor(evidence, key), Vec::new());
+    let (divisor, mut parts) = (divisor(evidence, key), Vec::new());
     if evidence.step.options.transposed() {
         return None;
     }
@@ -237,14 +242,14 @@ pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
                 let mut values = entries.transposed_times(&chosen(&plane.q, &own)).values;
                 values.iter_mut().for_each(|x| *x /= divisor);
                 let addend = Addend { microbatch, rank: unit.rank(), device, weight: 0.0 };
-                found.push((addend, values));
+                parts.push((addend, values));
             }
         }
     }
-    Some(found)
+    Some(parts)
 }
 
-/// A unit's rows by the devices that held them, where one rank has several.
+/// A unit's rows by the devices that held them, where its one rank has several.
 fn by_devices(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
@@ -257,8 +262,8 @@ fn by_devices(
         let own = tokens.iter().map(|token| rows.get(token).copied());
         Some((Some(name), own.collect::<Option<Vec<usize>>>()?))
     };
-    let found: Vec<_> = devices.into_iter().filter_map(one).collect();
-    if found.is_empty() { vec![(None, own.to_vec())] } else { found }
+    let parts: Vec<_> = devices.into_iter().filter_map(one).collect();
+    if parts.is_empty() { vec![(None, own.to_vec())] } else { parts }
 }
 
 fn chosen(rows: &Rows, which: &[usize]) -> Rows {
@@ -266,13 +271,13 @@ fn chosen(rows: &Rows, which: &[usize]) -> Rows {
     Rows { cols: rows.cols, values }
 }
 
-/// A captured sum and what it should be the sum of, element by element.
+/// A captured sum and its addends.
 pub struct Summed {
-    /// As captured.
+    /// The captured values.
     pub captured: Rc<Values>,
-    /// Its addends, divided as declared.
+    /// Its addends, over the declared divisor.
     pub parts: Vec<Part>,
-    /// What they are divided by.
+    /// The declared divisor.
     pub divisor: f64,
 }
 
@@ -291,14 +296,14 @@ impl Summed {
         same.then_some(Summed { captured, parts, divisor })
     }
 
-    /// What it should be.
+    /// The sum of the addends: what the captured sum should be.
     pub fn total(&self) -> Vec<f64> {
         let mut sum = vec![0.0; self.captured.values.len()];
         self.parts.iter().for_each(|(_, x)| sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x));
         sum
     }
 
-    /// What addends of one kind add up to.
+    /// The sums of the addends of each kind.
     pub fn by<K: Ord>(&self, kind: impl Fn(&Addend) -> K) -> BTreeMap<K, Vec<f64>> {
         let mut sums = BTreeMap::new();
         for (addend, values) in &self.parts {
@@ -309,18 +314,18 @@ impl Summed {
     }
 }
 
-/// A dk that was recorded whole as the sum of what each rank's tokens add to it. `None` where its
-/// unit is too large, or all tokens are one rank's.
+/// A dk that was recorded as a whole, with the parts that each rank's tokens add to it. `None`
+/// where its unit is too large, or all tokens are one rank's.
 fn of_ranks(evidence: &Evidence<'_>, key: Key) -> Option<Summed> {
     let inputs = evidence.inputs_of(key.microbatch).filter(|_| key.rank.is_none())?;
     let ranks = evidence.step.rank_rows(inputs).ok()?;
     if !(2..=MOST).contains(&ranks.len()) {
         return None;
     }
-    let of = Gradient::of(evidence, key)?;
-    let (entries, q) = (of.entries(false)?, of.other());
+    let gradient = Gradient::of(evidence, key)?;
+    let (entries, q) = (gradient.entries(false)?, gradient.other());
     let place: BTreeMap<usize, usize> =
-        of.plane.rows.iter().enumerate().map(|(at, &token)| (token, at)).collect();
+        gradient.plane.rows.iter().enumerate().map(|(at, &token)| (token, at)).collect();
     let part = |unit: &Unit| {
         let own: Vec<usize> =
             unit.rows.iter().filter_map(|token| place.get(token)).copied().collect();
@@ -329,16 +334,17 @@ fn of_ranks(evidence: &Evidence<'_>, key: Key) -> Option<Summed> {
         (addend, chosen(&entries, &own).transposed_times(&chosen(q, &own)).values)
     };
     let parts = ranks.iter().map(part).collect();
-    let (columns, values) = (of.captured.cols, of.captured.values.clone());
+    let (columns, values) = (gradient.captured.cols, gradient.captured.values.clone());
     let captured = Rc::new(Values { columns, values, ..(*evidence.captured(key)?).clone() });
     Some(Summed { captured, parts, divisor: 1.0 })
 }
 
-/// Whole weights and their common scale.
+/// Whole weights and their common scale, from fitted weights.
 fn whole(evidence: &Evidence<'_>, weights: &[f64]) -> Option<(Vec<f64>, f64)> {
     let (ranks, count) = (evidence.ranks() as f64, evidence.microbatches() as f64);
     let scales = [1.0, 1.0 / ranks, 1.0 / count, ranks, count, 1.0 / (ranks * count)];
-    // What was not averaged over all ranks or microbatches counts as often as there are.
+    // An addend that was not averaged over ranks or microbatches counts as often as there are of
+    // them.
     let most = (ranks * count).max(2.0);
     let fit = |scale: &f64| {
         let rounded: Vec<f64> = weights.iter().map(|w| (w / scale).round().abs()).collect();
@@ -367,9 +373,9 @@ mod tests {
 
     #[test]
     fn ranks_are_left_out_only_where_all_their_microbatches_are() {
-        let found = of(&[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 0.0), (1, 1, 0.0)]);
-        assert_eq!(found.ranks_left_out(), Some(BTreeSet::from([Some(Rank(1))])));
-        assert_eq!(found.by_microbatch(), None);
+        let without_rank_1 = of(&[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 0.0), (1, 1, 0.0)]);
+        assert_eq!(without_rank_1.ranks_left_out(), Some(BTreeSet::from([Some(Rank(1))])));
+        assert_eq!(without_rank_1.by_microbatch(), None);
         let mixed = of(&[(0, 0, 1.0), (1, 0, 1.0), (0, 1, 1.0), (1, 1, 0.0)]);
         assert_eq!((mixed.ranks_left_out(), mixed.by_microbatch()), (None, None));
         let last = of(&[(0, 0, 0.0), (1, 0, 1.0), (0, 1, 0.0), (1, 1, 1.0)]);

@@ -1,33 +1,34 @@
-//! Sizes of blocks of k that were read at `i b b`, by what was captured of a few tokens: what
-//! every size would have read, against lse, the labels' logits or dq.
+//! The block sizes b with which blocks of k may have been read at row `i * b * b`. For every size,
+//! the lse, label logits or dq of a few tokens that it would give are compared with the captured
+//! ones.
 
 use std::collections::BTreeMap;
 
 use super::captured::Values;
 use super::direct::{dot, energy};
-use super::maps::{Beyond, Map};
-use super::misread::{Looked, NEAR};
+use super::misread_rows::{FailingTokens, NEAR};
+use super::row_maps::{Beyond, Map};
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::draw::Draw;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{IGNORED, TokenCotangents};
 
-/// Logits of labels that are looked at.
+/// How many label logits are compared.
 const LABELS: usize = 32;
-/// How near the product of dq with a random vector must be, over the norm of dq.
+/// How near the product of dq with a random vector must be, relative to the norm of dq.
 const NEAR_DQ: f64 = 0.05;
-/// A size is offered where what it reads is at most so many times as far from what was captured as
-/// what the best reads.
+/// A size is offered if its values are at most this many times as far from the captured ones as
+/// those of the best size.
 const AS_NEAR: f64 = 16.0;
-/// Numbers from which a size that is not as near as the best is left out.
+/// From this many compared numbers on, sizes that are less near than that are dropped.
 const MANY: usize = 3;
-/// What is this share of [`NEAR`] away may be rounding to f32 alone.
+/// A distance of this share of [`NEAR`] may be rounding to f32 alone.
 const ROUNDED: f64 = 1e-3;
-/// Logits of a token that may be read to find a size.
+/// At most this many logits of a token are read to find a size.
 const READS: usize = 1 << 26;
 
-/// What a token shows of the rows of k that were read.
+/// What is captured of one token, and its products with all rows of k.
 struct Shown {
     /// Its products with every row of k.
     products: Vec<f64>,
@@ -35,23 +36,23 @@ struct Shown {
     dq: Option<Projected>,
 }
 
-/// A token's dq and the rows of k, each as its product with one random vector: one number
-/// tells whether rows read elsewhere would have made it.
+/// A token's dq and the rows of k, each multiplied with one random vector, so that a single number
+/// tells whether other rows of k give this dq.
 struct Projected {
     captured: f64,
-    /// How far it may be off to be worth a trial.
+    /// How far the product may be off to be worth a trial.
     near: f64,
     rows: Vec<f64>,
     cotangents: TokenCotangents,
     label: Option<usize>,
-    /// lse of a forward that read rightly.
+    /// lse of a forward that read the right rows.
     right: f64,
 }
 
-impl Looked<'_> {
-    /// Sizes of blocks of k that were read at `i b b`, the likeliest first, by what was captured
-    /// of the tokens: a token's products are worked out once, and every size but reads them
-    /// elsewhere. None where there are too many sizes to try.
+impl FailingTokens<'_> {
+    /// The block sizes with which k may have been read at `i * b * b`, the likeliest first. A
+    /// token's products with k are computed once; each size only reads them in other places. None
+    /// where there are too many sizes to try.
     pub fn block_sizes(&self, evidence: &Evidence<'_>, beyond: &[Beyond]) -> Option<Vec<usize>> {
         let n = self.direct.head.k.rows;
         if n.saturating_mul(n).saturating_mul(beyond.len()) > READS {
@@ -66,21 +67,21 @@ impl Looked<'_> {
             let each = beyond.iter().filter_map(|&beyond| off(Map::BlockTwice { size, beyond }));
             Some((each.min_by(f64::total_cmp)?, size))
         };
-        // Fewer than three blocks do not show.
-        let mut found: Vec<(f64, usize)> = (2..n.div_ceil(2)).filter_map(nearest).collect();
-        found.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // What one number or two show, a wrong size may by chance show as well.
+        // Sizes with fewer than three blocks are left out: too few rows would be read elsewhere.
+        let mut sizes: Vec<(f64, usize)> = (2..n.div_ceil(2)).filter_map(nearest).collect();
+        sizes.sort_by(|a, b| a.0.total_cmp(&b.0));
+        // With only one or two numbers, a wrong size may be nearest by chance, so all are kept.
         if shown.len() + self.labels.len() >= MANY {
-            let most = found.first().map_or(0.0, |best| AS_NEAR * best.0.max(ROUNDED));
-            found.retain(|(off, _)| *off <= most);
+            let most = sizes.first().map_or(0.0, |best| AS_NEAR * best.0.max(ROUNDED));
+            sizes.retain(|(off, _)| *off <= most);
         }
-        Some(found.into_iter().map(|(_, size)| size).collect())
+        Some(sizes.into_iter().map(|(_, size)| size).collect())
     }
 
     fn shown(&self, evidence: &Evidence<'_>, t: usize) -> Shown {
         let q = self.direct.q(Row::From(t));
-        let of = |v: usize| dot(&q, &self.direct.k(Row::From(v)));
-        let products = (0..self.direct.head.k.rows).map(of).collect();
+        let product = |v: usize| dot(&q, &self.direct.k(Row::From(v)));
+        let products = (0..self.direct.head.k.rows).map(product).collect();
         let lse = self.lse.as_ref().map(|lse| lse.values[t]);
         let dq = if lse.is_none() { self.projected(evidence, t) } else { None };
         Shown { products, lse, dq }
@@ -92,13 +93,13 @@ impl Looked<'_> {
         let cotangents = *reference.cotangents.get(mb)?.get(&t)?;
         let mut draw = Draw::new(t as u64);
         let along: Vec<f64> = (0..captured.columns).map(|_| draw.normal()).collect();
-        let of = |row: &[f64]| dot(row, &along);
-        let k = |v: usize| of(&self.direct.k(Row::From(v)));
+        let projection = |row: &[f64]| dot(row, &along);
+        let k = |v: usize| projection(&self.direct.k(Row::From(v)));
         let label = self.inputs.labels[t];
         let in_it = key.stage == Stage::Dq && label != IGNORED;
         let row = captured.row(t);
         Some(Projected {
-            captured: of(row),
+            captured: projection(row),
             near: NEAR_DQ * energy(row).sqrt(),
             rows: (0..self.direct.head.k.rows).map(k).collect(),
             cotangents,
@@ -107,8 +108,8 @@ impl Looked<'_> {
         })
     }
 
-    /// How far the captured logits of labels are at most from those of the rows that a map reads,
-    /// over [`NEAR`]; none where they are further.
+    /// The largest distance of a captured label logit from that of the row that a map reads, as a
+    /// share of [`NEAR`]; none where one is further than [`NEAR`].
     fn labels_off(&self, map: Map) -> Option<f64> {
         let n = self.direct.head.k.rows;
         self.labels.iter().try_fold(0.0f64, |most, &(t, captured)| {
@@ -120,7 +121,7 @@ impl Looked<'_> {
         })
     }
 
-    /// The same of what a token shows.
+    /// The same for a token's lse, or for its dq.
     fn off(&self, one: &Shown, map: Map) -> Option<f64> {
         let (n, valid) = (self.direct.head.k.rows, self.direct.head.valid_vocab);
         let at = |of: &[f64], v: usize| match map.at(v, n) {
@@ -135,7 +136,7 @@ impl Looked<'_> {
         if let Some(captured) = one.lse {
             return near((own - captured).abs(), NEAR * (1.0 + own.abs()));
         }
-        // A token of which nothing else was captured says nothing.
+        // A token without captured lse or dq does not count.
         let Some(dq) = &one.dq else { return Some(0.0) };
         let upstream = dq.cotangents;
         let dense = |lse: f64| -> f64 {
@@ -160,16 +161,16 @@ impl Looked<'_> {
     }
 }
 
-/// A distance as the share of what is near; none where it is further, or no number.
+/// A distance as a share of the allowed one; none where it is larger or NaN.
 fn near(off: f64, near: f64) -> Option<f64> {
     (off <= near).then(|| off / near.max(f64::MIN_POSITIVE))
 }
 
-/// Captured logits of tokens of which no two have one label: the largest labels first, as the
-/// first block is read where it lies.
+/// Captured label logits of tokens with distinct labels. The largest labels come first, because the
+/// first block is always read in the right place.
 pub(super) fn distinct(inputs: &MicrobatchInputs, captured: &Values) -> Vec<(usize, f64)> {
     let counts = |t: &usize| inputs.labels[*t] != IGNORED && inputs.weights[*t] != 0.0;
     let tokens = (0..inputs.tokens()).filter(counts);
-    let of: BTreeMap<u32, usize> = tokens.map(|t| (inputs.labels[t], t)).collect();
-    of.into_values().rev().take(LABELS).map(|t| (t, captured.values[t])).collect()
+    let by_label: BTreeMap<u32, usize> = tokens.map(|t| (inputs.labels[t], t)).collect();
+    by_label.into_values().rev().take(LABELS).map(|t| (t, captured.values[t])).collect()
 }

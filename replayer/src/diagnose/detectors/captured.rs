@@ -1,4 +1,4 @@
-//! What the dump holds of one comparison, whole and widened.
+//! The captured values of one comparison, all of them, widened to f64.
 
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
@@ -10,7 +10,7 @@ use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::round::Precision;
 use crate::replay::addends::Sum;
 
-/// Values that are looked at whole at most: beyond it detectors do without.
+/// A tensor with more values than this is not read as a whole, and detectors do without it.
 const MOST: u64 = 1 << 27;
 
 /// A captured tensor as a matrix: rows are tokens, classes, or one scalar.
@@ -32,7 +32,7 @@ impl Values {
         &self.values[row * self.columns..(row + 1) * self.columns]
     }
 
-    /// What an element was stored in; `None` for a sum of addends, and for 8 bits.
+    /// The format that elements were stored in; `None` for a sum of addends, and for 8-bit formats.
     pub fn stored(&self) -> Option<Precision> {
         match (self.bits, self.is_bf16) {
             (16, true) => Some(Precision::Bf16),
@@ -43,21 +43,22 @@ impl Values {
         }
     }
 
-    /// How many there are.
+    /// How many rows there are.
     pub fn rows(&self) -> usize {
         self.values.len() / self.columns.max(1)
     }
 }
 
-/// The captured values of a comparison; `None` where they are too many, or where none
-/// were captured under the stage's own role.
+/// The captured values of a comparison; `None` where they are too many, or where no tensor of the
+/// stage's own role was captured.
 pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Option<Values> {
     let tensor = match of.stage {
         Stage::Accumulate | Stage::Reduce => {
             let key = step.find_reduced(Role::Dk, of.stage == Stage::Reduce)?;
             let unrecorded =
                 |one: &&MicrobatchInputs| step.find(Role::Dk, one.microbatch).is_none();
-            // A sum without addends is compared with one of the head's own, in its layout.
+            // A sum whose addends were not recorded is compared with the head's own gradients, in
+            // their layout.
             let alone = inputs.iter().find(unrecorded);
             match (of.rank, step.tensors[key].partial) {
                 (Some(rank), Some(_)) if alone.is_some() => {
@@ -66,7 +67,7 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
                     step.oriented(key, Some(&ranks)).ok()?
                 }
                 (None, None) if alone.is_some() => step.oriented(key, None).ok()?,
-                // One over all tokens, of the ranks' addends or of the only rank's.
+                // A sum over all tokens: the sum of the ranks' addends, or the one rank's.
                 (None, Some(_)) if alone.is_some() => {
                     return summed(of.stage, Sum::of_addends(step, key).ok()?.oriented(step, key));
                 }
@@ -92,14 +93,14 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Op
             }
         }
     };
-    let found = matrix(&tensor)?;
-    let columns = if is_column(of.stage) { 1 } else { found.cols };
-    let values = found.to_f64();
+    let values_matrix = matrix(&tensor)?;
+    let columns = if is_column(of.stage) { 1 } else { values_matrix.cols };
+    let values = values_matrix.to_f64();
     let is_bf16 = tensor.dtype == Dtype::Bf16;
     Some(Values { columns, values, bits: 8 * tensor.dtype.width() as u32, is_bf16 })
 }
 
-/// Whether a stage has one number for each token or class.
+/// Whether a stage has one number per token or class.
 fn is_column(stage: Stage) -> bool {
     use Stage::{Dbias, Dlogprobs, LabelLogits, Logprobs, Loss, Lse};
     matches!(stage, Lse | LabelLogits | Logprobs | Loss | Dlogprobs | Dbias)
@@ -110,7 +111,7 @@ fn summed(stage: Stage, sum: Sum) -> Option<Values> {
     Some(Values { columns, values: sum.total, bits: 0, is_bf16: false })
 }
 
-/// The ranks of the unit whose first is this one.
+/// The ranks of the unit of which this is the first rank.
 fn ranks(
     step: &HeadStep<'_>,
     inputs: &[MicrobatchInputs],
@@ -120,7 +121,7 @@ fn ranks(
     unit(step, inputs, of).map(|unit| unit.ranks).or(Some(vec![rank]))
 }
 
-/// The tokens that a comparison is over.
+/// The unit of a comparison.
 pub fn unit(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Option<Unit> {
     let own = inputs.iter().find(|one| one.microbatch == of.microbatch)?;
     step.units(own).ok()?.into_iter().find(|unit| unit.rank() == of.rank)

@@ -1,5 +1,5 @@
-//! One token's softmax worked out directly, to look at a hypothesis on a handful of
-//! tokens before a trial is spent on it.
+//! Logits, lse and entries of dlogits of single tokens in f64, to check a hypothesis on a handful
+//! of tokens before a trial is spent on it.
 
 use rayon::prelude::*;
 
@@ -10,24 +10,24 @@ use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::reference;
 use crate::kernels::{NoProgress, Progress, Tiles, TokenCotangents};
 
-/// Multiply-adds that a detector may spend on looking before it leaves.
+/// A detector may spend at most this many multiply-adds.
 pub const WORK: usize = 1 << 31;
 
-/// Multiply-adds of a product of matrices that one of a single row takes as long as.
+/// A multiply-add for a single row takes as long as this many in a product of matrices.
 pub const SCALAR: usize = 8;
 
-/// Multiply-adds below which one thread does it.
+/// Below this many multiply-adds one thread is used.
 const ALONE: usize = 1 << 20;
 
 /// A microbatch's head, for products of single rows.
 pub struct Direct<'a> {
     /// The head.
     pub head: HeadInputs<'a>,
-    /// Told of the work.
+    /// Where the work is reported.
     progress: &'a dyn Progress,
 }
 
-/// A token against the vocabulary.
+/// A token's logits over the vocabulary.
 pub struct TokenRow {
     /// Logits of the valid classes.
     pub logits: Vec<f64>,
@@ -42,7 +42,7 @@ impl<'a> Direct<'a> {
         (head.given.is_none() && head.q.cols > 0).then_some(Direct { head, progress })
     }
 
-    /// The same where the logits were recorded, too: q and k may have no columns.
+    /// The same, also where logits were recorded in the place of q and k.
     pub fn of_logits(evidence: &Evidence<'a>, inputs: &'a MicrobatchInputs) -> Option<Direct<'a>> {
         let (head, progress) = (inputs.head(evidence.step)?, evidence.progress());
         (head.given.is_some() || head.q.cols > 0).then_some(Direct { head, progress })
@@ -74,7 +74,7 @@ impl<'a> Direct<'a> {
         self.row(&self.head.k, row)
     }
 
-    /// Each row that is read is multiplied by another.
+    /// Counts a product for every row that is read, as each is multiplied with another.
     fn row(&self, of: &crate::kernels::Matrix<'_>, row: Row) -> Vec<f64> {
         self.progress.advance((SCALAR * of.cols) as u64);
         match row {
@@ -88,18 +88,19 @@ impl<'a> Direct<'a> {
         }
     }
 
-    /// The logit of a product in a class's column, and its derivative by the product.
+    /// The logit of a class from the product of its row of k with q, and its derivative by that
+    /// product.
     pub fn logit(&self, product: f64, class: usize) -> (f64, f64) {
         self.head.logit(product, class)
     }
 
-    /// The logit of one class for a row of q.
+    /// The logit of one class for a row of q, and its derivative by their product.
     pub fn logit_of(&self, q: &[f64], class: usize) -> (f64, f64) {
         self.logit(dot(q, &self.k(Row::From(class))), class)
     }
 
-    /// The entry of dlogits of one class for a row of q, by the lse and the cotangents that its token
-    /// has; `is_label`: whether the class is the token's label.
+    /// The entry of dlogits of one class for a row of q, from its token's lse and cotangents.
+    /// `is_label`: whether the class is the token's label.
     pub fn entry(
         &self,
         (q, class): (&[f64], usize),
@@ -110,7 +111,7 @@ impl<'a> Direct<'a> {
         slope * own.entry((z - lse).exp(), is_label)
     }
 
-    /// A row of q against the vocabulary, each class read where `k` says.
+    /// The logits of a row of q with all valid classes, where class v reads the row `k(v)` of k.
     pub fn against(&self, q: &[f64], k: &(dyn Fn(usize) -> Row + Sync)) -> TokenRow {
         let classes = 0..self.head.valid_vocab;
         let one = |class: usize| self.logit(dot(q, &self.k(k(class))), class).0;
@@ -131,18 +132,19 @@ impl<'a> Direct<'a> {
         max + (sum + mask.map_or(0.0, |mask| padded * (mask - max).exp())).ln()
     }
 
-    /// lse of all tokens in f64, as the head is declared.
+    /// lse of all tokens in f64, of the declared head.
     pub fn every_lse(&self) -> Vec<f64> {
         reference::forward(&self.head, Tiles::default(), &NoProgress).lse
     }
 
-    /// Multiply-adds of one token against the vocabulary.
+    /// Multiply-adds of one token's logits.
     pub fn work(&self) -> usize {
         (self.head.k.rows * self.head.q.cols).max(1)
     }
 }
 
-/// Inner product of what both have, in several sums that a processor adds to at once.
+/// Inner product over the shorter length, in several partial sums so that the processor can add
+/// them in parallel.
 pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     const SUMS: usize = 8;
     let both = a.len().min(b.len());
@@ -168,30 +170,30 @@ pub fn energy(a: &[f64]) -> f64 {
 
 /// A row as a multiple of another.
 pub struct Multiple {
-    /// How many times; 1 of a row of zeros.
+    /// The factor; 1 where the other row is zero.
     pub times: f64,
-    /// Squared distance from the other row once.
+    /// Squared distance with the factor 1.
     pub before: f64,
-    /// Squared distance from the multiple.
+    /// Squared distance with this factor.
     pub left: f64,
 }
 
-/// The multiple of a row that is nearest to another.
-pub fn multiple(found: &[f64], of: &[f64]) -> Multiple {
-    let own = energy(of);
-    let times = if own > 0.0 { dot(found, of) / own } else { 1.0 };
-    let off = |x: f64| -> f64 { found.iter().zip(of).map(|(c, r)| (c - x * r).powi(2)).sum() };
+/// The multiple of the row `of` that is nearest to the row `found`.
+pub fn multiple(row: &[f64], other: &[f64]) -> Multiple {
+    let own = energy(other);
+    let times = if own > 0.0 { dot(row, other) / own } else { 1.0 };
+    let off = |x: f64| -> f64 { row.iter().zip(other).map(|(c, r)| (c - x * r).powi(2)).sum() };
     Multiple { times, before: off(1.0), left: off(times) }
 }
 
-/// True when two rows are equal but for rounding and for what a denominator may differ
-/// by: good enough to be worth a trial, which then judges.
+/// True when two rows are equal up to rounding and a slightly different divisor: near enough to be
+/// worth a trial, which then decides.
 pub fn alike(a: &[f64], b: &[f64]) -> bool {
     let most = energy(a).max(energy(b));
     most > 0.0 && distance(a, b) <= 0.01 * most
 }
 
-/// Tokens that count and are looked at: those of the sample, or all.
+/// The tokens of a microbatch that count in the loss, of the sample or of all.
 pub fn tokens(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<usize> {
     let counts = |&t: &usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;
     match evidence.rows.as_ref().and_then(|rows| rows.tokens.get(&inputs.microbatch)) {

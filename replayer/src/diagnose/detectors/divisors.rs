@@ -1,23 +1,25 @@
-//! D6 on denominators: whether the factors of what fails are those of another count of tokens.
+//! Whether the factors by which stages are off are those of another divisor of the loss: another
+//! count of tokens.
 //!
-//! What is declared and which tokens are counted together are found once: many counts are tried.
+//! The declared divisors, and the groups of tokens that are counted together, are computed once, as
+//! many counts are tried.
 
 use std::collections::BTreeMap;
 
 use backtape::head::Span;
 use backtape::identity::{Microbatch, Rank};
 
-use super::uniform::{SCALED, informative, is_near};
+use super::common_factor::{SCALED, informative, is_near};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::worlds::{Counted, divisor};
 use crate::head::units::CountedTogether;
 use crate::head::{MicrobatchInputs, Stage, Unit};
 
-/// Stages that follow the denominators of the tokens: all that a factor may show in but the sums
-/// over microbatches and ranks.
+/// Stages whose values follow the divisors of the tokens' losses: all but the sums over
+/// microbatches and ranks.
 const FOLLOW: &[Stage] = SCALED.split_at(10).0;
 
-/// How much larger a unit's gradient is than declared.
+/// The factor by which another divisor changes the gradients of a microbatch's tokens on one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ratio {
     /// Which microbatch.
@@ -28,7 +30,7 @@ pub struct Ratio {
     pub ratio: f64,
 }
 
-/// What the head declares that losses are divided by.
+/// The declared divisors of the tokens' losses.
 pub struct Divisors<'e> {
     evidence: &'e Evidence<'e>,
     all: Vec<&'e MicrobatchInputs>,
@@ -37,38 +39,39 @@ pub struct Divisors<'e> {
 }
 
 impl<'e> Divisors<'e> {
-    /// `None` where nothing that follows a denominator fails, or none can be said.
+    /// `None` where no stage that follows a divisor fails, or the divisors cannot be computed.
     pub fn of(evidence: &'e Evidence<'_>) -> Option<Divisors<'e>> {
         if !evidence.fails_any(FOLLOW) {
             return None;
         }
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let of = |own: &&MicrobatchInputs| evidence.step.denominators(&all, own).ok();
-        let declared = all.iter().map(of).collect::<Option<_>>()?;
+        let divisors_of = |own: &&MicrobatchInputs| evidence.step.denominators(&all, own).ok();
+        let declared = all.iter().map(divisors_of).collect::<Option<_>>()?;
         Some(Divisors { evidence, all, declared })
     }
 
-    /// What each microbatch's tokens are declared to be divided by.
+    /// The declared divisors: of each microbatch, groups of its tokens with their divisor.
     pub fn declared(&self) -> &[Vec<(Unit, f64)>] {
         &self.declared
     }
 
-    /// The tokens of each microbatch that this span counts together; none where ranks share tokens.
+    /// The groups of each microbatch's tokens that this span counts together; none where ranks
+    /// share tokens.
     pub fn groups(&self, span: &Span) -> Option<Vec<Vec<CountedTogether<'e>>>> {
         let mut other = self.evidence.step.clone();
         other.options.scope = span.clone();
         other.all_groups(&self.all).ok()
     }
 
-    /// Gradients of a world over declared ones, each microbatch's rank with its own; none where
-    /// it cannot be said.
+    /// The factor by which a world changes the gradients of each rank in each microbatch; none
+    /// where it cannot be computed.
     pub fn ratios(
         &self,
         world: &Counted,
         groups: &[Vec<CountedTogether<'e>>],
     ) -> Option<Vec<Ratio>> {
         let policy = self.evidence.step.is_policy_loss();
-        let mut found = Vec::new();
+        let mut ratios = Vec::new();
         for ((own, groups), declared) in self.all.iter().zip(groups).zip(&self.declared) {
             let used = world.of_groups(policy, groups);
             for (unit, n) in if used.len() >= declared.len() { &used } else { declared } {
@@ -80,23 +83,27 @@ impl<'e> Divisors<'e> {
                 let ranks = unit.ranks.iter().map(|&rank| Some(rank));
                 let of_all = unit.ranks.is_empty().then_some(None);
                 let one = |rank| Ratio { microbatch: own.microbatch, rank, ratio };
-                found.extend(ranks.chain(of_all).map(one));
+                ratios.extend(ranks.chain(of_all).map(one));
             }
         }
-        Some(found).filter(|found| !found.is_empty())
+        Some(ratios).filter(|ratios| !ratios.is_empty())
     }
 
-    /// Whether some stage that fails has, in all its comparisons, these factors over `means`.
+    /// Whether some failing stage is off, in all its comparisons, by these factors divided by
+    /// `means`.
     pub fn fit(&self, ratios: &[Ratio], means: f64) -> bool {
-        // A comparison over several ranks has a factor between theirs.
+        // A comparison over several ranks has a factor between the smallest and the largest of
+        // theirs.
         let range = |key: &Key| {
-            let of = ratios.iter().filter(|one| {
+            let of_unit = ratios.iter().filter(|one| {
                 one.microbatch == key.microbatch
                     && (one.rank.is_none() || key.rank.is_none() || one.rank == key.rank)
             });
-            of.map(|one| one.ratio / means).fold((f64::INFINITY, 0.0f64), |(low, high), ratio| {
-                (low.min(ratio), high.max(ratio))
-            })
+            of_unit
+                .map(|one| one.ratio / means)
+                .fold((f64::INFINITY, 0.0f64), |(low, high), ratio| {
+                    (low.min(ratio), high.max(ratio))
+                })
         };
         let within = |key: &Key, factor: f64| {
             let (low, high) = range(key);
@@ -110,8 +117,8 @@ impl<'e> Divisors<'e> {
     }
 }
 
-/// Factors of the sums over microbatches and ranks: means that were taken there show as
-/// the count of what was averaged.
+/// Factors by which the sums over microbatches and ranks are off: the number of microbatches, of
+/// ranks, their product, or the inverse of one of these, as where a mean was taken for a sum.
 pub fn sums(evidence: &Evidence<'_>) -> BTreeMap<Stage, f64> {
     let (m, w) = (evidence.microbatches() as f64, evidence.ranks() as f64);
     let factors = [m, 1.0 / m, w, 1.0 / w, m * w, 1.0 / (m * w)];

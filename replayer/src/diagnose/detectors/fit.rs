@@ -1,4 +1,4 @@
-//! Numbers that are fitted to what was captured.
+//! Numbers that are fitted to captured values.
 
 use std::collections::BTreeSet;
 
@@ -6,27 +6,28 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::replay::world::World;
 
-/// Fewest captured values that one number may be fitted to.
+/// A number is fitted to at least this many captured values.
 const FEWEST: u64 = 3;
-/// From here on a fitted number is believed as it is; below, only if it is a round one.
+/// A number fitted to fewer values than this is believed only if it is near a round one.
 const MANY: u64 = 12;
-/// How far from a fitted number a round one may lie: in bf16 no small term is known better.
+/// How far, relatively, a round number may lie from the fitted one: in bf16 a small term is not
+/// known better.
 const ROUND: f64 = 0.04;
 /// A number that leaves more than this share of the energy is not looked at further. Other
 /// faults beside it may leave nearly all.
 const USELESS: f64 = 0.999;
 /// A number that leaves more than this share of the energy explains a part of it.
 const HALF: f64 = 0.5;
-/// And if that is more than so many times the squared error that rounding is expected to make. Both
-/// are chosen, far from what passes, and not derived.
+/// The number explains a part only if it leaves more than [`HALF`] of the energy and also more than
+/// this many times the floor. Both are chosen, far from what passes, and not derived.
 const GROSS: f64 = 100.0;
 
-/// What a fitted number is to explain of an error.
+/// How much of an error a fitted number has to explain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    /// Something of it: other faults may be there beside it.
+    /// A part of it, as there may be other faults too.
     Part,
-    /// All of it, as another declaration has to: one that explains a part alone is not returned.
+    /// All of it, as another declaration must: a number that explains only a part is not returned.
     All,
 }
 
@@ -47,8 +48,8 @@ pub fn linear(
         return None;
     }
     let mut step = step;
-    // A second time with steps of the size of the answer, where cancellation is least; the
-    // first time a glance will do.
+    // The fit is made twice: first on the few rows of a glance, then with steps as large as the
+    // answer, where least precision is lost to cancellation.
     for glances in [true, false] {
         let energy = |x: Option<f64>| energy(evidence, &keys, x.map(world), glances);
         let (middle, high) = (energy(Some(from + step))?, energy(Some(from + 2.0 * step))?);
@@ -60,7 +61,7 @@ pub fn linear(
         }
         let best = from + step - step * slope / bend;
         let lowest = middle - slope * slope / (2.0 * bend);
-        // Something as small as this has no effect that could be seen, or explains nothing.
+        // The parameter is too small to have a visible effect, or explains nothing.
         if !((best - from).abs() > 1e-9 * step.abs()) || lowest > USELESS * low {
             return None;
         }
@@ -73,8 +74,8 @@ pub fn linear(
     Some(readings(from + 2.0 * step, values))
 }
 
-/// Squared error of some comparisons in a world, or as declared, each over what rounding is
-/// expected to make of it.
+/// Squared errors of some comparisons in a world, or as declared, each divided by its floor,
+/// summed.
 fn energy(
     evidence: &Evidence<'_>,
     keys: &BTreeSet<Key>,
@@ -86,49 +87,49 @@ fn energy(
         Some(world) => evidence.glance_in(&**world),
         None => evidence.glance().cloned(),
     };
-    let found = match (glance, &world) {
-        (Some(found), _) => found,
+    let residuals = match (glance, &world) {
+        (Some(residuals), _) => residuals,
         (None, Some(world)) => evidence.residuals_in(&**world)?,
         (None, None) => evidence.residuals.clone(),
     };
     let one = |key: &Key| {
         let floor = evidence.residuals[key].floor.max(f64::MIN_POSITIVE);
-        found.get(key).map(|residual| residual.energy / floor)
+        residuals.get(key).map(|residual| residual.energy / floor)
     };
     keys.iter().map(one).sum::<Option<f64>>().filter(|sum| sum.is_finite())
 }
 
-/// A fitted number, and the round one that it may stand for. `values`: what it was
+/// A fitted number and the round numbers that it may stand for. `values`: how many values it was
 /// fitted to.
 pub fn readings(fitted: f64, values: u64) -> Vec<f64> {
-    let mut found: Vec<f64> = (1..=2).map(|digits| rounded(fitted, digits)).collect();
-    found.retain(|x| (x - fitted).abs() <= ROUND * fitted.abs());
-    found.dedup();
+    let mut readings: Vec<f64> = (1..=2).map(|digits| rounded(fitted, digits)).collect();
+    readings.retain(|x| (x - fitted).abs() <= ROUND * fitted.abs());
+    readings.dedup();
     if values >= MANY {
-        found.push(fitted);
+        readings.push(fitted);
     }
-    found
+    readings
 }
 
-/// To so many significant digits.
+/// Rounds to this many significant digits.
 pub fn rounded(x: f64, digits: i32) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;
     }
     let unit = 10f64.powi(x.abs().log10().floor() as i32 - digits + 1);
-    // Through text: 3 * 0.1 is not 0.3.
+    // Rounded through text, because 3 * 0.1 is not 0.3.
     let text = format!("{:e}", (x / unit).round() * unit);
     let short = format!("{:.*e}", (digits - 1) as usize, text.parse::<f64>().unwrap_or(x));
     short.parse().unwrap_or(x)
 }
 
-/// A fitted number for the report: four digits.
+/// A fitted number for the report, with four significant digits.
 pub fn shown(x: f64) -> String {
     format!("{}", rounded(x, 4))
 }
 
-/// Where a function of one positive number is least, between two bounds: the best of a
-/// grid, then golden sections around it; none where it is at an end of the grid.
+/// The minimum of a function of one positive number between two bounds: the best point of a
+/// logarithmic grid, refined by golden-section search. None where it is at an end of the grid.
 pub fn least(function: &dyn Fn(f64) -> f64, (low, high): (f64, f64)) -> Option<f64> {
     const STEPS: i32 = 48;
     const SECTIONS: i32 = 48;
@@ -164,8 +165,8 @@ mod tests {
 
     #[test]
     fn the_least_of_a_valley_is_found_and_none_where_it_falls_to_the_end() {
-        let found = least(&|x: f64| (x.ln() - 2.0).powi(2), (0.1, 100.0)).unwrap();
-        assert!((found - 2f64.exp()).abs() < 1e-6, "{found}");
+        let minimum = least(&|x: f64| (x.ln() - 2.0).powi(2), (0.1, 100.0)).unwrap();
+        assert!((minimum - 2f64.exp()).abs() < 1e-6, "{minimum}");
         assert_eq!(least(&|x: f64| x, (0.1, 100.0)), None);
     }
 }

@@ -1,4 +1,4 @@
-//! A gradient that fails, as the sum that it is: of a product a token (dk) or a class (dq).
+//! A failing gradient as a sum of products: one per token for dk, one per class for dq.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,38 +9,40 @@ use super::plane::{Plane, Rows};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{Share, Stage};
 
-/// Times its share of the rounding that a row must err to be one that fails.
+/// A row fails if its squared error is more than this many times its share of the floor.
 const ERRS: f64 = 32.0;
-/// Share of the largest row's error below which a row is not told from one that agrees.
+/// A row whose squared error is below this share of the largest row's counts as agreeing.
 const SMALL: f64 = 1e-6;
-/// Share of the mean row's squared size that rounding errs by at least like: nothing is known of
-/// how small rows were summed.
+/// Rounding of a row is taken to be at least that of a row with this share of the mean squared
+/// norm, as it is not known how small rows were summed.
 const LEAST: f64 = 1e-2;
-/// Rows that agree by chance, between rows that fail.
+/// Up to this many agreeing rows between failing ones are counted as part of their run.
 const GAP: usize = 4;
-/// Runs of failing rows at most, and the share of all rows that they are less than: what fails
-/// everywhere is no tile.
+/// A tile fails in at most this many runs of rows, and in less than this share of all rows.
 const RUNS: usize = 6;
 const PART: f64 = 0.8;
 
-/// A gradient that fails beside what it should be.
+/// A failing gradient and its reference.
 pub struct Gradient {
-    /// Which.
+    /// Which gradient.
     pub key: Key,
     /// The unit.
     pub plane: Rc<Plane>,
-    /// `[rows, D]`, the unit's tokens of dq and the valid classes of dk.
+    /// Captured values `[rows, D]`; rows are the unit's tokens for dq, and the valid classes for
+    /// dk.
     pub captured: Rows,
-    /// The same as it should be.
+    /// The reference, `[rows, D]`.
     pub reference: Rows,
-    /// The energy that rounding gives the error.
+    /// The squared error that rounding is expected to cause.
     pub rounding: f64,
-    /// What the entries are multiplied with, `[addends, D]`: 1 for the bias.
+    /// What the entries of dlogits are multiplied with, `[addends, D]`: q for dk, k for dq, 1 for
+    /// the bias.
     other: Rows,
 }
 
 impl Gradient {
-    /// One of the gradients of q, k and the bias; `None` where its unit is too large to be solved.
+    /// The gradient of q, k or the bias that failed; `None` where its unit is too large to be
+    /// solved.
     pub fn of(evidence: &Evidence<'_>, key: Key) -> Option<Gradient> {
         let plane = evidence.plane(key)?;
         let values = evidence.captured(key)?;
@@ -66,14 +68,14 @@ impl Gradient {
         self.key.stage.is_of_k()
     }
 
-    /// What was captured less what it should be.
+    /// Captured minus reference.
     pub fn error(&self) -> Rows {
         let pairs = self.captured.values.iter().zip(&self.reference.values);
         Rows { cols: self.captured.cols, values: pairs.map(|(c, r)| c - r).collect() }
     }
 
-    /// A factor of each row that makes rounding err alike in all of them: a value rounds in
-    /// proportion to its size, and so does what it is the sum of.
+    /// A factor for each row with which the rounding errors of all rows become equally large.
+    /// Values, and the summands that they are sums of, round in proportion to their size.
     pub fn evening(&self) -> Vec<f64> {
         let rows = self.captured.count();
         let size = |at: usize| energy(self.captured.row(at)) + energy(self.reference.row(at));
@@ -86,8 +88,8 @@ impl Gradient {
         sizes.iter().map(even).collect()
     }
 
-    /// `[addends, rows]`: what each addend is multiplied with in each row; with `softmax` that of
-    /// the softmax part, where the whole has another.
+    /// The entries of dlogits, `[addends, rows]`. With `softmax` those of the softmax part alone;
+    /// then `None` for a gradient that is a part itself.
     pub fn entries(&self, softmax: bool) -> Option<Rows> {
         let whole = matches!(self.key.stage, Stage::Dq | Stage::Dk | Stage::Dbias);
         if softmax && !whole {
@@ -107,7 +109,7 @@ impl Gradient {
         &self.other
     }
 
-    /// The gradient with more of some entries, `[addends, rows]`, than it should hold.
+    /// The reference with more of some entries: `more`, `[addends, rows]`, is added to the entries.
     pub fn with(&self, more: &Rows) -> Rows {
         let mut changed = more.transposed_times(&self.other);
         changed.values.iter_mut().zip(&self.reference.values).for_each(|(x, r)| *x += r);
@@ -124,7 +126,8 @@ impl Gradient {
         if self.is_of_k() { self.plane.rows[at] } else { at }
     }
 
-    /// Runs of the rows that fail, where they are few and not nearly all.
+    /// Runs of the failing rows; `None` where there are more than a few runs, or nearly all rows
+    /// fail.
     pub fn failing_rows(&self) -> Option<Vec<Range<usize>>> {
         let error = self.error();
         let rows = error.count();
@@ -149,7 +152,7 @@ impl Gradient {
         few.then_some(runs)
     }
 
-    /// One over how often each row of k is a label.
+    /// For each row of k, 1 over how many tokens have it as their label.
     pub fn over_hits(&self) -> Option<Vec<f64>> {
         if !self.is_of_k() {
             return None;
@@ -160,7 +163,7 @@ impl Gradient {
     }
 }
 
-/// Entries of dlogits that a gradient is made of, `[n, V]`.
+/// The entries of dlogits that a gradient is computed from, `[n, V]`.
 fn entries(plane: &Plane, stage: Stage) -> Rows {
     match stage.share() {
         Share::Softmax => Rows { cols: plane.dense.cols, values: plane.dense.values.clone() },
@@ -169,31 +172,32 @@ fn entries(plane: &Plane, stage: Stage) -> Rows {
     }
 }
 
-/// Label addends of dk that others of the same label overwrote: in each window of tokens one of
-/// each label is kept.
+/// A dk in which the label's products of tokens with the same label overwrote each other: in each
+/// window of tokens only one of each label is left.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Kept {
-    /// Tokens of a window.
+pub struct OverwrittenLabels {
+    /// How many tokens a window has.
     window: usize,
-    /// True for the last token of a label, false for the first.
+    /// True where the last token of a label is left, false where the first is.
     last: bool,
-    /// Tokens in all.
+    /// How many tokens there are.
     tokens: usize,
 }
 
-impl Kept {
-    /// The window that leaves least of the error; `None` where none leaves less than all of it.
-    /// `spend` counts the work, and says when no more may be done.
-    pub fn of(gradient: &Gradient, spend: &dyn Fn(usize) -> bool) -> Option<Kept> {
+impl OverwrittenLabels {
+    /// The window that explains most of the error; `None` where none reduces it. `spend` counts the
+    /// work, and returns true when no more may be done.
+    pub fn of(gradient: &Gradient, spend: &dyn Fn(usize) -> bool) -> Option<OverwrittenLabels> {
         let with_labels = matches!(gradient.key.stage, Stage::Dk | Stage::DkLabel);
         let (tokens, d) = (gradient.plane.labels.len(), gradient.plane.q.cols);
         if !with_labels || spend(2 * tokens * tokens * d) {
             return None;
         }
         let error = gradient.error();
-        let of = |window: usize, last: bool| Kept { window, last, tokens };
-        let all = (2..=tokens).flat_map(|window| [of(window, true), of(window, false)]);
-        let left = |kept: &Kept| -> f64 {
+        let with_window = |window: usize, last: bool| OverwrittenLabels { window, last, tokens };
+        let all =
+            (2..=tokens).flat_map(|window| [with_window(window, true), with_window(window, false)]);
+        let left = |kept: &OverwrittenLabels| -> f64 {
             let one = |(class, more): (usize, Vec<f64>)| -> f64 {
                 let pairs = error.row(class).iter().zip(more);
                 pairs.map(|(e, x)| (e - x).powi(2) - e * e).sum()
@@ -201,13 +205,13 @@ impl Kept {
             kept.more(gradient).into_iter().map(one).sum()
         };
         let best = all.map(|kept| (left(&kept), kept)).min_by(|(a, one), (b, other)| {
-            // Of windows that leave as much the widest: they drop the same tokens.
+            // Of windows that leave equally much, the widest: they drop the same tokens.
             a.total_cmp(b).then(other.window.cmp(&one.window))
         })?;
         (best.0 < 0.0).then_some(best.1)
     }
 
-    /// What it adds to rows of dk: the dropped addends with the other sign.
+    /// What this changes in rows of dk: minus the dropped products.
     fn more(&self, of: &Gradient) -> BTreeMap<usize, Vec<f64>> {
         let mut kept: BTreeMap<(usize, usize), usize> = BTreeMap::new();
         let labels = &of.plane.labels;
@@ -230,7 +234,7 @@ impl Kept {
         more
     }
 
-    /// The gradient with it.
+    /// The gradient with this fault.
     pub fn sum(&self, of: &Gradient) -> Rows {
         let cols = of.reference.cols;
         let mut values = of.reference.values.clone();

@@ -1,40 +1,40 @@
-//! Cheap measurements of captured tensors that say which hypotheses are worth a trial,
-//! and with which numbers: what a unit's backward starts from, and searches over numbers
-//! that no dump declares.
+//! Cheap measurements of captured tensors. Causes use them to decide which hypotheses are worth a
+//! trial and with which parameters: values read off a few rows, least-squares fits, and searches
+//! over numbers that no dump declares.
 
+pub mod addend_counts;
 pub mod addends;
-pub mod asked;
 pub mod block_sizes;
 pub mod captured;
-pub mod counted;
-pub mod counted_classes;
-pub mod counted_sums;
-pub mod counted_tokens;
+pub mod class_counts;
+pub mod common_factor;
 pub mod cuts;
-pub mod dense;
 pub mod direct;
 pub mod divisors;
-pub mod extents;
-pub mod filter;
 pub mod fit;
 pub mod gradient;
-pub mod labels;
-pub mod maps;
-pub mod misread;
+pub mod implied_lse;
+pub mod label_fit;
+pub mod least_squares;
+pub mod misread_rows;
 pub mod nan;
-pub mod orders;
 pub mod other_q;
 pub mod pieces;
 pub mod places;
 pub mod plane;
+pub mod raw_logits;
 pub mod reference;
-pub mod relabelled;
 pub mod replicas;
+pub mod row_maps;
+pub mod sampled_sums;
 pub mod segments;
-pub mod shards;
-pub mod solve;
-pub mod strays;
-pub mod sums;
-pub mod tokens;
-pub mod uniform;
-pub mod units;
+pub mod shown_labels;
+pub mod stray_entries;
+pub mod sum_counts;
+pub mod suspect_tokens;
+pub mod tile_filter;
+pub mod token_counts;
+pub mod token_orders;
+pub mod token_runs;
+pub mod unit_states;
+pub mod vocab_shards;

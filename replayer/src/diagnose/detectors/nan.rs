@@ -1,34 +1,34 @@
-//! Where captured values are no numbers, and the world in which that is so.
+//! Where captured values are NaN or infinite, and a world in which the reference is NaN there.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::{Microbatch, Rank};
 
-use super::extents::of_ranks;
+use super::token_runs::of_ranks;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::replay::world::{Expectation, World};
 
-/// Columns and, row-major, whether a value is no number.
+/// The number of columns and, row-major, whether each value is NaN or infinite.
 pub type Mask = (usize, Vec<bool>);
 
-/// Every failing comparison with values that are no numbers.
+/// Every failing comparison with NaN or infinite values.
 #[derive(Clone, Debug)]
 pub struct Nans {
-    /// The first of them, in the order of the stages.
+    /// The first such comparison, in the order of the stages.
     pub first: Key,
-    /// Whose its first such value is, where that is known.
+    /// The rank that holds its first such value, where that is known.
     pub rank: Option<Rank>,
     /// Row of its first such value.
     pub row: usize,
     /// Column of it.
     pub column: usize,
-    /// All of them.
+    /// The mask of each such comparison.
     pub of: BTreeMap<Key, Mask>,
 }
 
 impl Nans {
-    /// Rows of a comparison in which all, or any, values are no numbers.
+    /// The rows of a comparison in which all, or any, values are NaN or infinite.
     pub fn rows(&self, of: Key, all: bool) -> Vec<usize> {
         let Some((columns, mask)) = self.of.get(&of) else { return Vec::new() };
         let rows = mask.chunks((*columns).max(1)).enumerate();
@@ -40,9 +40,9 @@ impl Nans {
     }
 }
 
-/// What the failing comparisons hold that is no number; `None` where all is.
+/// The NaN and infinite values of the failing comparisons; `None` where there are none.
 pub fn nans(evidence: &Evidence<'_>) -> Option<Nans> {
-    let mut of = BTreeMap::new();
+    let mut masks = BTreeMap::new();
     for &key in &evidence.failing {
         if evidence.residuals[&key].nonfinite == 0 {
             continue;
@@ -50,30 +50,30 @@ pub fn nans(evidence: &Evidence<'_>) -> Option<Nans> {
         let captured = evidence.captured(key)?;
         let mask: Vec<bool> = captured.values.iter().map(|x| !x.is_finite()).collect();
         if mask.contains(&true) {
-            of.insert(key, (captured.columns, mask));
+            masks.insert(key, (captured.columns, mask));
         }
     }
-    let (&first, (columns, mask)) = of.first_key_value()?;
+    let (&first, (columns, mask)) = masks.first_key_value()?;
     let at = mask.iter().position(|&bad| bad)?;
     let (row, column) = (at / columns, at % columns);
     let rank = first.rank.or_else(|| holder(evidence, first, row));
-    Some(Nans { first, rank, row, column, of })
+    Some(Nans { first, rank, row, column, of: masks })
 }
 
 /// The rank that holds a token's row.
-fn holder(evidence: &Evidence<'_>, of: Key, row: usize) -> Option<Rank> {
-    let inputs = evidence.inputs_of(of.microbatch).filter(|_| of.stage < Stage::DkLse)?;
+fn holder(evidence: &Evidence<'_>, key: Key, row: usize) -> Option<Rank> {
+    let inputs = evidence.inputs_of(key.microbatch).filter(|_| key.stage < Stage::DkLse)?;
     let runs = of_ranks(evidence.step, inputs);
     let units = evidence.step.rank_rows(inputs).ok()?;
     let at = runs.iter().position(|run| run.contains(&row))?;
     units.get(at)?.rank()
 }
 
-/// No numbers where none were captured, and all else as it should be.
+/// The reference is NaN where the captured values are NaN or infinite, and as declared elsewhere.
 pub struct NanWhere {
     /// Where.
     pub of: BTreeMap<Key, Mask>,
-    /// Stages that the job did not go on with.
+    /// Stages whose captured values later stages of the job did not read.
     pub distrusts: Vec<Stage>,
 }
 

@@ -1,44 +1,46 @@
-//! A dk that was made with rows of q that other microbatches have in the same places.
+//! dk that was computed with another microbatch's q in the places of its own.
 //!
-//! dk is `Eᵀ q`, E the entries of dlogits: where E is right and has more classes than tokens, q is
-//! solved for, and each row of it held against the rows that the step has. A sum of dk without its
-//! addends is solved for which microbatch's entries it multiplies with which microbatch's q.
+//! dk is `Eᵀ q`, where E are the entries of dlogits. Where E is right and has more classes than
+//! tokens, q is solved for by least squares, and each of its rows is compared with those of the
+//! other microbatches. Where only a sum of dk was recorded, it is solved for the weights of all
+//! products of one microbatch's entries with one microbatch's q.
 
 use backtape::identity::Microbatch;
 
 use super::addends::{adds_to, divisor};
 use super::direct::{Direct, distance, energy};
 use super::gradient::Gradient;
+use super::least_squares::{factors, multiples, runs_of};
 use super::plane::Rows;
-use super::solve::{factors, multiples, runs_of};
-use super::units::UnitState;
+use super::unit_states::UnitState;
 use crate::assemble::Row;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 
-/// Share of what a row of q is off by that another row may leave, to be the one that was read.
+/// Another microbatch's row is taken for the one that was read if it leaves at most this share of
+/// the squared error of the solved row.
 const SHOWN: f64 = 0.1;
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error of dk that may be left to be worth a trial.
 const LEFT: f64 = 0.1;
-/// Products that a sum is solved for, at most.
+/// A sum is solved for the weights of at most this many products.
 const PAIRS: usize = 64;
 /// How far the weight of a product may be from a whole number.
 const WHOLE: f64 = 0.05;
 /// Runs of tokens that are told in words.
 const TOLD: usize = 4;
 
-/// Such gradients as they would be, and in words which q they were made with; `None` where one that
-/// fails is not made so.
-pub fn of_other_q(evidence: &Evidence<'_>) -> Option<(Instead, Vec<String>)> {
+/// A world with dk computed from the solved q, and in words which q that is; `None` where this does
+/// not explain every failing dk.
+pub fn of_other_q(evidence: &Evidence<'_>) -> Option<(ReplacedValues, Vec<String>)> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Dk]).map(|(key, _)| key).collect();
     if keys.is_empty() || evidence.fails_any(&[Stage::Dq, Stage::Dlogits, Stage::Dbias]) {
         return None;
     }
-    let (mut world, mut said) = (Instead::default(), Vec::new());
+    let (mut world, mut said) = (ReplacedValues::default(), Vec::new());
     for key in keys {
-        let of = Gradient::of(evidence, key)?;
-        let (changed, words) = made(evidence, &of)?;
+        let gradient = Gradient::of(evidence, key)?;
+        let (changed, words) = made(evidence, &gradient)?;
         let rows = (0..changed.count()).map(|at| (at, changed.row(at).to_vec()));
         world = world.rows(key, rows);
         said.push(words);
@@ -47,15 +49,15 @@ pub fn of_other_q(evidence: &Evidence<'_>) -> Option<(Instead, Vec<String>)> {
     Some((world, said))
 }
 
-/// Sums of dk over microbatches that multiply some entries with another microbatch's q; `None`
-/// where one that fails is not such a sum, or the step has too many microbatches.
-pub fn of_other_q_in_sums(evidence: &Evidence<'_>) -> Option<(Instead, Vec<String>)> {
+/// The same where only sums of dk over microbatches were recorded; `None` where this does not
+/// explain every failing sum, or there are too many microbatches.
+pub fn of_other_q_in_sums(evidence: &Evidence<'_>) -> Option<(ReplacedValues, Vec<String>)> {
     let keys: Vec<Key> =
         evidence.failing.iter().filter(|key| key.stage.is_sum()).copied().collect();
     if keys.is_empty() || !evidence.has_sums_alone() || keys.len() < evidence.failing.len() {
         return None;
     }
-    let (mut world, mut said) = (Instead::default(), Vec::new());
+    let (mut world, mut said) = (ReplacedValues::default(), Vec::new());
     for key in keys {
         let (changed, words) = sum_of_pairs(evidence, key)?;
         let rows = (0..changed.count()).map(|at| (at, changed.row(at).to_vec()));
@@ -67,7 +69,8 @@ pub fn of_other_q_in_sums(evidence: &Evidence<'_>) -> Option<(Instead, Vec<Strin
     (!said.is_empty()).then_some((world, said))
 }
 
-/// A sum as products of one unit's entries with the q of one of its rank's units, each entry once.
+/// Solves a sum for products of one unit's entries with the q of a unit of the same rank, in which
+/// each unit's entries occur once.
 fn sum_of_pairs(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, Vec<String>)> {
     let units = evidence.units().iter().filter(|unit| adds_to(key, unit.rank));
     let plane = |unit: &'_ UnitState| {
@@ -78,11 +81,11 @@ fn sum_of_pairs(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, Vec<String>)
     let (_, _, first) = planes.first()?;
     let (classes, width) = (first.k.count(), first.q.cols);
     let pairs = || {
-        let of = |a: usize| (0..planes.len()).map(move |b| (a, b));
+        let pairs_of = |a: usize| (0..planes.len()).map(move |b| (a, b));
         let same = |&(a, b): &(usize, usize)| {
             planes[a].1 == planes[b].1 && planes[a].2.q.count() == planes[b].2.q.count()
         };
-        (0..planes.len()).flat_map(of).filter(same)
+        (0..planes.len()).flat_map(pairs_of).filter(same)
     };
     let count = pairs().count();
     if count <= planes.len() || count > PAIRS {
@@ -136,33 +139,35 @@ fn named(microbatch: Option<Microbatch>) -> String {
     microbatch.map_or("none".to_string(), |mb| mb.to_string())
 }
 
-/// A gradient with the rows of q that it was made with.
-fn made(evidence: &Evidence<'_>, of: &Gradient) -> Option<(Rows, String)> {
-    let entries = of.entries(false)?;
-    let read = factors(&entries, &of.captured, &|work| evidence.spend(work))?;
-    let counts: Vec<bool> = (0..read.count()).map(|at| energy(entries.row(at)) > 0.0).collect();
-    let others = evidence.inputs.iter().filter(|one| one.microbatch != of.key.microbatch);
+/// Solves one dk for the rows of q that it was computed with; returns dk with those of the other
+/// microbatch that fits best, and words for the report.
+fn made(evidence: &Evidence<'_>, gradient: &Gradient) -> Option<(Rows, String)> {
+    let entries = gradient.entries(false)?;
+    let solved_q = factors(&entries, &gradient.captured, &|work| evidence.spend(work))?;
+    let counts: Vec<bool> = (0..solved_q.count()).map(|at| energy(entries.row(at)) > 0.0).collect();
+    let others = evidence.inputs.iter().filter(|one| one.microbatch != gradient.key.microbatch);
     let one = |inputs| {
         let direct = Direct::new(evidence, inputs)?;
-        let (mut q, mut tokens) = (of.other().clone(), Vec::new());
-        for (at, &token) in of.plane.rows.iter().enumerate().filter(|(at, _)| counts[*at]) {
-            let own = distance(read.row(at), of.other().row(at));
+        let (mut q, mut tokens) = (gradient.other().clone(), Vec::new());
+        for (at, &token) in gradient.plane.rows.iter().enumerate().filter(|(at, _)| counts[*at]) {
+            let own = distance(solved_q.row(at), gradient.other().row(at));
             if token >= inputs.tokens() {
                 return None;
             }
             let other = direct.q(Row::From(token));
-            if other.len() == q.cols && distance(read.row(at), &other) <= SHOWN * own {
+            if other.len() == q.cols && distance(solved_q.row(at), &other) <= SHOWN * own {
                 q.values[at * q.cols..(at + 1) * q.cols].copy_from_slice(&other);
                 tokens.push(token);
             }
         }
         let changed = entries.transposed_times(&q);
-        let left = distance(&of.captured.values, &changed.values);
+        let left = distance(&gradient.captured.values, &changed.values);
         Some((left, changed, inputs.microbatch, tokens))
     };
     let best = others.filter_map(one).min_by(|a, b| a.0.total_cmp(&b.0));
-    let (_, changed, other, tokens) = best
-        .filter(|(left, ..)| *left <= LEFT * distance(&of.captured.values, &of.reference.values))?;
+    let (_, changed, other, tokens) = best.filter(|(left, ..)| {
+        *left <= LEFT * distance(&gradient.captured.values, &gradient.reference.values)
+    })?;
     let all = tokens.len() == counts.iter().filter(|counts| **counts).count();
     let runs = runs_of(&tokens);
     let told = runs.iter().take(TOLD).map(|run| format!("{} to {}", run.start, run.end - 1));
@@ -170,7 +175,7 @@ fn made(evidence: &Evidence<'_>, of: &Gradient) -> Option<(Rows, String)> {
     let which = if all { String::new() } else { format!(" in tokens {told}") };
     let words = format!(
         "dk of microbatch {} is made with q of microbatch {}{which}",
-        named(of.key.microbatch),
+        named(gradient.key.microbatch),
         named(other)
     );
     Some((changed, words))

@@ -1,54 +1,56 @@
-//! In how many pieces a sum was taken whose partial sums are rounded, read off the roundings.
+//! In which pieces a sum was taken whose partial sums are rounded, found by comparing the
+//! roundings.
 //!
-//! Between two roundings a sum is exact as far as few bits show, so any way of cutting it
-//! costs a rounding for each piece, once the sums up to every place are known. So every size
-//! is tried, not those that jobs are known to use; and shards, other starts and sequences.
-//! Of the right cut the roundings are those of the job; of any other they are as far off as
-//! no rounding at all. Most cuts are seen to be wrong by a dozen elements, nearly all others
-//! by a hundred.
+//! Between two roundings to few bits a sum in f32 is practically exact. So once the prefix sums are
+//! known, any way to cut the sum costs one subtraction and one rounding per piece. Every size is
+//! therefore tried, not only those that jobs are known to use; also shards, other starts and pieces
+//! along sequences. The right cut gives the job's own rounding errors; any other is as far off as
+//! no rounding at all. A dozen elements rule out most cuts, a hundred nearly all others.
 
 use std::ops::Range;
 
 use super::cuts::{parts, shards, sizes, starts};
-use super::sums::Sums;
+use super::sampled_sums::SampledSums;
 use crate::kernels::policy::{Cut, Walk};
 use crate::kernels::round::Precision;
 
-/// A cut counts as seen when it leaves less than this share of what one sum in f32 leaves.
+/// A cut is offered if it leaves less than this share of what one sum in f32 leaves.
 const SEEN: f64 = 0.5;
-/// Cuts that are offered.
+/// How many cuts are offered.
 const OFFERED: usize = 3;
-/// A cut is worth a closer look when it leaves less than this share on the first elements.
+/// A cut is tried on more elements if it leaves less than this share on the first ones.
 const WORTH: f64 = 0.8;
-/// What an element that does not fit counts for at most, in what one sum in f32 leaves of it.
+/// One element counts for at most this many times what one sum in f32 leaves of it.
 const MOST: f64 = 4.0;
-/// Elements that every cut is tried on: those that one sum in f32 is furthest off from, for their row.
+/// Every cut is tried on this many elements: those from which one sum in f32 is furthest, relative
+/// to their row.
 const FIRST: usize = 16;
-/// Elements that cuts are tried on which fit those.
+/// Cuts that fit those are tried on this many elements.
 const FEW: usize = 96;
-/// Cuts that are tried on all elements.
+/// The best of those, this many, are tried on all elements.
 const BEST: usize = 24;
-/// Equal parts of a sum that are looked for before anything of which there are more.
+/// Cuts into fewer equal parts than this are tried first, those into more parts last, as there are
+/// many.
 const PARTS: usize = 256;
-/// Multiply-adds that a rounded addition takes as long as.
+/// A rounded addition takes as long as this many multiply-adds.
 const ROUNDING: usize = 24;
 
-/// How partial sums are rounded.
+/// How a sum is cut, and how its partial sums are rounded.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pieces {
-    /// Addends of a piece; places of a sequence where pieces run along it.
+    /// Addends of a piece; positions in a sequence where pieces run along it.
     pub size: usize,
-    /// What else is known of where pieces begin.
+    /// Shards, unequal parts, another start, or sequences.
     pub cut: Cut,
-    /// What the running sum is rounded to after a piece was added.
+    /// The format that the running sum is rounded to after a piece was added.
     pub total: Precision,
-    /// What a piece's own sum is rounded to before.
+    /// The format that a piece's own sum is rounded to before that.
     pub addend: Precision,
-    /// Which end comes first.
+    /// From which end the pieces are added.
     pub walk: Walk,
 }
 
-/// Sums of some elements up to every place.
+/// Prefix sums of some elements.
 struct Prefix {
     n: usize,
     cells: usize,
@@ -60,7 +62,7 @@ struct Prefix {
 }
 
 impl Prefix {
-    fn new(of: &Sums, sequence: usize, cells: &[usize]) -> Prefix {
+    fn new(of: &SampledSums, sequence: usize, cells: &[usize]) -> Prefix {
         let cut = Cut { sequence, ..Cut::default() };
         let (places, each) = cut.places(of.n);
         let mut sums = vec![0.0; (places + 1) * cells.len()];
@@ -87,7 +89,7 @@ impl Prefix {
         sum.iter().zip(&self.captured).map(|(sum, captured)| (sum - captured).powi(2)).collect()
     }
 
-    /// The sum taken in these pieces, as it is stored.
+    /// The sum taken in these pieces, rounded to the stored format.
     fn taken(&self, pieces: &Pieces) -> Vec<f64> {
         let flat = Cut { sequence: 0, ..pieces.cut };
         let spans = flat.spans(self.n, pieces.size, pieces.walk == Walk::Descending);
@@ -109,7 +111,7 @@ impl Prefix {
         total.iter().zip(&self.rest).map(|(&sum, rest)| stored(f64::from(sum) + rest)).collect()
     }
 
-    /// What [`Prefix::misfits`] takes, in multiply-adds.
+    /// The work of [`Prefix::misfits`] in multiply-adds.
     fn work(&self, pieces: &Pieces) -> usize {
         self.n.div_ceil(pieces.size.max(1)).max(pieces.cut.parts) * self.cells * ROUNDING
     }
@@ -129,46 +131,45 @@ fn joined(all: Option<Vec<f32>>, mut own: Vec<f32>, to: Precision) -> Vec<f32> {
     own
 }
 
-/// What is known of a sum before its cut is looked for.
+/// What is given about a sum whose cut is looked for.
 #[derive(Clone, Copy)]
 pub struct Wanted {
-    /// What partial sums may be rounded to.
+    /// The format that partial sums are rounded to.
     pub precision: Precision,
     /// Size of the pieces, where it is declared.
     pub declared: Option<usize>,
     /// Tokens of a sequence, where pieces may run along it; 0 elsewhere.
     pub sequence: usize,
-    /// Whether all pieces are of one size, but for what is left over at the end.
+    /// Whether only cuts into pieces of one size, with the rest at the end, are tried.
     pub equal: bool,
 }
 
-/// The cuts that fit, the best first, where one of them fits much better than a sum in f32
-/// does.
-pub fn search((of, spend): (&Sums, &dyn Fn(usize) -> bool), wanted: Wanted) -> Vec<Pieces> {
+/// The cuts that fit much better than one sum in f32, the best first.
+pub fn search((of, spend): (&SampledSums, &dyn Fn(usize) -> bool), wanted: Wanted) -> Vec<Pieces> {
     let mut sequences = vec![0];
     let several = Cut { sequence: wanted.sequence, ..Cut::default() }.places(of.n).1 > 1;
     sequences.extend(several.then_some(wanted.sequence));
-    let mut found: Vec<(f64, Pieces)> = Vec::new();
+    let mut cuts: Vec<(f64, Pieces)> = Vec::new();
     for sequence in sequences {
-        found.extend(Looks::new(of, Wanted { sequence, ..wanted }).seen(spend));
+        cuts.extend(Samples::new(of, Wanted { sequence, ..wanted }).seen(spend));
     }
-    found.sort_by(|a, b| a.0.total_cmp(&b.0));
-    found.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
+    cuts.sort_by(|a, b| a.0.total_cmp(&b.0));
+    cuts.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
 }
 
-/// Some elements of a sum in one order of its places.
-struct Look {
+/// Some elements of a sum, for pieces along all addends or along a sequence.
+struct Sample {
     of: Prefix,
-    /// What each element counts by, squared: what one sum in f32 leaves of it and, on average, of
-    /// its row. So no element counts for all others because it is large.
+    /// The squared error by which each element's misfit is divided: what one sum in f32 leaves of
+    /// it plus the mean of its row. So a large element does not outweigh all others.
     sizes: Vec<f64>,
-    /// Shares that one sum in f32 leaves of all of them.
+    /// The sum of these quotients for one sum in f32.
     unrounded: f64,
 }
 
-impl Look {
-    /// How far the captured values are from the sum taken in these pieces, as a share of how far
-    /// they are from one sum in f32.
+impl Sample {
+    /// The distance of the captured values from the sum taken in these pieces, as a share of their
+    /// distance from one sum in f32.
     fn misfit(&self, pieces: &Pieces) -> f64 {
         self.shares(&self.of.misfits(pieces)) / self.unrounded
     }
@@ -180,14 +181,14 @@ impl Look {
     }
 }
 
-/// A dozen elements, a hundred, and all.
-struct Looks {
+/// Three samples of elements that a cut is tried on in turn: a dozen, a hundred, and all.
+struct Samples {
     wanted: Wanted,
-    all: [Look; 3],
+    all: [Sample; 3],
 }
 
-impl Looks {
-    fn new(of: &Sums, wanted: Wanted) -> Looks {
+impl Samples {
+    fn new(of: &SampledSums, wanted: Wanted) -> Samples {
         let f32 = Precision::F32;
         let unrounded = Pieces {
             size: of.n,
@@ -197,7 +198,8 @@ impl Looks {
             walk: Walk::Ascending,
         };
         let mut cells: Vec<usize> = (0..of.rows * of.cols).collect();
-        // A wide tensor that holds numbers of few bits alone was rounded to them at last.
+        // A tensor stored in a wide format whose values all have few bits was rounded to those at
+        // the end.
         let narrow = |x: &f64| wanted.precision.round64(*x) == *x;
         let stored = of.captured.iter().all(narrow).then_some(wanted.precision).or(of.stored);
         let taken = |cells: &[usize]| Prefix { stored, ..Prefix::new(of, wanted.sequence, cells) };
@@ -211,8 +213,8 @@ impl Looks {
         let look = |of: Prefix, cells: &[usize]| {
             let sizes = cells.iter().map(|&cell| size(cell)).collect();
             let own: Vec<f64> = cells.iter().map(|&cell| off[cell]).collect();
-            let found = Look { of, sizes, unrounded: 1.0 };
-            Look { unrounded: found.shares(&own), ..found }
+            let sample = Sample { of, sizes, unrounded: 1.0 };
+            Sample { unrounded: sample.shares(&own), ..sample }
         };
         let some = |cells: &[usize]| look(taken(cells), cells);
         let few: Vec<usize> =
@@ -221,29 +223,30 @@ impl Looks {
         let far = |cell: usize| off[cell] / size(cell).max(f64::MIN_POSITIVE);
         cells.sort_by(|&a, &b| far(b).total_cmp(&far(a)));
         cells.truncate(FIRST);
-        Looks { wanted, all: [some(&cells), few, whole] }
+        Samples { wanted, all: [some(&cells), few, whole] }
     }
 
-    /// The cuts that are seen: those of which there are few are tried before all others.
+    /// The cuts that fit. Families with few cuts are tried before those with many, and the first
+    /// family that has one ends the search.
     fn seen(&self, spend: &dyn Fn(usize) -> bool) -> Vec<(f64, Pieces)> {
         let (n, wanted) = (self.all[2].of.n, self.wanted);
         if wanted.equal {
             let plain = |(_, cut): &(usize, Cut)| *cut == Cut::default();
             return self.best(sizes(n, wanted.declared).filter(plain), spend);
         }
-        let mut found = self.best(sizes(n, wanted.declared).chain(parts(n, 2..PARTS)), spend);
-        if found.is_empty() {
-            found = self.best(shards(n), spend);
+        let mut cuts = self.best(sizes(n, wanted.declared).chain(parts(n, 2..PARTS)), spend);
+        if cuts.is_empty() {
+            cuts = self.best(shards(n), spend);
         }
-        if found.is_empty() {
-            found = self.best(starts(n).chain(parts(n, PARTS..n)), spend);
+        if cuts.is_empty() {
+            cuts = self.best(starts(n).chain(parts(n, PARTS..n)), spend);
         }
         let cut = |pieces: Pieces| Cut { sequence: wanted.sequence, ..pieces.cut };
-        found.iter_mut().for_each(|(_, pieces)| pieces.cut = cut(*pieces));
-        found
+        cuts.iter_mut().for_each(|(_, pieces)| pieces.cut = cut(*pieces));
+        cuts
     }
 
-    /// Those cuts that fit all elements.
+    /// Those of these cuts that fit all elements.
     fn best(
         &self,
         cuts: impl Iterator<Item = (usize, Cut)>,
@@ -275,7 +278,7 @@ impl Looks {
         on_all.filter(|(misfit, _)| *misfit < SEEN).collect()
     }
 
-    /// What a cut leaves of few elements, where it fits the first ones and those.
+    /// The misfit of a cut on the second sample, if it fits on the first and on the second.
     fn glance(&self, pieces: &Pieces, spend: &dyn Fn(usize) -> bool) -> Option<f64> {
         let [first, few, _] = &self.all;
         if !(first.misfit(pieces) < WORTH) || spend(few.of.work(pieces)) {
@@ -289,8 +292,8 @@ impl Looks {
 mod tests {
     use super::*;
 
-    /// Sums whose captured values were taken in these pieces.
-    fn made(n: usize, pieces: &Pieces, (rows, cols): (usize, usize)) -> Sums {
+    /// Sums whose captured values were computed in these pieces.
+    fn made(n: usize, pieces: &Pieces, (rows, cols): (usize, usize)) -> SampledSums {
         let mut state = 7u64;
         let mut uniform = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -299,7 +302,7 @@ mod tests {
         let entries = (0..n * rows).map(|_| uniform()).collect();
         let others = (0..n * cols).map(|_| uniform()).collect();
         let zeros = vec![0.0; rows * cols];
-        let mut sums = Sums {
+        let mut sums = SampledSums {
             n,
             rows,
             cols,
@@ -341,10 +344,10 @@ mod tests {
         for (n, wanted) in all {
             let sums = made(n, &wanted, (12, 10));
             let free = |_| false;
-            let found = search((&sums, &free), of(wanted.cut.sequence));
+            let cuts = search((&sums, &free), of(wanted.cut.sequence));
             let places = |of: &Pieces| of.cut.spans(n, of.size, false);
-            let first = found.first().map(places);
-            assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {found:?}");
+            let first = cuts.first().map(places);
+            assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {cuts:?}");
         }
     }
 
@@ -358,8 +361,8 @@ mod tests {
             sums.entries.chunks_mut(sums.rows).for_each(|of| of[large] *= 1000.0);
             let cells: Vec<usize> = (0..sums.rows * sums.cols).collect();
             sums.captured = Prefix::new(&sums, 0, &cells).taken(&wanted);
-            let found = search((&sums, &|_| false), of(0));
-            assert_eq!(found.first(), Some(&wanted), "{large}: {found:?}");
+            let cuts = search((&sums, &|_| false), of(0));
+            assert_eq!(cuts.first(), Some(&wanted), "{large}: {cuts:?}");
         }
     }
 

@@ -1,6 +1,6 @@
-//! The microbatches, ranks, sequences or tokens in which what was captured is not as declared,
-//! where it is in the others: a fault may be of one graph that was compiled apart, of one rank's
-//! machine, of one chunk.
+//! The places in which captured values are wrong while they agree elsewhere: microbatches, ranks,
+//! sequences, tokens or classes. A fault may be in one separately compiled graph, on one rank's
+//! machine, or in one chunk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -8,9 +8,9 @@ use std::ops::Range;
 use backtape::head::LossReduction;
 use backtape::identity::{Microbatch, Rank};
 
-use super::asked::place;
 use super::direct::{distance, energy};
-use super::solve::runs_of;
+use super::least_squares::runs_of;
+use super::suspect_tokens::place;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
@@ -28,36 +28,38 @@ const OF_TOKENS: [Stage; 8] = [
     Stage::DqLabel,
     Stage::Dq,
 ];
-/// Squared errors of rows over what rounding makes of them, from which on they are wrong.
+/// Rows are wrong if their squared error is more than this many times what rounding causes.
 const OVER: f64 = 16.0;
-/// A run is wrong as a whole where this share of its rows is.
+/// A run of rows is wrong as a whole if at least this share of its rows is.
 const MOST: f64 = 0.8;
-/// Places that are tried one at a time.
+/// The largest number of places that are tried one at a time.
 const MOST_TRIED: usize = 24;
-/// Places that are told in words, and runs of one of them.
+/// The report lists at most this many places, and this many runs in one of them.
 const TOLD: usize = 6;
 
-/// Some tokens of a step, or some classes of all of them.
+/// Some tokens of a step, or some classes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Places {
-    /// The tokens' numbers, ascending, by microbatch.
+    /// The tokens, ascending, by microbatch.
     rows: BTreeMap<Option<Microbatch>, Vec<usize>>,
-    /// The units all of whose tokens these are.
+    /// The units whose tokens are all among these.
     units: BTreeSet<UnitName>,
-    /// The classes whose gradients are wrong, ascending, where that is what tells them.
+    /// The classes, ascending, where the wrong places are classes and not tokens.
     classes: Option<Vec<usize>>,
     /// In words.
     pub words: String,
 }
 
 impl Places {
-    /// Where something is wrong; `None` where that is everywhere, or nothing tells.
+    /// The places that are wrong; `None` where everything is wrong, or the comparisons do not show
+    /// it.
     pub fn of(evidence: &Evidence<'_>) -> Option<Places> {
         Places::of_tokens(evidence).or_else(|| Places::of_classes(evidence))
     }
 
-    /// Each rank and each microbatch, one at a time, where sums alone fail: those do not tell where
-    /// something is wrong. None where these are many.
+    /// Each rank and each microbatch as a place of its own, for the case that only sums fail, which
+    /// do not show where something is wrong. Empty where something else fails, or there are more
+    /// than [`MOST_TRIED`].
     pub fn each(evidence: &Evidence<'_>) -> Vec<Places> {
         let all: Vec<(&MicrobatchInputs, Vec<Unit>)> =
             evidence.inputs.iter().map(|one| (one, runs(evidence, one))).collect();
@@ -68,30 +70,30 @@ impl Places {
         if !alone || ranks.len() + all.len() > MOST_TRIED {
             return Vec::new();
         }
-        let of = |words: String, here: &dyn Fn(&MicrobatchInputs, &Unit) -> bool| {
-            let mut found = Places { words, ..Places::default() };
+        let places_where = |words: String, here: &dyn Fn(&MicrobatchInputs, &Unit) -> bool| {
+            let mut places = Places { words, ..Places::default() };
             for (inputs, runs) in &all {
                 let own = runs.iter().filter(|run| here(inputs, run));
                 let mut rows: Vec<usize> = own.flat_map(|run| run.rows.clone()).collect();
                 rows.sort_unstable();
-                found.add(evidence, inputs, (rows, runs));
+                places.add(evidence, inputs, (rows, runs));
             }
-            found
+            places
         };
-        let mut found = Vec::new();
+        let mut places = Vec::new();
         for ranks in ranks.iter().filter(|_| ranks.len() > 1) {
-            found.push(of(name_ranks(ranks), &|_, run| run.ranks == *ranks));
+            places.push(places_where(name_ranks(ranks), &|_, run| run.ranks == *ranks));
         }
         for (one, _) in all.iter().filter(|_| all.len() > 1) {
             let mb = one.microbatch;
             let words = mb.map_or_else(String::new, |mb| format!("microbatch {}", mb.0));
-            found.push(of(words, &|inputs, _| inputs.microbatch == mb));
+            places.push(places_where(words, &|inputs, _| inputs.microbatch == mb));
         }
-        found
+        places
     }
 
     fn of_tokens(evidence: &Evidence<'_>) -> Option<Places> {
-        let mut found = Places::default();
+        let mut places = Places::default();
         let (mut right, mut words, mut ranks) = (false, Vec::new(), BTreeSet::new());
         for inputs in evidence.inputs {
             let runs = runs(evidence, inputs);
@@ -106,30 +108,30 @@ impl Places {
             }
             let mut rows: Vec<usize> = wrong.into_iter().flat_map(|one| one.rows).collect();
             rows.sort_unstable();
-            found.add(evidence, inputs, (rows, &runs));
+            places.add(evidence, inputs, (rows, &runs));
         }
-        // The same ranks in every microbatch.
+        // Where the same ranks are wrong in every microbatch, the microbatches are not listed.
         if let (Some(of), None) = (ranks.first(), ranks.iter().nth(1)) {
             words.clone_from(of);
         }
         let more = words.len().saturating_sub(TOLD);
         words.truncate(TOLD);
-        found.words = words.join(", ");
+        places.words = words.join(", ");
         if more > 0 {
-            found.words.push_str(&format!(" and {more} more"));
+            places.words.push_str(&format!(" and {more} more"));
         }
-        (right && !found.rows.is_empty()).then_some(found)
+        (right && !places.rows.is_empty()).then_some(places)
     }
 
-    /// The ranks whose classes have wrong gradients, where nothing else fails and each rank holds
-    /// some of the classes.
+    /// The classes of the ranks that have wrong gradients, where each rank holds some of the
+    /// classes and nothing but gradients of k fails.
     fn of_classes(evidence: &Evidence<'_>) -> Option<Places> {
         let (mut classes, mut words): (Vec<usize>, Option<String>) = Default::default();
         for &key in &evidence.failing {
-            let of = Some(key).filter(|key| key.stage.is_of_k())?;
-            let tensor = evidence.step.find(of.stage.role()?, of.microbatch)?;
+            let of_k = Some(key).filter(|key| key.stage.is_of_k())?;
+            let tensor = evidence.step.find(of_k.stage.role()?, of_k.microbatch)?;
             let runs = evidence.step.rank_classes(tensor);
-            let errors = Errors::of(evidence, of)?;
+            let errors = Errors::of(evidence, of_k)?;
             let wrong: Vec<&Unit> = runs.iter().filter(|run| errors.are_wrong(&run.rows)).collect();
             if wrong.is_empty() || wrong.len() == runs.len() {
                 return None;
@@ -165,8 +167,8 @@ impl Places {
         self.rows.insert(inputs.microbatch, rows);
     }
 
-    /// The rows that a detector is shown: these alone, of those that are looked at. A microbatch
-    /// that is right keeps one, so that it has a comparison.
+    /// The rows of the trials that lie in these places. A microbatch that is right keeps one row,
+    /// so that it still has a comparison.
     pub fn among(&self, evidence: &Evidence<'_>) -> Rows {
         let tokens = |inputs: &MicrobatchInputs| {
             let mb = inputs.microbatch;
@@ -186,17 +188,17 @@ impl Places {
         }
     }
 
-    /// Whether it is some classes that are wrong, and not some tokens.
+    /// Whether these places are classes and not tokens.
     pub fn are_classes(&self) -> bool {
         self.classes.is_some()
     }
 
-    /// Whether a class's gradient is among what is wrong.
+    /// Whether a class is among these places.
     pub fn holds_class(&self, class: usize) -> bool {
         self.classes.as_ref().is_some_and(|classes| classes.binary_search(&class).is_ok())
     }
 
-    /// Whether a token is among them.
+    /// Whether a token is among these places.
     pub fn holds(&self, microbatch: Option<Microbatch>, row: usize) -> bool {
         self.rows.get(&microbatch).is_some_and(|rows| rows.binary_search(&row).is_ok())
     }
@@ -206,13 +208,14 @@ impl Places {
         self.rows.contains_key(&microbatch)
     }
 
-    /// Whether all tokens of a unit are.
+    /// Whether all tokens of a unit are among these places.
     pub fn is_in(&self, (microbatch, rank): UnitName) -> bool {
         self.units.contains(&(microbatch, None)) || self.units.contains(&(microbatch, rank))
     }
 }
 
-/// A microbatch's tokens by the ranks that hold them.
+/// A microbatch's tokens by the ranks that hold them; all of them where that is one rank or not
+/// known.
 fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Unit> {
     match evidence.step.rank_rows(inputs) {
         Ok(units) if units.len() > 1 => units,
@@ -220,20 +223,20 @@ fn runs(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Unit> {
     }
 }
 
-/// Tokens of a rank's run that are wrong.
+/// The wrong tokens among those of a rank.
 struct Wrong<'r> {
     run: &'r Unit,
     rows: Vec<usize>,
-    /// Which part of the run in words, where it is not all of it.
+    /// Which of the rank's tokens these are, in words; none where it is all of them.
     part: Option<String>,
 }
 
 impl<'r> Wrong<'r> {
-    /// `None` where none is.
+    /// Finds them; `None` where none is wrong.
     fn of(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, run: &'r Unit) -> Option<Wrong<'r>> {
         let here = |key: &&Key| key.microbatch == inputs.microbatch;
         let failing: Vec<Key> = evidence.failing.iter().filter(here).copied().collect();
-        // A loss that is not reduced has a row for each token.
+        // A loss that is not reduced has one row per token.
         let each = evidence.step.options.reduction == LossReduction::None;
         let of_rows =
             |key: &&Key| OF_TOKENS.contains(&key.stage) || each && key.stage == Stage::Loss;
@@ -244,7 +247,7 @@ impl<'r> Wrong<'r> {
         let of_run = |of: &Errors| run.rows.iter().any(|row| of.rows.contains_key(row));
         let errors: Vec<Errors> = errors.into_iter().filter(of_run).collect();
         if errors.is_empty() {
-            // What is summed over a unit's tokens tells of all of them.
+            // Only values that are sums over a unit's tokens fail: all its tokens are wrong.
             let own = |key: &Key| {
                 let of_unit = key.stage.is_of_k() || key.stage == Stage::Loss;
                 let here = |rank| run.ranks.contains(&rank);
@@ -254,7 +257,7 @@ impl<'r> Wrong<'r> {
         }
         let known = |row: &usize| errors.iter().all(|of| of.rows.contains_key(row));
         if !run.rows.iter().all(known) {
-            // Of a sample the run is told as a whole.
+            // Where only a sample of the run was compared, the run is right or wrong as a whole.
             return errors.iter().any(|of| of.are_wrong(&run.rows)).then(whole);
         }
         let wrong = |rows: &[usize]| -> Vec<usize> {
@@ -287,7 +290,7 @@ impl<'r> Wrong<'r> {
         Some(Wrong { run, rows: own, part })
     }
 
-    /// With the microbatch, or without it.
+    /// These tokens in words; `inputs`: the microbatch to name, if any.
     fn words(&self, inputs: Option<&MicrobatchInputs>) -> String {
         let own = match inputs {
             Some(MicrobatchInputs { microbatch: Some(Microbatch(at)), .. })
@@ -316,10 +319,11 @@ fn list(runs: &[Range<usize>]) -> String {
     format!("{}{more}", runs.iter().take(TOLD).map(one).collect::<Vec<_>>().join(", "))
 }
 
-/// Each row's squared error and size in a comparison, and what rounding makes of it.
+/// Each row's squared error and squared norm in a comparison, and what rounding causes.
 struct Errors {
     rows: BTreeMap<usize, (f64, f64)>,
-    /// What rounding makes of a row of nothing, and of each unit of a row's squared size.
+    /// The squared error that rounding causes in a row of zeros, and per unit of a row's squared
+    /// norm.
     floor: [f64; 2],
 }
 
@@ -335,8 +339,8 @@ impl Errors {
         Some(Errors { rows: table.iter().map(one).collect(), floor })
     }
 
-    /// Whether rows are further off than rounding explains, all together. Rounding of a row grows
-    /// with it; one of nothing has the mean of all.
+    /// Whether rows together are further off than rounding explains. The rounding of a row is
+    /// proportional to its squared norm, but at least the mean of all rows.
     fn are_wrong(&self, rows: &[usize]) -> bool {
         let (mut error, mut floor) = (0.0, 0.0);
         for (off, size) in rows.iter().filter_map(|row| self.rows.get(row)) {

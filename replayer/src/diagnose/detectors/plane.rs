@@ -1,5 +1,5 @@
-//! All entries of a small unit's dlogits, and the products that dq and dk are: for what is
-//! solved for and not tried.
+//! All entries of dlogits of a small unit, and the products that dq and dk are. Detectors that
+//! solve for parameters by least squares need them.
 
 use backtape::identity::{Microbatch, Rank};
 use rayon::prelude::*;
@@ -10,14 +10,14 @@ use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::kernels::matrix::IGNORED;
 
-/// Multiply-adds of one product up to which a unit is small.
+/// A unit is small up to this many multiply-adds of one product.
 const SMALL: usize = 1 << 28;
-/// Entries of a unit, and of all units of a step together: what is held of them stays below some
-/// hundred MiB.
+/// The most entries that one unit may have, and all units of a step together. This keeps their
+/// memory below a few hundred MiB.
 const ENTRIES: usize = 1 << 21;
 const HELD: usize = 1 << 23;
-/// Products that one look makes of a unit: the softmax part, the label's, and what is held
-/// against them.
+/// How many products one use of a unit costs: the softmax part, the label's part, and those that
+/// are compared with them.
 const PRODUCTS: usize = 4;
 
 /// A row-major matrix.
@@ -35,24 +35,24 @@ impl Rows {
         &self.values[at * self.cols..(at + 1) * self.cols]
     }
 
-    /// How many there are.
+    /// How many rows there are.
     pub fn count(&self) -> usize {
         self.values.len() / self.cols.max(1)
     }
 
-    /// Rows as columns.
+    /// The transpose.
     pub fn transposed(&self) -> Rows {
         let (rows, cols) = (self.count(), self.cols);
-        let of = |at: usize| self.values[at % rows.max(1) * cols + at / rows.max(1)];
-        Rows { cols: rows, values: (0..rows * cols).map(of).collect() }
+        let element = |at: usize| self.values[at % rows.max(1) * cols + at / rows.max(1)];
+        Rows { cols: rows, values: (0..rows * cols).map(element).collect() }
     }
 
-    /// The product of the transpose of this, `[n, m]`, with `[n, k]`: `[m, k]`.
+    /// The product of the transpose of this matrix, `[n, m]`, with `[n, k]`: `[m, k]`.
     pub fn transposed_times(&self, other: &Rows) -> Rows {
         self.transposed().times(other)
     }
 
-    /// The product of `[m, n]` with `[n, k]`.
+    /// The product of this matrix, `[m, n]`, with `[n, k]`.
     pub fn times(&self, other: &Rows) -> Rows {
         let one = |row: &[f64]| {
             let mut sum = vec![0.0; other.cols];
@@ -68,7 +68,7 @@ impl Rows {
     }
 }
 
-/// A unit whose dq or dk fails: the captured gradient and the products that it should be.
+/// The entries of dlogits of one unit, and what dq and dk multiply them with.
 pub struct Plane {
     /// The unit's tokens among those of the microbatch, `[n]`.
     pub rows: Vec<usize>,
@@ -80,15 +80,15 @@ pub struct Plane {
     pub k: Rows,
     /// exp(logit - lse), lse as the backward reads it, `[n, V]`.
     pub p: Rows,
-    /// The softmax part of dlogits, `[n, V]`, and the label's entry of each token, `[n]`.
+    /// The softmax part of dlogits, `[n, V]`.
     pub dense: Rows,
-    /// The label's class, none of a token that is ignored, and its entry.
+    /// The label's class of each token and its entry of dlogits, `[n]`; none for an ignored token.
     pub labels: Vec<Option<(usize, f64)>>,
 }
 
 impl Plane {
-    /// A unit, beside so many entries that are held already; `None` where that is too much, or the
-    /// budget is spent.
+    /// Computes the entries of a unit. `held`: entries of other units that are in memory already.
+    /// `None` where the unit is too large beside those, or the budget is spent.
     pub(in crate::diagnose) fn new(
         evidence: &Evidence<'_>,
         (microbatch, rank): (Option<Microbatch>, Option<Rank>),
@@ -114,12 +114,12 @@ impl Plane {
         let k = rows(v, &|class| direct.k(Row::From(class)));
         let [a, b, c] = &unit.cotangents;
         let entries = |i: usize| -> (Vec<f64>, Vec<f64>) {
-            let of = |class: usize| {
+            let entry = |class: usize| {
                 let (z, slope) = direct.logit(dot(q.row(i), k.row(class)), class);
                 let p = (z - unit.lse[i]).exp();
                 (p, slope * (a[i] * p + c[i]))
             };
-            (0..v).map(of).unzip()
+            (0..v).map(entry).unzip()
         };
         let rows: Vec<(Vec<f64>, Vec<f64>)> = (0..n).into_par_iter().map(entries).collect();
         let (p, dense): (Vec<Vec<f64>>, Vec<Vec<f64>>) = rows.into_iter().unzip();
@@ -135,12 +135,12 @@ impl Plane {
         Some(Plane { rows, lse, q, k, p, dense, labels })
     }
 
-    /// Multiply-adds of the products that one look makes of it.
+    /// Multiply-adds of the products that one use of this unit costs.
     pub fn work(&self) -> usize {
         PRODUCTS * self.p.values.len() * self.q.cols
     }
 
-    /// The label entries as a plane, `[n, V]`.
+    /// The label's entries of dlogits, `[n, V]`; zero elsewhere.
     pub fn of_labels(&self) -> Rows {
         let mut values = vec![0.0; self.dense.values.len()];
         for (i, label) in self.labels.iter().enumerate() {
@@ -151,7 +151,7 @@ impl Plane {
         Rows { cols: self.dense.cols, values }
     }
 
-    /// All entries, `[n, V]`.
+    /// All entries of dlogits, `[n, V]`.
     pub fn entries(&self) -> Rows {
         let labels = self.of_labels();
         let both = self.dense.values.iter().zip(&labels.values).map(|(a, b)| a + b);
@@ -160,8 +160,8 @@ impl Plane {
 
     /// The captured dq of the unit's tokens, `[n, D]`.
     pub fn dq(&self, captured: &Values) -> Rows {
-        let of = |&t: &usize| captured.row(t).to_vec();
-        Rows { cols: captured.columns, values: self.rows.iter().flat_map(of).collect() }
+        let row = |&t: &usize| captured.row(t).to_vec();
+        Rows { cols: captured.columns, values: self.rows.iter().flat_map(row).collect() }
     }
 
     /// The captured dk of the valid classes, `[V, D]`.

@@ -1,5 +1,5 @@
-//! What every compared stage should be in the background of a search: one trial with a
-//! world that changes nothing and writes down what it is shown.
+//! The reference values of every compared stage in the background of a search. They come from one
+//! trial with a world that changes nothing and records the values it is given.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -12,16 +12,16 @@ use crate::kernels::{Cotangents, TokenCotangents};
 use crate::replay::trial::{Rows as Sample, counted_trial};
 use crate::replay::world::{Expectation, Pass, Read, UnitTokens, World};
 
-/// Values of a stage that are kept at most, for `[T, V]` stages.
+/// A `[T, V]` stage with more values than this is not recorded.
 const MOST: usize = 1 << 24;
 
-/// Reference values by row: tokens, classes.
+/// Reference values by row: a token or a class.
 pub type Table = BTreeMap<usize, Vec<f64>>;
 
-/// The same of several tables.
+/// Rows of several tables, borrowed.
 pub type Rows<'t> = BTreeMap<usize, &'t [f64]>;
 
-/// What a world's stages should be.
+/// The reference values of a world.
 #[derive(Default)]
 pub struct Reference {
     /// Rows of every comparison: all of them, or those of a sample.
@@ -41,8 +41,8 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// The softmax part of an entry of dlogits, from its logit and that's derivative; none
-    /// where the token was not looked at, or it is no number.
+    /// The softmax part of an entry of dlogits, from the logit and the logit's derivative; none
+    /// where the token is not in the sample, or the result is not finite.
     pub fn softmax_entry(
         &self,
         microbatch: Option<Microbatch>,
@@ -54,24 +54,24 @@ impl Reference {
         Some(c * slope * (logit - lse).exp()).filter(|x| x.is_finite())
     }
 
-    /// The rows of a stage that were looked at, of all units of a microbatch: those of one rank are
-    /// one comparison.
+    /// The rows of a stage from all units of a microbatch, of which each is a comparison of its
+    /// own.
     pub fn rows_of(&self, (stage, microbatch): (Stage, Option<Microbatch>)) -> Rows<'_> {
-        let of = |key: &Key| key.stage == stage && key.microbatch == microbatch;
-        let tables = self.stages.iter().filter(|(key, _)| of(key));
+        let is_of_stage = |key: &Key| key.stage == stage && key.microbatch == microbatch;
+        let tables = self.stages.iter().filter(|(key, _)| is_of_stage(key));
         tables
             .flat_map(|(_, table)| table.iter().map(|(&row, values)| (row, &values[..])))
             .collect()
     }
 
-    /// A token's row of a stage: of whichever unit holds it.
+    /// A token's row of a stage, from whichever unit holds it.
     pub fn of_token(
         &self,
         (stage, microbatch): (Stage, Option<Microbatch>),
         token: usize,
     ) -> Option<&Vec<f64>> {
-        let of = |key: &Key| key.stage == stage && key.microbatch == microbatch;
-        let mut tables = self.stages.iter().filter(|(key, _)| of(key));
+        let is_of_stage = |key: &Key| key.stage == stage && key.microbatch == microbatch;
+        let mut tables = self.stages.iter().filter(|(key, _)| is_of_stage(key));
         tables.find_map(|(_, table)| table.get(&token))
     }
 }
@@ -82,34 +82,34 @@ pub fn reference(
     world: Option<&dyn World>,
     rows: Option<&Sample>,
 ) -> Reference {
-    let notes = Notes {
+    let recorder = Recorder {
         found: Mutex::default(),
         tokens: evidence.inputs.iter().map(|one| (one.microbatch, one.tokens())).collect(),
     };
     let mut worlds = evidence.background.clone();
     worlds.extend(world);
-    worlds.push(&notes);
+    worlds.push(&recorder);
     let compared = evidence.outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
     let compared = compared.map(|one| one.stage).collect();
-    // A dump that cannot be judged in this world leaves nothing to look at.
+    // If the dump cannot be judged in this world, the reference stays empty.
     let with = (rows, None, evidence.progress());
     let _ = counted_trial(evidence.step, &compared, &worlds, with);
-    notes.found.into_inner().unwrap_or_default()
+    recorder.found.into_inner().unwrap_or_default()
 }
 
-struct Notes {
+struct Recorder {
     found: Mutex<Reference>,
     tokens: BTreeMap<Option<Microbatch>, usize>,
 }
 
-impl World for Notes {
+impl World for Recorder {
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         let Ok(mut found) = self.found.lock() else { return };
-        let of = match pass {
+        let noted = match pass {
             Pass::Forward => &mut found.forward_lse,
             Pass::Backward => &mut found.lse,
         };
-        of.insert(inputs.microbatch, lse.to_vec());
+        noted.insert(inputs.microbatch, lse.to_vec());
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
@@ -120,10 +120,10 @@ impl World for Notes {
 
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
         let Ok(mut found) = self.found.lock() else { return };
-        let of = found.cotangents.entry(tokens.inputs.microbatch).or_default();
+        let noted = found.cotangents.entry(tokens.inputs.microbatch).or_default();
         let [lse, label, smooth] = [&*lse, &*label, &*smooth];
         for (at, &t) in tokens.rows.iter().enumerate() {
-            of.insert(t, Cotangents { lse, label, smooth }.of_token(at));
+            noted.insert(t, Cotangents { lse, label, smooth }.of_token(at));
         }
     }
 

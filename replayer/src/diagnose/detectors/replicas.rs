@@ -1,5 +1,5 @@
-//! Tensors that several ranks hold and that should be the same bits, and are not: which
-//! versions there are, and what each of them is.
+//! Tensors that several ranks hold in different versions although their bits should be the same:
+//! who holds which version, and what each version is a sum of.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -20,50 +20,52 @@ use crate::head::step::flat_rows;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 
-/// Versions and elements that are looked at, at most.
+/// A tensor is skipped if its elements times its shards are more than this.
 const MOST: usize = 1 << 27;
-/// Elements that differ in few enough places to be named.
+/// Single flipped bits are named if at most this many elements differ.
 const FEW: usize = 8;
-/// Share of its energy that is left of a version that is the sum of its parts, as bf16
-/// rounds them.
+/// A version is the sum of its parts if the rest has at most this share of its squared norm: as
+/// much as bf16 rounding leaves.
 const LEFT: f64 = 2e-4;
 
-/// Versions of a sum, and what each adds up.
+/// The versions of a sum, and which gradients each adds up.
 pub struct Sums {
-    /// By the ranks that hold it: gradients of ranks and microbatches, with their weights.
+    /// For each version: the ranks that hold it, and the weights of the gradients of ranks and
+    /// microbatches in it.
     pub of: Vec<(Vec<Rank>, Vec<Addend>)>,
-    /// The rows of the box in which this holds, where the others are the same on all ranks.
+    /// The rows in which the versions differ; none where it is all rows.
     pub rows: Option<Range<usize>>,
 }
 
 impl Sums {
-    /// The rows, in words; empty where it is all of them.
+    /// The rows in words; empty where it is all of them.
     pub fn place(&self) -> String {
-        let of = |rows: &Range<usize>| format!("rows {} to {}", rows.start, rows.end - 1);
-        self.rows.as_ref().map_or(String::new(), of)
+        let in_words = |rows: &Range<usize>| format!("rows {} to {}", rows.start, rows.end - 1);
+        self.rows.as_ref().map_or(String::new(), in_words)
     }
 }
 
-/// One box of a tensor in several versions.
+/// One box of a tensor that ranks hold in several versions.
 pub struct Versions {
     /// Which tensor.
     pub key: TensorKey,
     /// Its role.
     pub role: Option<Role>,
-    /// Which part of it.
+    /// Which box of it.
     pub place: IndexBox,
-    /// True where that is all of it.
+    /// True where the box is the whole tensor.
     pub whole: bool,
-    /// Who holds which values, most holders first.
+    /// The ranks that hold each version, and its values; the version with most holders first.
     pub of: Vec<(Vec<Rank>, Vec<f64>)>,
     bytes: Vec<Vec<u8>>,
     width: usize,
 }
 
-/// Every box whose intact replicas differ, of tensors that cannot be used for it.
+/// Every box whose undamaged replicas differ, of the tensors that the replay could not use for that
+/// reason or that are disputed.
 pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
     let step = evidence.step;
-    let mut found = Vec::new();
+    let mut versions = Vec::new();
     for key in step.unusable.keys().chain(&step.disputed) {
         let Some(info) = step.dump.tensors().get(key) else { continue };
         let size: u64 = info.shape.iter().product();
@@ -77,26 +79,28 @@ pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
             let ranks = boxes.entry(record.place.clone()).or_default().entry(bytes).or_default();
             ranks.push(record.rank);
         }
-        for (place, held) in boxes.into_iter().filter(|(_, held)| held.len() > 1) {
-            let mut of: Vec<(Vec<Rank>, &[u8])> =
-                held.into_iter().map(|(bytes, ranks)| (ranks, bytes)).collect();
-            of.sort_by(|a, b| b.0.len().cmp(&a.0.len()).then(a.0.cmp(&b.0)));
+        for (place, holders) in boxes.into_iter().filter(|(_, holders)| holders.len() > 1) {
+            let mut by_holders: Vec<(Vec<Rank>, &[u8])> =
+                holders.into_iter().map(|(bytes, ranks)| (ranks, bytes)).collect();
+            by_holders.sort_by(|a, b| b.0.len().cmp(&a.0.len()).then(a.0.cmp(&b.0)));
             let wide = |(ranks, bytes): &(Vec<Rank>, &[u8])| {
                 Some((ranks.clone(), widened(info.dtype, bytes)?))
             };
-            let Some(values) = of.iter().map(wide).collect::<Option<Vec<_>>>() else { continue };
-            found.push(Versions {
+            let Some(values) = by_holders.iter().map(wide).collect::<Option<Vec<_>>>() else {
+                continue;
+            };
+            versions.push(Versions {
                 key: key.clone(),
                 role: info.role,
                 whole: place == IndexBox::whole(&info.shape),
                 place,
                 of: values,
-                bytes: of.into_iter().map(|(_, bytes)| bytes.to_vec()).collect(),
+                bytes: by_holders.into_iter().map(|(_, bytes)| bytes.to_vec()).collect(),
                 width: info.dtype.width(),
             });
         }
     }
-    found
+    versions
 }
 
 fn widened(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f64>> {
@@ -111,7 +115,7 @@ fn widened(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f64>> {
 }
 
 impl Versions {
-    /// The stage that this is the output of.
+    /// The stage that computes this tensor.
     pub fn stage(&self) -> Option<Stage> {
         match (self.role?, self.key.microbatch) {
             (Role::Dk, None) => Some(Stage::Reduce),
@@ -119,8 +123,9 @@ impl Versions {
         }
     }
 
-    /// How the versions differ from the one that most ranks hold: elements, the largest
-    /// difference over the tensor's own size, and flipped bits where those are few.
+    /// How the versions differ from the one that most ranks hold: the number of differing elements,
+    /// the largest difference relative to the root mean square, and the flipped bits in words where
+    /// they are few.
     pub fn difference(&self) -> (usize, f64, Vec<String>) {
         let (first, bytes) = (&self.of[0].1, &self.bytes[0]);
         let size = (energy(first) / first.len().max(1) as f64).sqrt().max(f64::MIN_POSITIVE);
@@ -142,16 +147,16 @@ impl Versions {
         (count, most, if count <= FEW { bits } else { Vec::new() })
     }
 
-    /// Ranks that do not hold what most ranks do; all where there is no majority.
+    /// The ranks that do not hold the majority's version; all ranks where there is no majority.
     pub fn odd(&self) -> Vec<Rank> {
         let all: usize = self.of.iter().map(|(ranks, _)| ranks.len()).sum();
         let skipped = usize::from(2 * self.of[0].0.len() > all);
         self.of[skipped..].iter().flat_map(|(ranks, _)| ranks.clone()).collect()
     }
 
-    /// Each version as a sum of gradients of ranks and microbatches: all of it, or the piece in
-    /// which the versions differ. None where all are one and the same sum, and differ by
-    /// something else.
+    /// Each version as a weighted sum of gradients of ranks and microbatches: all of it, or only
+    /// the range in which the versions differ. None where this does not explain every version, or
+    /// all have the same weights.
     pub fn as_sums(&self, evidence: &Evidence<'_>) -> Option<Sums> {
         if self.stage() != Some(Stage::Reduce) {
             return None;
@@ -159,29 +164,30 @@ impl Versions {
         let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
         let recorded = addends_of(evidence, key, false);
         let ranks = |parts: &[Part]| parts.iter().map(|(of, _)| of.rank).collect::<BTreeSet<_>>();
-        // A replay of one version keeps what its own ranks should add, and nothing of the others.
+        // Where the outcome is of one version, it has only that version's ranks' gradients; then
+        // the reference's are used.
         let recorded = recorded.filter(|parts| ranks(parts).len() > 1);
         let mut parts = recorded.or_else(|| reference_parts(evidence))?;
         if !self.whole {
             let own = flat_rows(&self.place.0, &evidence.step.dump.tensors().get(&self.key)?.shape);
             for (_, values) in &mut parts {
-                // Rows of padding have no gradient.
+                // Rows of padding have a gradient of zero.
                 *values = own.iter().map(|&at| values.get(at).copied().unwrap_or(0.0)).collect();
             }
         }
         let all = 0..self.of[0].1.len();
         let whole = self.sums_in(evidence, &parts, all.clone());
-        let of = whole.map(|of| Sums { of, rows: None });
-        of.or_else(|| {
+        let sums = whole.map(|of| Sums { of, rows: None });
+        sums.or_else(|| {
             let piece = self.differing().filter(|piece| *piece != all)?;
             let columns = self.place.extent().last().map_or(1, |&width| width.max(1) as usize);
             let rows = piece.start / columns..piece.end.div_ceil(columns);
-            let of = self.sums_in(evidence, &parts, piece)?;
-            Some(Sums { of, rows: Some(rows) })
+            let sums_of_segment = self.sums_in(evidence, &parts, piece)?;
+            Some(Sums { of: sums_of_segment, rows: Some(rows) })
         })
     }
 
-    /// The elements from the first to the last in which versions differ.
+    /// The range from the first to the last element in which versions differ.
     fn differing(&self) -> Option<Range<usize>> {
         let (first, rest) = self.of.split_first()?;
         let differs = |at: &usize| {
@@ -192,7 +198,7 @@ impl Versions {
         Some(start..all.rev().find(differs).unwrap_or(start) + 1)
     }
 
-    /// Those elements of each version as a sum of the same elements of the parts.
+    /// Solves a range of elements of each version for the weights of the parts.
     fn sums_in(
         &self,
         evidence: &Evidence<'_>,
@@ -218,8 +224,8 @@ impl Versions {
         differ.then_some(sums)
     }
 
-    /// True where the versions are parts of one sum: a few tokens' rows of dq added over
-    /// all versions are what dq should be, and none of them alone is.
+    /// True where the versions are the parts of one sum: for a few tokens, the rows of dq added
+    /// over all versions give the reference, and no version's row alone does.
     pub fn is_parts_of_dq(&self, evidence: &Evidence<'_>) -> bool {
         let shown = || {
             let inputs = evidence.inputs_of(self.key.microbatch)?;
@@ -233,7 +239,7 @@ impl Versions {
             if width as u64 != *depth {
                 return None;
             }
-            // Where each token of the box lies in it.
+            // The place of each token in the box.
             let own = flat_rows(&self.place.0[..leading.len()], leading);
             let place: BTreeMap<usize, usize> =
                 own.into_iter().enumerate().map(|(at, token)| (token, at)).collect();
@@ -258,7 +264,7 @@ impl Versions {
     }
 }
 
-/// A token's row of dq, worked out directly.
+/// The reference of a token's row of dq.
 fn dq_row(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, t: usize) -> Option<Vec<f64>> {
     let direct = Direct::new(evidence, inputs)?;
     let reference = evidence.reference();

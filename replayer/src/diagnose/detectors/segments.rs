@@ -1,7 +1,7 @@
-//! Pieces of a sum over ranks that hold other addends than the rest: a bucket that was not
-//! reduced, was reduced twice, or was averaged where the others were summed. Where ranks' own sums
-//! are its addends, a piece may also lack some of their microbatches: what these add is then known
-//! as the reference has it, and not as it was recorded.
+//! Segments of a sum over ranks whose addends have other weights than in the rest: a bucket that
+//! was not reduced, was reduced twice, or was averaged where the others were summed. Where the
+//! addends are the ranks' own sums over microbatches, a segment may also lack some microbatches;
+//! their gradients were not recorded one by one, so the reference's are used.
 
 use std::ops::Range;
 
@@ -9,42 +9,47 @@ use backtape::nan::larger;
 
 use super::addends::{Addend, Part, Summed, fitted, reference_parts};
 use super::direct::{distance, dot, energy};
-use super::solve::multiples;
+use super::least_squares::multiples;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 use crate::replay::world::{At, Expectation, World};
 
-/// An element is another when it is off by so many of its roundings.
+/// An element is wrong if it is off by more than this many times its rounding error.
 const ROUNDINGS: f64 = 4.0;
-/// Relative rounding of a sum in f32, of its addends' sizes.
+/// Relative rounding error of a sum in f32, of the sum of its addends' magnitudes.
 const SUMMED: f64 = 1e-6;
-/// Elements that agree by chance between others that do not, rows of them at most.
+/// Up to this many rows that agree by chance between wrong elements are counted as part of the
+/// segment.
 const GAP: usize = 2;
-/// Pieces at most.
+/// The largest number of segments.
 const PIECES: usize = 6;
-/// One of so many elements that hold something must agree, or it is no piece.
+/// At least one in this many nonzero elements must lie outside the segments; otherwise the whole
+/// sum is wrong.
 const REST: usize = 50;
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 0.01;
 /// How far a weight may be from a whole number.
 const WHOLE: f64 = 0.05;
-/// How much larger the rounding of one element may be than the mean over a rank's sum.
+/// How many times the mean variance of a rank's sum the rounding of one element may be.
 const MARGIN: f64 = 4.0;
 
-/// A sum of which pieces hold their addends otherwise.
+/// A sum with segments in which the addends have other weights.
 pub struct Segments {
-    /// Pieces of the sum's elements, in the order in which they lie, and what each holds.
+    /// The segments, as ranges of elements in ascending order, with the weights of their addends
+    /// and the common scale of these weights.
     pub of: Vec<(Range<usize>, Vec<Addend>, f64)>,
     /// Which sum.
     pub key: Key,
     columns: usize,
     values: Vec<f64>,
-    /// Variance of each element in a piece for what is known of the reference alone.
+    /// Extra variance of each element in a segment whose addends come from the reference instead of
+    /// the dump; 0 where they were recorded.
     noise: f64,
 }
 
-/// Every failing sum over ranks of which some pieces, but not all of it, are solved.
+/// Every failing sum over ranks whose error lies in some segments that new weights of the addends
+/// explain.
 pub fn segments(evidence: &Evidence<'_>) -> Vec<Segments> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Reduce]).map(|(key, _)| key).collect();
     keys.into_iter().filter_map(|key| of_sum(evidence, key)).collect()
@@ -52,7 +57,7 @@ pub fn segments(evidence: &Evidence<'_>) -> Vec<Segments> {
 
 fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
     let sum = Summed::of(evidence, key, true)?;
-    let (captured, parts, wide) = (&sum.captured, &sum.parts, sum.total());
+    let (captured, parts, right_sum) = (&sum.captured, &sum.parts, sum.total());
     let elements = captured.values.len();
     if evidence.spend(parts.len() * elements) {
         return None;
@@ -60,8 +65,8 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
     let u = captured.stored().map_or(SUMMED, |precision| precision.unit_roundoff());
     let is_off = |at: usize| {
         let size = parts.iter().map(|(_, x)| x[at].abs()).sum::<f64>();
-        let allowed = ROUNDINGS * u * wide[at].abs() + SUMMED * size;
-        !((captured.values[at] - wide[at]).abs() <= allowed)
+        let allowed = ROUNDINGS * u * right_sum[at].abs() + SUMMED * size;
+        !((captured.values[at] - right_sum[at]).abs() <= allowed)
     };
     let gap = GAP * captured.columns.max(1);
     let mut runs: Vec<Range<usize>> = Vec::new();
@@ -71,49 +76,52 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
             _ => runs.push(at..at + 1),
         }
     }
-    // Where an addend adds next to nothing its absence does not show: many runs may be one piece.
+    // Where a missing addend is nearly zero, its absence does not show, so many runs may belong to
+    // one segment.
     if let (true, Some(first), Some(last)) = (runs.len() > PIECES, runs.first(), runs.last()) {
         runs = std::iter::once(first.start..last.end).collect();
     }
-    // Rows that hold nothing, as those of padding, are no rest that agrees.
-    let filled = (0..elements).filter(|&at| wide[at] != 0.0).count();
+    // Rows of zeros, such as padding, do not count as agreeing.
+    let filled = (0..elements).filter(|&at| right_sum[at] != 0.0).count();
     let inside = |at: usize| runs.iter().any(|run| run.contains(&at));
-    let rest = (0..elements).filter(|&at| wide[at] != 0.0 && !inside(at)).count();
+    let rest = (0..elements).filter(|&at| right_sum[at] != 0.0 && !inside(at)).count();
     if runs.is_empty() || rest * REST < filled {
         return None;
     }
-    let mut values = wide.clone();
+    let mut values = right_sum.clone();
     let (mut of, mut noise, mut finer) = (Vec::new(), 0.0, None);
     for run in runs {
         let own: Vec<Part> =
             parts.iter().map(|(of, x)| (of.clone(), x[run.clone()].to_vec())).collect();
         let here = &captured.values[run.clone()];
-        let held = fitted(evidence, &own, here).and_then(|(addends, scale)| {
-            let of = |i: usize| {
-                let held = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
-                scale * held.sum::<f64>()
+        let weighed = fitted(evidence, &own, here).and_then(|(addends, scale)| {
+            let element = |i: usize| {
+                let weighed = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
+                scale * weighed.sum::<f64>()
             };
-            let held: Vec<f64> = (0..here.len()).map(of).collect();
-            let explains = distance(here, &held) <= LEFT * distance(here, &wide[run.clone()]);
-            explains.then_some((addends, scale, held))
+            let weighed: Vec<f64> = (0..here.len()).map(element).collect();
+            let explains =
+                distance(here, &weighed) <= LEFT * distance(here, &right_sum[run.clone()]);
+            explains.then_some((addends, scale, weighed))
         });
-        if let Some((addends, scale, held)) = held {
-            values[run.clone()].copy_from_slice(&held);
+        if let Some((addends, scale, weighed)) = weighed {
+            values[run.clone()].copy_from_slice(&weighed);
             of.push((run, addends, scale));
             continue;
         }
         let finer = finer.get_or_insert_with(|| Finer::of(evidence, &sum)).as_ref()?;
-        let (addends, more) = finer.fitted(&run, &captured.values, &wide)?;
-        run.clone().zip(more).for_each(|(at, more)| values[at] = wide[at] + more);
+        let (addends, more) = finer.fitted(&run, &captured.values, &right_sum)?;
+        run.clone().zip(more).for_each(|(at, more)| values[at] = right_sum[at] + more);
         noise = finer.noise;
         of.push((run, addends, 1.0));
     }
     let off = |of: &[f64]| distance(&captured.values, of);
-    let explains = off(&values) <= LEFT * off(&wide);
+    let explains = off(&values) <= LEFT * off(&right_sum);
     explains.then_some(Segments { of, key, columns: captured.columns, values, noise })
 }
 
-/// What each microbatch of each rank should add, where ranks' sums over microbatches were recorded.
+/// The reference gradient of each microbatch on each rank, for a sum whose recorded addends are the
+/// ranks' sums over microbatches.
 struct Finer {
     parts: Vec<Part>,
     /// Variance of an element of a rank's sum.
@@ -125,7 +133,8 @@ impl Finer {
         let summed = sum.parts.iter().all(|(of, _)| of.microbatch.is_none());
         let parts = reference_parts(evidence).filter(|_| summed && evidence.microbatches() > 1);
         let mut parts = parts?;
-        // Ranks may be averaged: together they are what the whole sum is.
+        // The sum over ranks may be a mean: the gradients are scaled so that together they give the
+        // sum of the recorded addends.
         let wide = sum.total();
         let all = |at: usize| parts.iter().map(|(_, x)| x.get(at).copied().unwrap_or(0.0)).sum();
         let all: Vec<f64> = (0..wide.len()).map(all).collect();
@@ -138,7 +147,8 @@ impl Finer {
             .then_some(Finer { parts, noise: noise * MARGIN })
     }
 
-    /// How often a piece holds each, and what it holds more than the whole sum, element by element.
+    /// The weight of each of these gradients in a segment, and by how much the segment then differs
+    /// from the right sum, element by element.
     fn fitted(
         &self,
         run: &Range<usize>,
@@ -152,26 +162,26 @@ impl Finer {
         if !weights.iter().all(whole) || weights.iter().all(|x| x.round() == 0.0) {
             return None;
         }
-        let of = |(weight, (of, _)): (&f64, &Part)| Addend {
+        let weighted = |(weight, (of, _)): (&f64, &Part)| Addend {
             weight: 1.0 + weight.round(),
             ..of.clone()
         };
-        let addends = weights.iter().zip(&self.parts).map(of).collect();
+        let addends = weights.iter().zip(&self.parts).map(weighted).collect();
         let held = |i: usize| weights.iter().zip(&own).map(|(w, x)| w.round() * x[i]).sum();
         Some((addends, (0..more.len()).map(held).collect()))
     }
 }
 
-/// A sum of which pieces hold other addends: the piece's elements are what they are, as far as
-/// rounding lets them be known.
-struct Pieces {
-    instead: Instead,
+/// A world in which segments of a sum hold other addends. Where those come from the reference, rows
+/// of the segments get extra variance.
+struct WithSegments {
+    instead: ReplacedValues,
     key: Key,
     rows: Vec<Range<usize>>,
     noise: f64,
 }
 
-impl World for Pieces {
+impl World for WithSegments {
     fn expected(&self, of: &mut Expectation<'_>) {
         self.instead.expected(of);
     }
@@ -183,7 +193,7 @@ impl World for Pieces {
 }
 
 impl Segments {
-    /// The factor of all addends in every piece, where they have one.
+    /// The one weight of all addends in all segments, where there is one.
     pub fn factor(&self) -> Option<f64> {
         let mut all = self.of.iter().flat_map(|(_, addends, scale)| {
             addends.iter().map(move |addend| addend.weight * scale)
@@ -192,7 +202,7 @@ impl Segments {
         all.all(|x| x == first).then_some(first)
     }
 
-    /// Where the pieces lie, in words.
+    /// Where the segments lie, in words.
     pub fn places(&self) -> String {
         let columns = self.columns.max(1);
         let one = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
@@ -202,7 +212,7 @@ impl Segments {
         self.of.iter().map(one).collect::<Vec<_>>().join(", ")
     }
 
-    /// What the first piece holds, in words.
+    /// The weights of the addends in the first segment, in words.
     pub fn holds(&self) -> String {
         let Some((_, addends, scale)) = self.of.first() else { return String::new() };
         let one = |addend: &Addend| {
@@ -214,15 +224,15 @@ impl Segments {
         held.map(one).collect::<Vec<_>>().join(", ")
     }
 
-    /// The sum with them.
+    /// The world in which the sum has these segments.
     pub fn world(&self) -> impl World + 'static {
         let columns = self.columns.max(1);
         let rows = self.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
-        let instead = Instead::default().rows(self.key, rows);
+        let instead = ReplacedValues::default().rows(self.key, rows);
         let rows = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
             run.start / columns..run.end.div_ceil(columns)
         };
         let rows = self.of.iter().map(rows).collect();
-        Pieces { instead, key: self.key, rows, noise: self.noise }
+        WithSegments { instead, key: self.key, rows, noise: self.noise }
     }
 }

@@ -1,30 +1,30 @@
-//! What of a fault holds against every plausible policy.
+//! Checks a fault against every plausible policy, over more rows than a glance.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::fit::{Fit, Reproduction, Rounded, energy, is_exact};
 use super::{CLEAR, EXACT, Proof, ROWS, is_emulated, words};
-use crate::diagnose::against::Against;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::decide::decide;
+use crate::diagnose::counterevidence::Counterevidence;
+use crate::diagnose::decision::decide;
 use crate::diagnose::detectors::captured::unit;
 use crate::diagnose::evidence::{Key, Residuals};
-use crate::diagnose::found;
+use crate::diagnose::findings;
 use crate::diagnose::search::{Tried, left_of};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::Policy;
 use crate::replay::plausible_policies;
 
-/// What is reproduced may make the other comparisons this many times worse: they are
-/// rounded as the declared head would.
+/// A proved fault may leave this many times the least energy in the comparisons that it does not
+/// explain.
 const WORSE: f64 = 2.0;
 
-/// What is left of a comparison, and how many rows hold it.
+/// The energy left in a comparison, and how many rows hold it.
 #[derive(Clone, Copy)]
 struct Left {
     energy: f64,
-    /// Of the reference's energy.
+    /// As a share of the reference's energy.
     share: f64,
     rows: f64,
 }
@@ -37,11 +37,11 @@ impl Left {
     }
 }
 
-/// What is left of comparisons by right heads.
+/// The energy that right heads leave in comparisons.
 struct Least {
-    /// Of each that is open, by the plausible policy that leaves least.
+    /// For each examined comparison, with the plausible policy that leaves least.
     open: BTreeMap<Key, Left>,
-    /// Of the others that are gradients of tokens and hold no error beyond f32's.
+    /// For other gradients of tokens, which have no error beyond f32 rounding.
     exact: BTreeMap<Key, Left>,
 }
 
@@ -50,14 +50,15 @@ impl Least {
         self.open[key].energy
     }
 
-    /// Whether so many tokens hold what is left that no choice of one number reproduces it by
-    /// chance. In dk the error of a few tokens is spread over all classes, so dq of the same
-    /// tokens is asked, unless a plausible policy explains dq.
+    /// Whether so many tokens hold the remaining error that no choice of a parameter reproduces it
+    /// by chance. In dk the error of a few tokens is spread over all classes, so the rows of dq of
+    /// the same unit are counted, unless a plausible policy explains dq.
     fn is_of_many_tokens(&self, key: &Key, explained: impl Fn(&Key) -> bool) -> bool {
         let same = |of: &Key| of.microbatch == key.microbatch && of.rank == key.rank;
         let of_tokens = |of: &Key| same(of) && of.stage.is_of_q();
         let open = self.open.iter().filter(|(of, _)| !explained(of));
-        // Errors of a few tokens' entries are about as large in dq as in dk, of each one's size.
+        // Errors in the entries of a few tokens are about equally large in dq and dk, relative to
+        // each.
         let like = |other: &Left| self.open[key].share <= CLEAR * CLEAR * other.share;
         let exact = self.exact.iter().filter(|(_, of)| like(of));
         open.chain(exact).all(|(of, left)| !of_tokens(of) || left.rows >= ROWS)
@@ -69,33 +70,33 @@ impl Reproduction<'_> {
     /// all of them could be emulated within the budget.
     fn least(&self) -> Option<Least> {
         let declared = |key: &Key| (*key, Left::of(&self.evidence.residuals, key));
-        let mut found: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
+        let mut open: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
         for policy in plausible_policies::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
             let Some(of) = self.search.confirming(&[&rounded]) else { continue };
-            for (key, least) in &mut found {
+            for (key, least) in &mut open {
                 let other = Left::of(&of, key);
                 *least = if other.energy < least.energy { other } else { *least };
             }
         }
         let declared = &self.evidence.residuals;
-        let exact = |key: &&Key| !found.contains_key(key) && is_exact(declared, key);
+        let exact = |key: &&Key| !open.contains_key(key) && is_exact(declared, key);
         let tokens = declared.keys().filter(|key| key.stage.is_of_q()).filter(exact);
         let exact = tokens.map(|key| (*key, Left::of(declared, key))).collect();
-        (!self.search.meter.is_over()).then_some(Least { open: found, exact })
+        (!self.search.meter.is_over()).then_some(Least { open, exact })
     }
 
-    /// How many tokens with different scores count in a comparison.
+    /// How many different tokens count in a comparison; copies count as one.
     fn tokens(&self, key: &Key) -> f64 {
-        let of = |inputs: &&MicrobatchInputs| inputs.microbatch == key.microbatch;
+        let is_of_microbatch = |inputs: &&MicrobatchInputs| inputs.microbatch == key.microbatch;
         let (inputs, step) = (self.evidence.inputs, self.evidence.step);
-        let Some(own) = inputs.iter().find(of) else { return 0.0 };
+        let Some(own) = inputs.iter().find(is_of_microbatch) else { return 0.0 };
         let Some(unit) = unit(step, inputs, *key) else { return 0.0 };
         let counts = unit.rows.iter().filter(|&&token| own.labels[token] != IGNORED);
         counts.map(|&token| 1.0 / own.copies[token]).sum()
     }
 
-    /// What a hypothesis leaves in f64, where it is no policy itself: what a policy beside it
+    /// The residuals of a hypothesis in f64, where it is no policy itself: the errors that a policy
     /// must still explain.
     fn unrounded(&self, hypothesis: &Hypothesis) -> Option<Residuals> {
         match hypothesis.world.policy(&self.roundings) {
@@ -104,8 +105,9 @@ impl Reproduction<'_> {
         }
     }
 
-    /// What a hypothesis that is a policy leaves once its sums are right again: a rounding of
-    /// intermediates that came with it, and that no plausible policy has, is not its fault.
+    /// The residuals of a hypothesis that is a policy, with its sums corrected. If they are as
+    /// small, the fit is due to roundings of intermediates that came with the policy, and the sums
+    /// are not at fault.
     fn with_right_sums(&self, hypothesis: &Hypothesis, fitted: &Rounded) -> Option<Residuals> {
         hypothesis.world.policy(&self.roundings)?;
         let narrow = self.roundings.narrowest;
@@ -122,8 +124,8 @@ impl Reproduction<'_> {
         self.search.confirming(&[&Rounded(policy, self.roundings.tiles)])
     }
 
-    /// Whether what the dump holds to f32 as declared is something else in a world: then that
-    /// is not what happened, though no policy is asked to be as exact.
+    /// Whether a comparison that agrees to f32 precision as declared no longer does in a world:
+    /// then the world is not what happened.
     fn contradicts(&self, of: &Residuals) -> bool {
         let declared = &self.evidence.residuals;
         let exact = |key: &&Key| {
@@ -133,7 +135,8 @@ impl Reproduction<'_> {
         declared.keys().filter(exact).any(|key| !is_exact(of, key))
     }
 
-    /// What holds against every plausible policy, over more rows than a look.
+    /// The proof by the best hypothesis that holds against every plausible policy, over all sampled
+    /// rows.
     pub(super) fn confirmed(&self, near: Vec<(&dyn Cause, Hypothesis, Fit)>) -> Option<Proof> {
         let least = self.least()?;
         let declared = &self.evidence.residuals;
@@ -144,11 +147,11 @@ impl Reproduction<'_> {
             if unrounded.as_ref().is_some_and(|of| self.contradicts(of)) {
                 return None;
             }
-            // A number that is fitted may take most of a fault away that it is not: what it
-            // leaves must be the job's roundings, and the policy must explain those too.
+            // A fitted number may remove most of the error of another fault. So the rest must be
+            // the job's roundings, which the policy must explain too.
             let reproduces = |key: &Key| {
-                let of = unrounded.as_ref().map(|of| self::energy(of, key));
-                of.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
+                let before = unrounded.as_ref().map(|of| self::energy(of, key));
+                before.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
             };
             let explained =
                 |key: &Key| !self.fail && CLEAR * least.energy(key) <= declared[key].energy;
@@ -156,11 +159,11 @@ impl Reproduction<'_> {
                 true => !(CLEAR * energy(key) <= declared[key].energy),
                 false => !(energy(key) <= WORSE * least.energy(key)),
             };
-            // Of a cause that rounds intermediates no sum need be at fault.
+            // For a cause that may only round intermediates, no sum has to be at fault.
             let of_sums = !cause.may_be_right();
             let right_sums = of_sums.then(|| self.with_right_sums(&hypothesis, &rounded)).flatten();
-            // Where right sums leave nothing either, no sum is part of what was reproduced: of
-            // two energies of 0 neither is ten times the other.
+            // If corrected sums leave nothing either, the sums are not part of what was reproduced.
+            // (Of two zero energies neither is ten times the other.)
             let sums = |key: &Key| {
                 let without = |of: &Residuals| CLEAR * energy(key) <= self::energy(of, key);
                 let needed = |of: &Residuals| !is_exact(of, key) && without(of);
@@ -174,7 +177,7 @@ impl Reproduction<'_> {
             };
             let mut explains: BTreeSet<Key> = least.open.keys().filter(gains).copied().collect();
             if self.fail && self.search.rows.is_some() && !explains.is_empty() {
-                // What a sample shows of comparisons that fail must hold for all rows.
+                // For failing comparisons the result on the sample must hold for all rows.
                 let all = self.looks.in_full(&[&rounded, &*hypothesis.world], &explains)?;
                 explains.retain(|key| all.get(key).is_some_and(|of| of.passes));
             }
@@ -187,37 +190,37 @@ impl Reproduction<'_> {
             }
             let left = left_of(&residuals, &self.evidence.failing);
             let full = self.search.rows.is_none();
-            let against = Against::default();
+            let against = Counterevidence::default();
             Some(Tried { cause, hypothesis, residuals, explains, left, full, against })
         });
         self.proof(&tried.collect::<Vec<_>>(), &least)
     }
 
-    /// The best of what was confirmed.
+    /// The proof by the best confirmed hypothesis.
     fn proof(&self, tried: &[Tried<'_>], least: &Least) -> Option<Proof> {
         let most = |one: &&Tried<'_>| one.explains.len();
-        let mut of = tried.iter().max_by_key(most)?.explains.clone();
-        let decision = decide(tried, &of)?;
+        let mut keys = tried.iter().max_by_key(most)?.explains.clone();
+        let decision = decide(tried, &keys)?;
         let winner = &tried[decision.winners[0]];
         let energy = |key: &Key| winner.residuals[key].energy;
-        let times = of.iter().map(|key| least.energy(key)).sum::<f64>()
-            / of.iter().map(energy).sum::<f64>();
-        let mut found = found::of_decision(tried, &decision, &of, self.evidence);
-        for one in &mut found {
-            let of = tried.iter().find(|of| of.cause.id() == one.id);
-            let about = of.map_or("", |of| of.cause.about());
+        let times = keys.iter().map(|key| least.energy(key)).sum::<f64>()
+            / keys.iter().map(energy).sum::<f64>();
+        let mut findings = findings::of_decision(tried, &decision, &keys, self.evidence);
+        for one in &mut findings {
+            let winner_of_id = tried.iter().find(|of| of.cause.id() == one.id);
+            let about = winner_of_id.map_or("", |of| of.cause.about());
             one.evidence = format!("{about}: {}", words(times));
         }
-        of.extend(self.forward(winner));
+        keys.extend(self.forward(winner));
         let hidden = match plausible_policies::points(&self.roundings).is_empty() {
             true => "the bound leaves room for as much",
             false => "undeclared roundings may be as large",
         };
-        Some(Proof { found, of, times, hidden })
+        Some(Proof { found: findings, of: keys, times, hidden })
     }
 
-    /// Comparisons of the forward pass that lie nearer to the proved fault than to the
-    /// declared head: the fault is there too, however wide the bound.
+    /// Comparisons of the forward pass that are ten times nearer to the head with the proved fault
+    /// than to the declared one: the fault is there too, although the bound lets it pass.
     fn forward(&self, of: &Tried<'_>) -> BTreeSet<Key> {
         let declared = &self.evidence.residuals;
         let nearer = |key: &&Key| {
@@ -240,8 +243,8 @@ impl Reproduction<'_> {
 mod tests {
     use super::*;
 
-    /// Goal: an error of dk in f32 that three tokens hold in dq too is no proof, and one that is
-    /// far larger than dq's, or that many tokens hold, may be.
+    /// Goal: an error of dk that only three tokens have in dq too is no proof; one that is far
+    /// larger than dq's, or that many tokens have, may be.
     #[test]
     fn what_f32_left_of_a_few_tokens_is_seen_in_dq_though_dq_is_not_open() {
         let key = |stage| Key { stage, microbatch: None, rank: None };

@@ -1,4 +1,4 @@
-//! The policy of a job, and the policy beside a fault.
+//! Finds the rounding policy of a job, alone or together with a fault.
 
 use super::{CLEAR, EXACT, ROUGHLY};
 use crate::diagnose::cause::Hypothesis;
@@ -10,13 +10,13 @@ use crate::kernels::policy::{Path, Policy};
 use crate::replay::plausible_policies;
 use crate::replay::world::World;
 
-/// A hypothesis is dismissed that leaves more than this share of what the best policy leaves
-/// of every comparison, in that policy: a fault that is there is most of it.
+/// A hypothesis is dismissed if, in the best policy, it leaves more than this share of what that
+/// policy alone leaves in every comparison: a real fault makes up most of that.
 const HELPS: f64 = 0.9;
-/// Rounds of trying every rounding point the other way.
+/// How often every rounding point is tried the other way.
 const PASSES: usize = 2;
 
-/// Stands in for the declared policy.
+/// A rounding policy in the place of the declared one.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct Rounded(pub(super) Policy, pub(super) Tiles);
 
@@ -26,19 +26,20 @@ impl World for Rounded {
     }
 }
 
-/// Looks for the policy of a job, and for a fault beside it.
+/// The search for a job's policy, and for a fault together with it.
 pub(super) struct Reproduction<'a> {
     pub(super) search: &'a Search<'a>,
-    /// The same without the gradients of which nothing fails: what policies are chosen by.
+    /// The same search without the families of gradients in which nothing fails; policies are
+    /// chosen by it.
     pub(super) looks: Search<'a>,
     pub(super) evidence: &'a Evidence<'a>,
     pub(super) roundings: Roundings,
-    /// Whether the comparisons fail: then a policy that takes most of the energy away
-    /// explains nothing, as the rest is the fault.
+    /// Whether the comparisons fail. Then a policy that removes most of the energy explains
+    /// nothing, as the rest may be the fault.
     pub(super) fail: bool,
 }
 
-/// A policy and what it leaves.
+/// A policy and the errors that it leaves.
 #[derive(Clone)]
 pub(super) struct Fit {
     pub(super) rounded: Rounded,
@@ -53,7 +54,8 @@ impl<'a> Reproduction<'a> {
         fail: bool,
     ) -> Option<Self> {
         let mut roundings = evidence.roundings()?;
-        // A part that was captured is allowed no rounding to what it would be added as.
+        // A part that was captured by itself is not allowed the rounding that it would get when
+        // added to the other part.
         let part = |key: &Key| Stage::PARTS.contains(&key.stage);
         if fail && evidence.failing.iter().any(part) {
             roundings.widest.parts = roundings.narrowest.parts;
@@ -62,7 +64,7 @@ impl<'a> Reproduction<'a> {
         Some(Reproduction { search, looks, evidence, roundings, fail })
     }
 
-    /// The comparisons as declared, over the same rows as a look.
+    /// The comparisons of the declared head, over the same rows as [`Reproduction::look`].
     fn declared(&self) -> &Residuals {
         self.evidence.glance().unwrap_or(&self.evidence.residuals)
     }
@@ -74,9 +76,9 @@ impl<'a> Reproduction<'a> {
         }
     }
 
-    /// The policy, of those that differ in rounding points that the job leaves open, that
-    /// leaves least in a world: points nearer to the inputs first, because what is
-    /// rounded later shows only where they are right.
+    /// The policy that leaves least energy in a world, of those that differ in the rounding points
+    /// that the job leaves open. Points nearer to the inputs are switched first, because later
+    /// roundings show only where the earlier ones are right.
     pub(super) fn fit(&self, from: Rounded, world: Option<&dyn World>) -> Option<Fit> {
         let keys = &self.evidence.failing;
         let look = |rounded: Rounded| -> Option<Fit> {
@@ -106,8 +108,8 @@ impl<'a> Reproduction<'a> {
         Some(best)
     }
 
-    /// Whether a fused head reproduces every comparison that takes the label's 1 off before it
-    /// rounds, as others do that never hold the logits: with q and k alone it is no fault.
+    /// Whether a fused head that subtracts the label's 1 before it rounds reproduces every
+    /// comparison. Heads that are not fused do so, and it is no fault.
     pub(super) fn adds_labels_early(&self) -> bool {
         let narrow = self.roundings.narrowest;
         if self.fail || narrow.path != Path::Fused {
@@ -117,12 +119,13 @@ impl<'a> Reproduction<'a> {
         self.fit(whole, None).is_some_and(|fit| self.is_explained(&fit))
     }
 
-    /// The best fit beside a hypothesis; none where it cannot be what happened.
+    /// The best policy together with a hypothesis; none where the hypothesis helps in no
+    /// comparison.
     pub(super) fn beside(&self, hypothesis: &Hypothesis, right: &Fit) -> Option<Fit> {
         let world = &*hypothesis.world;
         let of_right = right.rounded;
         let starts = match world.policy(&self.roundings) {
-            // Its own rounding of a sum, and for the rest that of the right head.
+            // The hypothesis' own rounding of a sum, and the fitted policy for everything else.
             Some((own, tiles)) => {
                 let joined = plausible_policies::joined(own, of_right.0, &self.roundings);
                 [Some(joined), (joined != own).then_some(own)].map(|of| Some(Rounded(of?, tiles)))
@@ -145,12 +148,12 @@ impl<'a> Reproduction<'a> {
         })
     }
 
-    /// Comparisons that the right head does not explain.
+    /// Comparisons that the right head in its best policy does not explain.
     fn unexplained<'s>(&'s self, right: &'s Fit) -> impl Iterator<Item = &'s Key> + 's {
         self.evidence.failing.iter().filter(|key| !self.explains(right, key))
     }
 
-    /// Whether nothing is left of any comparison.
+    /// Whether no comparison has an error beyond f32 rounding.
     pub(super) fn is_exact(&self, fit: &Fit) -> bool {
         self.evidence.failing.iter().all(|key| is_exact(&fit.residuals, key))
     }
@@ -170,7 +173,7 @@ pub(super) fn energy(of: &Residuals, key: &Key) -> f64 {
     of.get(key).map_or(f64::INFINITY, |of| of.energy)
 }
 
-/// Whether what is left of a comparison is no more than f32 itself may leave.
+/// Whether a comparison has no error beyond f32 rounding.
 pub(super) fn is_exact(of: &Residuals, key: &Key) -> bool {
     of.get(key).is_some_and(|of| of.energy <= EXACT * of.reference)
 }

@@ -1,14 +1,14 @@
 //! Faults that undeclared roundings hide, proved by reproducing them.
 //!
-//! A job that does not declare how it rounds is allowed every plausible rounding at its
-//! worst, and a fault that is smaller than that passes. But rounding is no noise: a right
-//! head in the policy that the job has errs as the job does, element by element. So the
-//! policy is found first, by emulating the plausible ones. Where one of them leaves a tenth
-//! of the energy, the comparison is explained. Where none does, the causes are tried, each
-//! together with the policies: one that leaves a tenth of what is left by every policy
-//! without it, and of what it leaves itself in f64, has reproduced the job's own rounding
-//! errors, which chance does not. Causes that may be no more than a rounding of an
-//! intermediate are not tried where the job leaves that open: undeclared ones are right.
+//! A *policy* says where a head rounds, to which format, and in which order it sums. For a job that
+//! does not declare its policy, the bounds allow every plausible rounding at its worst, and a
+//! smaller fault passes. But rounding is not noise: a right head that is emulated in the job's own
+//! policy has the job's own errors, element by element. So the policy is found first, by emulating
+//! the plausible ones. Where one of them leaves a tenth of the energy, the comparison is explained.
+//! Where none does, the causes are tried, each together with the policies. A cause that leaves a
+//! tenth of what every policy without it leaves, and a tenth of what the cause leaves in f64, has
+//! reproduced the job's own rounding errors, which does not happen by chance. Causes that may do no
+//! more than round an intermediate value are not tried where the job leaves that rounding open.
 
 mod confirm;
 mod fit;
@@ -16,9 +16,9 @@ mod fit;
 use std::collections::BTreeSet;
 
 use super::cause::{Cause, Hypothesis};
-use super::decide::CLEAR;
+use super::decision::CLEAR;
 use super::evidence::{Evidence, Key};
-use super::found::Found;
+use super::findings::Found;
 use super::search::Search;
 use crate::head::Roundings;
 use crate::head::Stage;
@@ -29,23 +29,25 @@ use crate::replay::plausible_policies;
 use crate::replay::world::World;
 use fit::{Fit, Reproduction, Rounded};
 
-/// A comparison under declared roundings that errs by more than so many times the energy of
-/// their emulation may hold a fault that its bound hides. It decides what is looked at alone.
+/// Under declared roundings, a comparison with more than this many times the energy of their
+/// emulation may hide a fault within its bound. This only selects the comparisons to examine.
 const MORE: f64 = 1.1;
-/// How many times less energy a proof leaves than any policy without its fault, where what was
-/// not tried may not speak against it.
+/// Where the budget ran out, a fault is still proved if it leaves this many times less energy than
+/// any policy without it.
 const DECISIVE: f64 = 1e6;
-/// A hypothesis over the rows of a look may leave this many times what it leaves over more.
+/// On the few rows of a glance a hypothesis may leave this many times as much, relatively, as on
+/// more rows.
 const ROUGHLY: f64 = 1.2;
-/// A proof needs the errors of so many tokens at least: that many different tokens that count,
-/// and in gradients of tokens that many rows that hold the error. One number that is chosen among
-/// a thousand takes nine tenths of the energy of fifteen independent errors, or flips as many
-/// roundings, with a probability below that of a false alarm; of fewer it does so by chance.
+/// A proof needs the errors of at least this many tokens: as many different tokens that count and,
+/// in gradients of tokens, as many rows that hold the error. By chance, one of a thousand parameter
+/// values removes nine tenths of the energy of fifteen independent errors, or flips as many
+/// roundings, with less than the probability of a false alarm. With fewer tokens that may happen by
+/// chance.
 const ROWS: f64 = 15.0;
-/// Energy of so many roundings to f32 is not told from none.
+/// Energy below this share of the reference's (16 roundings to f32, squared) counts as none.
 const EXACT: f64 = (16.0 * F32) * (16.0 * F32);
 
-/// Whether a stage is the head's own: sums of gradients say nothing of how it rounds.
+/// Whether a stage belongs to the head: sums of gradients do not show how the head rounds.
 fn is_of_head(stage: Stage) -> bool {
     !stage.is_sum()
 }
@@ -55,19 +57,20 @@ fn is_emulated(stage: Stage) -> bool {
     stage.is_gradient() && stage != Stage::Dlogits
 }
 
-/// Whether comparisons fail by so little that a hypothesis brings them within their bounds
-/// without being what happened: by less than what tells one cause from the next, where the
-/// job leaves open how it rounds. Then a cause must be proved like one of a head that passes.
+/// Whether comparisons fail by so little that a wrong hypothesis may bring them within their
+/// bounds: by less than the factor that separates one cause from the next, where the job leaves its
+/// roundings open. Then a cause must be proved as in a head that passes.
 pub(super) fn is_marginal(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> bool {
     let open = |key: &Key| {
-        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
-        is_emulated(key.stage) && found.is_some_and(leaves_open)
+        let is_of_unit =
+            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(is_of_unit);
+        is_emulated(key.stage) && comparison.is_some_and(leaves_open)
     };
     let near = |key: &Key| {
-        // Over all rows: a sample need not hold the one that is furthest off.
-        let of = evidence.whole.get(key);
-        of.is_some_and(|of| of.overshoot > 1.0 && of.overshoot < CLEAR)
+        // Over all rows, as a sample need not contain the worst one.
+        let residual = evidence.whole.get(key);
+        residual.is_some_and(|of| of.overshoot > 1.0 && of.overshoot < CLEAR)
     };
     !keys.is_empty() && keys.iter().all(|key| open(key) && near(key))
 }
@@ -77,8 +80,8 @@ fn leaves_open(one: &Comparison) -> bool {
     one.members.len() > 1 && one.floor() > 2.0 * F32
 }
 
-/// Whether a comparison errs by more than the emulation of the declared roundings, which are
-/// below f32: a clean job's errors are other values of the same size.
+/// Whether a comparison has more error energy than the emulation of the declared roundings, which
+/// are coarser than f32. A right job's errors have other values but the same size.
 fn errs_more(one: &Comparison) -> bool {
     let [declared] = &one.members[..] else { return false };
     one.floor() > 2.0 * F32 && one.tally.error_energy > MORE * declared.energy
@@ -88,16 +91,17 @@ fn errs_more(one: &Comparison) -> bool {
 pub(super) struct Proof {
     /// Its cause, or several tied.
     pub(super) found: Vec<Found>,
-    /// Comparisons that pass by their bound and are reproduced with the fault alone.
+    /// The comparisons that pass by their bound, but whose errors only the fault reproduces.
     pub(super) of: BTreeSet<Key>,
-    /// How many times less energy it leaves there than any policy without it.
+    /// How many times less energy it leaves in those than any policy without it.
     pub(super) times: f64,
-    /// What its bound leaves room for.
+    /// Why their bound lets the fault pass.
     hidden: &'static str,
 }
 
 impl Proof {
-    /// Makes the comparisons fail that it proves to be wrong, and returns the causes.
+    /// Turns the comparisons that it proves wrong into failures of the outcome, and returns the
+    /// causes.
     pub(super) fn told(self, outcome: &mut Outcome) -> Vec<Found> {
         let ids: Vec<&str> = self.found.iter().map(|one| one.id.as_str()).collect();
         let words = format!("{}, but with {} {}", self.hidden, ids.join(" or "), words(self.times));
@@ -108,10 +112,11 @@ impl Proof {
     }
 }
 
-/// Comparisons that pass and are off by more than f32, where roundings below f32 are plausible
-/// and not declared, and which emulations round as the job did.
+/// The comparisons that pass and may hide a fault: off by more than f32 rounding, with roundings
+/// coarser than f32 that are plausible and not declared (or with more error than the declared ones
+/// make), in stages that emulation covers.
 pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
-    let mut found = BTreeSet::new();
+    let mut examined = BTreeSet::new();
     for stage in outcome.stages.iter().filter(|one| is_emulated(one.stage)) {
         let off =
             |one: &&Comparison| !(one.tally.error_energy <= EXACT * one.tally.reference_energy);
@@ -123,13 +128,13 @@ pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
             microbatch: one.microbatch,
             rank: one.rank,
         };
-        found.extend(open.map(key));
+        examined.extend(open.map(key));
     }
-    found
+    examined
 }
 
-/// A fault beside which some policy reproduces what no policy alone does; the evidence's
-/// failing comparisons are those that are open.
+/// Looks for a fault with which some policy reproduces the errors that no policy alone reproduces.
+/// The evidence's `failing` are the comparisons to examine.
 pub(super) fn prove(
     search: &Search<'_>,
     catalogue: &[&dyn Cause],
@@ -138,21 +143,21 @@ pub(super) fn prove(
     let search = &search.only(is_of_head);
     let fails = |key: &Key| evidence.residuals.get(key).is_some_and(|of| !of.passes);
     let fail = evidence.failing.iter().any(fails);
-    let of = Reproduction::new(search, evidence, fail)?;
-    let right = of.fit(Rounded(of.roundings.narrowest, of.roundings.tiles), None)?;
-    if of.is_explained(&right) || of.adds_labels_early() {
+    let reproduction = Reproduction::new(search, evidence, fail)?;
+    let right = reproduction
+        .fit(Rounded(reproduction.roundings.narrowest, reproduction.roundings.tiles), None)?;
+    if reproduction.is_explained(&right) || reproduction.adds_labels_early() {
         return None;
     }
-    // What only rounds intermediates is right where the bounds allow it and the job does not
-    // say otherwise.
-    let declared = of.fail || plausible_policies::points(&of.roundings).is_empty();
-    let roundings = &of.roundings;
+    // A cause that only rounds intermediates is no fault where the bounds allow it and the job does
+    // not declare otherwise.
+    let declared = reproduction.fail || plausible_policies::points(&reproduction.roundings).is_empty();
+    let roundings = &reproduction.roundings;
     let provable = move |cause: &dyn Cause, hypothesis: &Hypothesis| {
         let policy = hypothesis.world.policy(roundings);
-        let says =
-            policy.is_some_and(|(policy, _)| plausible_policies::contradicts(&policy, roundings));
-        // A number for every token may be the job's own rounding of one, and is no fault.
-        !hypothesis.of_both && (declared || !cause.may_be_right() || says)
+        let says = policy.is_some_and(|(policy, _)| plausible_policies::contradicts(&policy, roundings));
+        // Numbers for every token may merely fit the job's own rounding of each.
+        !hypothesis.per_token && (declared || !cause.may_be_right() || says)
     };
     let hypotheses = catalogue.iter().flat_map(|&cause| {
         let all = search.hypotheses(cause, evidence);
@@ -161,23 +166,25 @@ pub(super) fn prove(
     });
     let near: Vec<(&dyn Cause, Hypothesis, Fit)> = hypotheses
         .filter_map(|(cause, hypothesis)| {
-            let fit = of.beside(&hypothesis, &right);
+            let fit = reproduction.beside(&hypothesis, &right);
             search.meter.leaves(cause.id());
             let fit = fit?;
-            of.gains(&fit, &right).then_some((cause, hypothesis, fit))
+            reproduction.gains(&fit, &right).then_some((cause, hypothesis, fit))
         })
         .collect();
     let spent = search.meter.is_spent();
-    // What a look shows to be far behind the nearest is neither the cause nor tied with it.
+    // A hypothesis that is far behind the nearest on a few rows is neither the cause nor tied with
+    // it.
     let least = near.iter().map(|(.., fit)| fit.left).fold(f64::INFINITY, f64::min);
-    let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || of.is_exact(fit);
+    let beside = |fit: &Fit| fit.left <= ROUGHLY * CLEAR * least || reproduction.is_exact(fit);
     let near: Vec<_> = near.into_iter().filter(|(.., fit)| beside(fit)).collect();
     if near.is_empty() {
         return None;
     }
     let ids: Vec<&str> = near.iter().map(|(cause, ..)| cause.id()).collect();
-    let proof = of.confirmed(near);
-    // A fault is proved beside others that were not tried only where those could at most be tied.
+    let proof = reproduction.confirmed(near);
+    // With untried causes left, a fault counts as proved only if it leaves next to nothing, so that
+    // others could at most be tied.
     let proof = proof.filter(|proof| !spent || proof.times >= DECISIVE);
     if proof.is_none() && search.meter.is_over() {
         ids.into_iter().for_each(|id| search.meter.leaves(id));
@@ -185,15 +192,16 @@ pub(super) fn prove(
     proof
 }
 
-/// Whether some plausible policy reproduces every failing comparison, and each passes beside
-/// it: the declared head was computed as plausible heads are, and what failed is the bound.
-/// Only of tests over a comparison as a whole: a row or an element that is wrong is hardly
-/// any of the energy, and the policy that explains the rest says nothing of it.
+/// Whether some plausible policy reproduces every failing comparison, so that each passes in it:
+/// then the head is right and the bound was too narrow. Only for failures of tests over a
+/// comparison as a whole: a single wrong row or element has hardly any of the energy, and a policy
+/// that explains the rest proves nothing about it.
 pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
     let single = |key: &Key| {
-        let of = |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        let found = evidence.outcome.stage(key.stage).comparisons.iter().find(of);
-        found.is_none_or(|one| one.tally.exceeding > 0 || one.tally.exceeding_rows > 0)
+        let is_of_unit =
+            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(is_of_unit);
+        comparison.is_none_or(|one| one.tally.exceeding > 0 || one.tally.exceeding_rows > 0)
     };
     if evidence.failing.iter().any(single) {
         return false;
@@ -214,8 +222,8 @@ pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
     keys.iter().all(closely)
 }
 
-/// Whether gradients fail that are emulated, and no policy that a head with other options leaves
-/// open reproduces them: that more is allowed there says nothing.
+/// Whether gradients fail that emulation covers, and no policy that a head with these other options
+/// leaves open reproduces them. Then the wider bounds of that head explain nothing.
 pub(super) fn is_refuted(
     search: &Search<'_>,
     evidence: &Evidence<'_>,
@@ -232,7 +240,7 @@ pub(super) fn is_refuted(
     fit.is_some_and(|fit| keys.iter().any(|key| !of.explains(&fit, key)))
 }
 
-/// Where all that fails is emulated.
+/// A search for policies, if emulation covers everything that fails.
 fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Reproduction<'a>> {
     let keys = &evidence.failing;
     let all = keys.iter().all(|key| is_emulated(key.stage));
@@ -241,7 +249,7 @@ fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Re
     able.then(|| Reproduction::new(search, evidence, false))?
 }
 
-/// How closely a fault is reproduced, as a clause.
+/// A clause that says how closely a fault is reproduced.
 fn words(times: f64) -> String {
     const OF: &str = "of the squared error that the best plausible rounding without it leaves";
     match times {

@@ -1,5 +1,5 @@
-//! What each unit's backward starts from, overheard in a trial: lse and cotangents of its
-//! tokens, and what was captured of its gradients.
+//! What each unit's backward starts from: lse and cotangents of its tokens, as a trial with a
+//! recording world shows them; and the unit's captured gradients.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -18,7 +18,7 @@ use crate::replay::gathered_rows::Gathered;
 use crate::replay::trial::{Rows, counted_trial};
 use crate::replay::world::{UnitTokens, World};
 
-/// Tokens whose gradients belong together, with what their backward starts from.
+/// The tokens of a unit, with what their backward starts from.
 #[derive(Default)]
 pub struct UnitState {
     /// Which microbatch.
@@ -29,7 +29,7 @@ pub struct UnitState {
     ranks: Vec<Rank>,
     /// Its tokens among those of the microbatch.
     pub rows: Vec<usize>,
-    /// As the backward reads it, `[n]`.
+    /// lse as the backward reads it, `[n]`.
     pub lse: Vec<f64>,
     /// Upstream gradient of each token's nll, `[n]`.
     pub g: Vec<f64>,
@@ -37,16 +37,16 @@ pub struct UnitState {
     pub cotangents: [Vec<f64>; 3],
 }
 
-/// Listens to what the backward is given.
+/// A world that changes nothing and records what the backward is given.
 #[derive(Default)]
-struct Spy {
+struct Recorder {
     seen: Mutex<States>,
 }
 
 /// By microbatch and first rank.
 type States = BTreeMap<(Option<Microbatch>, Option<Rank>), UnitState>;
 
-impl World for Spy {
+impl World for Recorder {
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
         let microbatch = tokens.inputs.microbatch;
         let state = UnitState {
@@ -61,35 +61,36 @@ impl World for Spy {
         let Ok(mut seen) = self.seen.lock() else { return };
         let place = seen.entry((microbatch, tokens.rank));
         let kept = place.or_default();
-        // A sample of a unit's tokens is less than the unit.
+        // Some stages compare only a sample of the unit's tokens; the most complete state is kept.
         if state.rows.len() > kept.rows.len() {
             *kept = state;
         }
     }
 }
 
-/// Every unit of the step, in the world that is the background of the evidence; none where
-/// the step cannot be replayed in it.
+/// Every unit of the step, in the evidence's background; empty where the step cannot be replayed in
+/// it.
 pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
-    let spy = Spy::default();
+    let recorder = Recorder::default();
     let mut worlds = evidence.background.clone();
-    worlds.push(&spy);
+    worlds.push(&recorder);
     let one = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![0]);
     let rows = Rows { tokens: evidence.inputs.iter().map(one).collect(), classes: vec![0] };
     let wanted = [Stage::Lse, Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::Dlogits];
-    // A gradient of k is a sum over all tokens of a unit, so that all of them are heard; where dk
-    // was recorded in sums alone, only those stages ask for it.
+    // A gradient of k is a sum over all tokens of a unit, so replaying it shows all of them. Where
+    // dk was recorded only as sums, only the stages of the sums replay it.
     let of_all = [Stage::DkLse, Stage::DkLabel, Stage::Dk, Stage::Accumulate, Stage::Reduce];
     let wanted = wanted.into_iter().chain(of_all).collect();
     let with = (Some(&rows), evidence.cache(), evidence.progress());
     if counted_trial(evidence.step, &wanted, &worlds, with).is_err() {
         return Vec::new();
     }
-    let seen = spy.seen.into_inner().unwrap_or_default();
+    let seen = recorder.seen.into_inner().unwrap_or_default();
     let of_ranks = |mb| seen.keys().any(|&(of, rank)| of == mb && rank.is_some());
     let whole: Vec<bool> = seen.keys().map(|&(mb, _)| !of_ranks(mb)).collect();
     let kept = seen.into_values().zip(whole);
-    // The plane is judged over all tokens, whoever holds them.
+    // dlogits are compared over all tokens of a microbatch at once; that state is dropped where
+    // there are units of ranks.
     let kept = kept.filter(|(unit, whole)| unit.rank.is_some() || *whole).map(|(unit, _)| unit);
     let ranked = |unit: UnitState| {
         let (microbatch, rank) = (unit.microbatch, unit.rank);
@@ -100,7 +101,7 @@ pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
     kept.map(ranked).collect()
 }
 
-/// Some tokens against some classes, with what their entries of dlogits follow from.
+/// Some tokens and some classes, with everything that their entries of dlogits are computed from.
 pub struct Part {
     q: Gathered,
     k: Gathered,
@@ -118,8 +119,8 @@ impl UnitState {
         evidence.inputs.iter().find(|one| one.microbatch == self.microbatch)
     }
 
-    /// Some of the unit's tokens (indices into its rows) against some classes, ascending;
-    /// `None` where there are no q and k. `labelled`: whether the label's part is wanted.
+    /// Some of the unit's tokens (indices into its rows) and some classes, both ascending; `None`
+    /// where there are no q and k. `labelled`: whether entries include the label's part.
     pub fn part(
         &self,
         evidence: &Evidence<'_>,
@@ -176,7 +177,7 @@ impl UnitState {
 }
 
 impl Part {
-    /// Some of its tokens against some of its classes, both ascending indices into it.
+    /// A part of this part: ascending indices of its tokens and of its classes.
     pub fn sub(&self, tokens: &[usize], classes: &[usize]) -> Part {
         let place = |label: u32| match classes.binary_search(&(label as usize)) {
             Ok(at) if label != IGNORED => at as u32,
@@ -214,7 +215,7 @@ impl Part {
     pub fn entries(&self, of: &Policy) -> Vec<f64> {
         let head = self.head();
         let (rows, width) = (head.q.rows, head.k.rows);
-        let mut found = vec![0.0; rows * width];
+        let mut entries = vec![0.0; rows * width];
         let [lse, label, smooth] = &self.cotangents;
         let cotangents = Cotangents { lse, label, smooth };
         let plain = Policy { path: Path::Plain, ..*of };
@@ -222,9 +223,9 @@ impl Part {
         policy::plane(&plain, &head, &self.lse, &cotangents, tiles, progress, &mut |tile| {
             let columns = tile.cols.len().max(1);
             for (row, values) in tile.tokens.clone().zip(tile.dlogits.chunks(columns)) {
-                found[row * width..][tile.cols.clone()].copy_from_slice(values);
+                entries[row * width..][tile.cols.clone()].copy_from_slice(values);
             }
         });
-        found
+        entries
     }
 }

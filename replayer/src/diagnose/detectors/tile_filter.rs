@@ -1,50 +1,51 @@
-//! A gradient filter: tiles of dlogits in which nothing reaches a threshold are left out.
+//! A gradient filter: tiles of dlogits in which no magnitude reaches a threshold are left out, as
+//! Cut Cross-Entropy (CCE) does.
 //!
-//! The threshold is on `|p - onehot|`, before g multiplies it, so every unit's plane is
-//! looked at once with g = 1: what is kept of it is every magnitude, or of a large plane the
-//! largest of each block. Sizes and thresholds that jobs use are then tried on a few rows of
-//! dk.
+//! The threshold is on `|p - onehot|`, before g multiplies it. So every unit's dlogits are computed
+//! once with g = 1, and their magnitudes kept: all of them, or of large units the largest in each
+//! block. Tile sizes and thresholds that jobs use are then tried on a few rows of dk.
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::nan::largest;
 
-use super::sums::Sums;
-use super::units::{Part, UnitState};
+use super::sampled_sums::SampledSums;
+use super::unit_states::{Part, UnitState};
 use crate::diagnose::evidence::Evidence;
 use crate::head::roundings::F32;
 use crate::kernels::policy::Policy;
 
-/// Tokens and classes of a block: tiles are made of such.
+/// Sizes of a block, in tokens and in classes. Tiles consist of whole blocks.
 const BLOCKS: [usize; 3] = [1, 4, 8];
-/// Blocks of a plane up to which smaller ones are held: some memory, and every tile looks at
-/// all of them.
+/// The smallest block size with at most this many blocks is used: they take memory, and every tile
+/// size reads all of them.
 const HELD: usize = 1 << 19;
-/// Rows and columns of the plane that are held at a time.
+/// How many tokens' entries of dlogits are in memory at a time.
 const SPAN: usize = 256;
-/// See [`SPAN`].
+/// How many classes' entries are.
 const COLUMNS: usize = 4096;
-/// Tiles offered, the best first.
+/// How many filters are offered, the best first.
 const OFFERED: usize = 8;
-/// A filter counts as seen when it leaves less than this share of what none leaves.
+/// A filter is offered if it leaves less than this share of the error without a filter.
 const SEEN: f64 = 0.5;
-/// Work of looking up where an entry belongs and of adding what it multiplies, in few columns.
+/// Multiply-adds that finding an entry's tile and adding its products in a few columns takes as
+/// long as.
 const LOOKED_UP: usize = 16;
-/// Roundings to f32 of a logit by which `p - 1` may err: what is smaller than that is 0 in a right
-/// job as well, or anything.
+/// `p - 1` may be off by this many f32 roundings of a logit. Smaller magnitudes are noise in a
+/// right job too, so no threshold below that is tried.
 const ROUNDINGS: f64 = 64.0;
 
-/// What is left out of dlogits.
+/// A gradient filter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Filter {
-    /// Tiles whose magnitudes are all below it are left out.
+    /// A tile is left out if all its magnitudes are below this.
     pub least: f64,
     /// Tokens and classes of a tile.
     pub tile: [usize; 2],
-    /// Whether the label's part is in the tile: magnitudes are of `p - onehot`, else of p.
+    /// Whether magnitudes include the label's part (`p - onehot`), or are those of p alone.
     pub labelled: bool,
 }
 
-/// One unit with its plane's magnitudes.
+/// One unit with the magnitudes of its dlogits at g = 1.
 pub struct Filtered {
     /// Which microbatch.
     pub microbatch: Option<Microbatch>,
@@ -52,9 +53,9 @@ pub struct Filtered {
     pub rank: Option<Rank>,
     /// Its tokens among those of the microbatch.
     pub rows: Vec<usize>,
-    /// All of its tokens against all valid classes.
+    /// All of its tokens and all valid classes.
     pub part: Part,
-    /// Classes.
+    /// How many valid classes there are.
     pub classes: usize,
     /// Tokens and classes of a block.
     block: usize,
@@ -63,7 +64,7 @@ pub struct Filtered {
 }
 
 impl Filtered {
-    /// Looks at the whole plane of a unit; `None` where there are no q and k.
+    /// Computes the magnitudes of a unit; `None` where there are no q and k.
     pub fn new(
         evidence: &Evidence<'_>,
         unit: &UnitState,
@@ -99,7 +100,7 @@ impl Filtered {
         self.largest().over(filter.tile).dropped(filter.least)
     }
 
-    /// Of every block.
+    /// The magnitudes as tiles of one block each.
     fn largest(&self) -> Largest {
         let across = self.classes.div_ceil(self.block);
         let rows = self.rows.len().div_ceil(self.block);
@@ -107,8 +108,8 @@ impl Filtered {
         Largest { tile, values, rows, across }
     }
 
-    /// The filters that fit a captured dk of the unit best, where one fits much better than
-    /// none.
+    /// The filters with which the sampled dk of the unit fits best; empty where none fits much
+    /// better than no filter.
     pub fn search(
         &self,
         evidence: &Evidence<'_>,
@@ -116,7 +117,7 @@ impl Filtered {
         policy: &Policy,
         labelled: bool,
     ) -> Vec<Filter> {
-        let Some(sums) = Sums::of_many_dk(evidence, unit, policy, labelled) else {
+        let Some(sums) = SampledSums::of_many_dk(evidence, unit, policy, labelled) else {
             return Vec::new();
         };
         let work = LOOKED_UP * sums.n * sums.rows;
@@ -124,7 +125,7 @@ impl Filtered {
         let logit = largest(unit.lse.iter().map(|lse| lse.abs()));
         let noise = if labelled { ROUNDINGS * F32 * logit } else { 0.0 };
         let levels: Vec<f64> = thresholds().filter(|&least| least > noise).collect();
-        let mut found: Vec<(f64, Filter)> = Vec::new();
+        let mut filters: Vec<(f64, Filter)> = Vec::new();
         for largest in self.tiles() {
             if evidence.spend(work) {
                 return Vec::new();
@@ -132,17 +133,17 @@ impl Filtered {
             let (tile, first) = (largest.tile, largest.first_dropping(&levels));
             let at = |t: usize, v: usize| first[t / tile[0] * largest.across + v / tile[1]];
             let misfits = sums.misfits_without(levels.len(), &at);
-            let of = |level: usize| Filter { least: levels[level], tile, labelled };
+            let filter = |level: usize| Filter { least: levels[level], tile, labelled };
             let new = telling(&first, &levels).into_iter();
-            found.extend(new.map(|level| (misfits[level], of(level))));
+            filters.extend(new.map(|level| (misfits[level], filter(level))));
         }
-        found.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let seen = found.iter().filter(|(misfit, _)| *misfit < SEEN * none);
+        filters.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let seen = filters.iter().filter(|(misfit, _)| *misfit < SEEN * none);
         seen.map(|&(_, filter)| filter).take(OFFERED).collect()
     }
 
-    /// Tiles of powers of two, and of the whole of the tokens or of the classes. Each is made of
-    /// smaller ones.
+    /// The largest magnitudes for every tile size: powers of two, and all tokens or all classes.
+    /// Each is computed from a smaller size.
     fn tiles(&self) -> impl Iterator<Item = Largest> {
         let sizes = |of: usize, block: usize| {
             let whole = of.next_multiple_of(block);
@@ -163,9 +164,9 @@ impl Filtered {
     }
 }
 
-/// Of ascending thresholds those that leave out more than the ones before them, given the first
-/// that leaves out each tile. Of several that leave out as much, which a job has does not show:
-/// most have a power of two.
+/// The thresholds worth trying: those that leave out more tiles than the threshold before. `first`:
+/// for each tile the first of the ascending `levels` that leaves it out. Of several that leave out
+/// the same tiles, a power of two is taken, as most jobs use one.
 fn telling(first: &[usize], levels: &[f64]) -> Vec<usize> {
     let mut new = first.to_vec();
     new.sort_unstable();
@@ -191,7 +192,7 @@ struct Largest {
 }
 
 impl Largest {
-    /// Of larger tiles, which hold whole ones of these.
+    /// The same for larger tiles that consist of whole tiles of this size.
     fn over(&self, tile: [usize; 2]) -> Largest {
         let [tokens, classes] = [tile[0].div_ceil(self.tile[0]), tile[1].div_ceil(self.tile[1])];
         let (rows, across) = (self.rows.div_ceil(tokens), self.across.div_ceil(classes));
@@ -205,8 +206,8 @@ impl Largest {
         Largest { tile, values, rows, across }
     }
 
-    /// For every tile the first of ascending thresholds that leaves it out, their number where
-    /// none does.
+    /// For every tile the first of the ascending thresholds that leaves it out; the number of
+    /// thresholds where none does.
     fn first_dropping(&self, levels: &[f64]) -> Vec<usize> {
         let first = |&x: &f32| levels.partition_point(|&least| least <= f64::from(x));
         self.values.iter().map(first).collect()
@@ -226,13 +227,13 @@ pub struct Tiled {
 }
 
 impl Tiled {
-    /// Whether the entry of a token (of the unit's) and a class is left out.
+    /// Whether the entry of a token (index into the unit's) and a class is left out.
     pub fn drops(&self, token: usize, class: usize) -> bool {
         self.dropped[token / self.tile[0] * self.across + class / self.tile[1]]
     }
 }
 
-/// Thresholds in use, ascending: powers of two around CCE's 2⁻¹², and of ten.
+/// Thresholds that jobs use, ascending: powers of two around CCE's 2⁻¹², and powers of ten.
 fn thresholds() -> impl Iterator<Item = f64> {
     let twos = (4..=18).map(|k| 2f64.powi(-k));
     let mut all: Vec<f64> = twos.chain((2..=6).map(|k| 10f64.powi(-k))).collect();

@@ -1,43 +1,44 @@
-//! Gradients in which some addends, rows or columns count more or less often than once.
+//! Gradients in which some summands, rows or columns count more or less often than once.
 //!
-//! dk is the sum of a product a token, dq of one a class: the sum is solved for how often it holds
-//! each (`solve`), of the whole entries, of their softmax part alone, or in the rows that fail
-//! alone; rows and columns likewise. Nothing is enumerated but the window of tokens in which the
-//! last one of a label overwrites the others.
+//! dk is a sum of one product per token, dq of one per class. The sum is solved for the weight of
+//! each product ([`super::least_squares`]): of the whole products, of their softmax part alone, or
+//! in the failing rows alone; rows and columns likewise. The one thing that is found by trying all
+//! values is the window of tokens within which one of a label overwrites the others.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::direct::{distance, energy};
-use super::gradient::{Gradient, Kept};
+use super::gradient::{Gradient, OverwrittenLabels};
+use super::least_squares::{is_sure, runs, whole_factors, whole_weights};
 use super::plane::Rows;
-use super::solve::{is_sure, runs, whole_factors, whole_weights};
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 0.1;
 
-/// Runs of tokens that are told one by one.
+/// The report lists up to this many runs one by one; for more it looks for a rule.
 const FEW: usize = 2;
 
-/// What is counted.
+/// What may count more or less often than once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum What {
-    /// Addends of a sum: tokens of dk, classes of dq.
+    /// Products of a sum: tokens for dk, classes for dq.
     Addends,
-    /// The same of the softmax part alone: the label's was added apart.
+    /// The softmax part of products, where the label's part was added separately.
     OfSoftmax,
-    /// The same in the rows that fail alone: a tile of tokens and classes.
+    /// Products in the failing rows only: a tile of tokens and classes.
     Tile,
-    /// Of the softmax part in such rows.
+    /// The softmax part of products in the failing rows only.
     TileOfSoftmax,
-    /// The label's addends of dk alone: of tokens of one label only the last is there.
-    LastOfLabel,
+    /// The label's part of dk, where of the tokens with one label only the last, or only the first,
+    /// is left.
+    OneOfLabel,
     /// Rows of the gradient.
     Rows,
-    /// Rows of dk are divided by how often they are a label.
+    /// Rows of dk, each divided by the number of tokens with that label.
     OverHits,
     /// Columns of the gradient.
     Columns,
@@ -49,75 +50,76 @@ pub const ALL: [What; 8] = [
     What::OfSoftmax,
     What::Tile,
     What::TileOfSoftmax,
-    What::LastOfLabel,
+    What::OneOfLabel,
     What::Rows,
     What::OverHits,
     What::Columns,
 ];
 
-/// What counts otherwise in all gradients of a stage that fail.
+/// Which of `whats` explain every failing gradient of a stage, with the weights.
 pub fn counted(evidence: &Evidence<'_>, stage: Stage, whats: &[What]) -> Vec<(What, Counted)> {
     let keys: Vec<Key> = evidence.failing_of(&[stage]).map(|(key, _)| key).collect();
     if keys.is_empty() {
         return Vec::new();
     }
-    let mut found: Vec<(What, Counted)> =
+    let mut explaining: Vec<(What, Counted)> =
         whats.iter().map(|&what| (what, Counted::default())).collect();
     for key in keys {
         let Some(of) = Gradient::of(evidence, key) else { return Vec::new() };
-        found.retain_mut(|(what, counted)| counts(evidence, &of, *what, counted));
-        if found.is_empty() {
+        explaining.retain_mut(|(what, counted)| counts(evidence, &of, *what, counted));
+        if explaining.is_empty() {
             return Vec::new();
         }
     }
-    found
+    explaining
 }
 
-/// Adds what this gradient holds; false where it is none of whole numbers.
-fn counts(evidence: &Evidence<'_>, of: &Gradient, what: What, to: &mut Counted) -> bool {
-    let Some(found) = weighed(evidence, of, what) else { return false };
-    let off = |other: &Rows| distance(&of.captured.values, &other.values);
-    if !(off(&found.changed) <= LEFT * off(&of.reference)) {
+/// Adds the weights of one gradient; false where they do not explain it.
+fn counts(evidence: &Evidence<'_>, gradient: &Gradient, what: What, counted: &mut Counted) -> bool {
+    let Some(weighed) = weighed(evidence, gradient, what) else { return false };
+    let off = |other: &Rows| distance(&gradient.captured.values, &other.values);
+    if !(off(&weighed.changed) <= LEFT * off(&gradient.reference)) {
         return false;
     }
-    if let Some(rule) = found.rule {
-        if to.rule.as_ref().is_some_and(|other| *other != rule) {
+    if let Some(rule) = weighed.rule {
+        if counted.rule.as_ref().is_some_and(|other| *other != rule) {
             return false;
         }
-        to.rule = Some(rule);
+        counted.rule = Some(rule);
     }
-    for said in found.said {
-        if !to.said.contains(&said) {
-            to.said.push(said);
+    for said in weighed.said {
+        if !counted.said.contains(&said) {
+            counted.said.push(said);
         }
     }
-    let rows = (0..found.changed.count()).map(|at| (of.row(at), found.changed.row(at).to_vec()));
-    to.world = std::mem::take(&mut to.world).rows(of.key, rows);
+    let rows =
+        (0..weighed.changed.count()).map(|at| (gradient.row(at), weighed.changed.row(at).to_vec()));
+    counted.world = std::mem::take(&mut counted.world).rows(gradient.key, rows);
     true
 }
 
-/// A gradient as it would be, and in words what counts otherwise.
+/// A gradient with other weights, and what they are in words.
 struct Weighed {
     changed: Rows,
     said: Vec<String>,
     rule: Option<String>,
 }
 
-fn weighed(evidence: &Evidence<'_>, of: &Gradient, what: What) -> Option<Weighed> {
+fn weighed(evidence: &Evidence<'_>, gradient: &Gradient, what: What) -> Option<Weighed> {
     match what {
         What::Addends | What::OfSoftmax => {
-            let entries = of.entries(what == What::OfSoftmax)?;
-            let all = 0..of.reference.count();
-            of_addends(evidence, of, (&entries, &[all]), false)
+            let entries = gradient.entries(what == What::OfSoftmax)?;
+            let all = 0..gradient.reference.count();
+            of_addends(evidence, gradient, (&entries, &[all]), false)
         }
         What::Tile | What::TileOfSoftmax => {
-            let failing = of.failing_rows()?;
-            let entries = of.entries(what == What::TileOfSoftmax)?;
-            of_addends(evidence, of, (&entries, &failing), true)
+            let failing = gradient.failing_rows()?;
+            let entries = gradient.entries(what == What::TileOfSoftmax)?;
+            of_addends(evidence, gradient, (&entries, &failing), true)
         }
-        What::LastOfLabel => {
-            let kept = Kept::of(of, &|work| evidence.spend(work))?;
-            let (changed, rule) = (kept.sum(of), Some(kept.words()));
+        What::OneOfLabel => {
+            let kept = OverwrittenLabels::of(gradient, &|work| evidence.spend(work))?;
+            let (changed, rule) = (kept.sum(gradient), Some(kept.words()));
             Some(Weighed { changed, said: Vec::new(), rule })
         }
         What::Rows | What::Columns => {
@@ -125,54 +127,56 @@ fn weighed(evidence: &Evidence<'_>, of: &Gradient, what: What) -> Option<Weighed
                 What::Columns => rows.transposed(),
                 _ => Rows { cols: rows.cols, values: rows.values.clone() },
             };
-            let reference = turned(&of.reference);
-            let weights = whole_factors(&turned(&of.captured), &reference).filter(|w| differ(w))?;
-            // Rows of dq that hold nothing were not written, and that has a name.
+            let reference = turned(&gradient.reference);
+            let weights =
+                whole_factors(&turned(&gradient.captured), &reference).filter(|w| differ(w))?;
+            // Rows of dq that are zero were not written, which is a cause of its own.
             let unwritten = weights.iter().all(|&x| x == 1.0 || x == 0.0);
-            if what == What::Rows && !of.is_of_k() && unwritten {
+            if what == What::Rows && !gradient.is_of_k() && unwritten {
                 return None;
             }
-            let place = |at: usize| if what == What::Rows { of.row(at) } else { at };
+            let place = |at: usize| if what == What::Rows { gradient.row(at) } else { at };
             let (said, changed) =
                 (in_words(&weights, &place), turned(&scaled(&reference, &weights)));
             Some(Weighed { changed, said, rule: None })
         }
         What::OverHits => {
-            let weights = of.over_hits().filter(|w| differ(w))?;
+            let weights = gradient.over_hits().filter(|w| differ(w))?;
             let rule = "each is divided by how often it is a label".to_string();
-            let changed = scaled(&of.reference, &weights);
+            let changed = scaled(&gradient.reference, &weights);
             Some(Weighed { changed, said: Vec::new(), rule: Some(rule) })
         }
     }
 }
 
-/// All alike are a factor of the whole.
+/// Whether the weights differ; if not, they are one factor on the whole gradient.
 fn differ(weights: &[f64]) -> bool {
     weights.iter().any(|x| *x != weights[0])
 }
 
-/// A sum that holds its addends otherwise in some rows.
+/// Solves a gradient for the weights of its products in some regions of rows.
 fn of_addends(
     evidence: &Evidence<'_>,
-    of: &Gradient,
+    gradient: &Gradient,
     (entries, regions): (&Rows, &[Range<usize>]),
     told: bool,
 ) -> Option<Weighed> {
-    let (error, even) = (of.error(), of.evening());
+    let (error, even) = (gradient.error(), gradient.evening());
     let mut more = Rows { cols: entries.cols, values: vec![0.0; entries.values.len()] };
     let mut said = Vec::new();
     for rows in regions {
-        // Rows in which rounding errs more say less.
+        // Scales rows so that those with larger rounding errors count less.
         let even = &even[rows.clone()];
         let part = times_columns(&columns(entries, rows), even);
         let cols = error.cols;
         let values = error.values[rows.start * cols..rows.end * cols].to_vec();
-        let rounding = of.rounding * values.len() as f64 / error.values.len().max(1) as f64;
+        let rounding = gradient.rounding * values.len() as f64 / error.values.len().max(1) as f64;
         let error = (&scaled(&Rows { cols, values }, even), rounding);
         let spend = |work| evidence.spend(work);
-        let weights = whole_weights((&part, of.other()), error, &spend).filter(|w| differ(w))?;
-        let sequences = of_sequences(evidence, of, &weights);
-        let regular = if sequences.is_none() { spaced(of, &part, &weights) } else { None };
+        let weights =
+            whole_weights((&part, gradient.other()), error, &spend).filter(|w| differ(w))?;
+        let sequences = of_sequences(evidence, gradient, &weights);
+        let regular = if sequences.is_none() { spaced(gradient, &part, &weights) } else { None };
         let weights = regular.as_ref().map_or(weights, |regular| regular.weights.clone());
         for (i, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
             for row in rows.clone() {
@@ -182,16 +186,17 @@ fn of_addends(
         }
         let words = sequences
             .or_else(|| regular.map(|regular| vec![regular.words]))
-            .unwrap_or_else(|| in_words(&weights, &|at| of.addend(at)));
-        let of_rows = format!("in rows {}: ", between(of.row(rows.start), of.row(rows.end - 1)));
+            .unwrap_or_else(|| in_words(&weights, &|at| gradient.addend(at)));
+        let of_rows =
+            format!("in rows {}: ", between(gradient.row(rows.start), gradient.row(rows.end - 1)));
         let place = if told { of_rows } else { String::new() };
         said.extend(words.into_iter().map(|words| place.clone() + &words));
     }
-    Some(Weighed { changed: of.with(&more), said, rule: None })
+    Some(Weighed { changed: gradient.with(&more), said, rule: None })
 }
 
-/// The places in a sequence of which the tokens count otherwise, where they do so in every sequence
-/// and in more runs than can be told.
+/// The positions in a sequence at which tokens count more or less than once, in words, where they
+/// are the same in every sequence and the runs are too many to list.
 fn of_sequences(evidence: &Evidence<'_>, of: &Gradient, weights: &[f64]) -> Option<Vec<String>> {
     let length = evidence.inputs_of(of.key.microbatch)?.sequence;
     let several = length >= 2 && weights.len() > length;
@@ -211,14 +216,15 @@ fn of_sequences(evidence: &Evidence<'_>, of: &Gradient, weights: &[f64]) -> Opti
     Some(words.map(|words| format!("{words} of every sequence")).collect())
 }
 
-/// What counts otherwise at regular distances.
+/// Weights that repeat at a regular distance.
 struct Spaced {
     weights: Vec<f64>,
     words: String,
 }
 
-/// The rule by which the first of every chunk, for one, counts otherwise. Addends whose weight does
-/// not show follow it, too. `None` where it is in few runs, or in irregular ones.
+/// The rule of weights that repeat at a regular distance, for example the first token of every
+/// chunk. Products too small to show their weight are taken to follow the rule. `None` where there
+/// are few runs, or irregular ones.
 fn spaced(of: &Gradient, entries: &Rows, weights: &[f64]) -> Option<Spaced> {
     let noise = of.rounding / of.captured.values.len().max(1) as f64;
     let shows = |at: &usize| is_sure(energy(entries.row(*at)) * energy(of.other().row(*at)), noise);
@@ -249,13 +255,13 @@ fn spaced(of: &Gradient, entries: &Rows, weights: &[f64]) -> Option<Spaced> {
     Some(Spaced { weights, words })
 }
 
-/// Some columns of rows.
+/// Some columns of a matrix.
 fn columns(of: &Rows, which: &Range<usize>) -> Rows {
     let row = |row: &[f64]| row[which.clone()].to_vec();
     Rows { cols: which.len(), values: of.values.chunks(of.cols.max(1)).flat_map(row).collect() }
 }
 
-/// Each column times a number.
+/// Multiplies each column by a number.
 fn times_columns(of: &Rows, factors: &[f64]) -> Rows {
     let rows = of.values.chunks(of.cols.max(1));
     let values = rows.flat_map(|row| row.iter().zip(factors).map(|(x, by)| x * by)).collect();
@@ -274,7 +280,7 @@ fn often(times: f64) -> String {
     }
 }
 
-/// Runs of what counts otherwise than once, by the numbers that `place` gives.
+/// Runs of weights that are not 1, in words; `place` gives the number to print for an index.
 pub(super) fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<String> {
     let one = |(run, times): (Range<usize>, f64)| {
         format!("{} {}", between(place(run.start), place(run.end - 1)), often(times))
@@ -283,17 +289,17 @@ pub(super) fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<S
 }
 
 fn scaled(rows: &Rows, factors: &[f64]) -> Rows {
-    let of = |(at, x): (usize, &f64)| x * factors[at / rows.cols.max(1)];
-    Rows { cols: rows.cols, values: rows.values.iter().enumerate().map(of).collect() }
+    let product = |(at, x): (usize, &f64)| x * factors[at / rows.cols.max(1)];
+    Rows { cols: rows.cols, values: rows.values.iter().enumerate().map(product).collect() }
 }
 
-/// Gradients in which something counts more or less often.
+/// The gradients of a stage with other weights than 1.
 #[derive(Default)]
 pub struct Counted {
-    /// With what counts otherwise in its place.
-    pub world: Instead,
-    /// What is different of all gradients, in words: once where it is the same in several.
+    /// The world in which the gradients have these weights.
+    pub world: ReplacedValues,
+    /// The weights in words, each sentence once.
     pub said: Vec<String>,
-    /// The rule by which it is, where there is one.
+    /// The rule that the weights follow, where there is one.
     pub rule: Option<String>,
 }

@@ -1,8 +1,8 @@
-//! Entries of dlogits that were written elsewhere: the label's `-g` of a token lands in
-//! another token's row, at another class.
+//! Entries of dlogits that were written to the wrong place: the label's entry `-g` of a token lands
+//! in another token's row, or at another class.
 //!
-//! Where dlogits are kept in few bits the whole entry is rounded, not the label's part: all
-//! tokens of one g round alike, and that shows in sums.
+//! Where dlogits are stored in few bits, the whole entry is rounded, not the label's part of it.
+//! Tokens with the same `g` then round alike, and these roundings add up in the sums.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -15,12 +15,12 @@ use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::Precision;
 use crate::replay::world::{Expectation, UnitTokens, World};
 
-/// An entry that is not the label's own.
+/// An entry that stands at a place which is not its token's label.
 #[derive(Clone, Debug)]
 struct Stray {
     token: usize,
     class: usize,
-    /// Its value, slope applied.
+    /// Its value, with the derivative of the logit applied.
     entry: f64,
     k: Vec<f64>,
     q: Vec<f64>,
@@ -28,36 +28,39 @@ struct Stray {
     rank: Option<Rank>,
 }
 
-/// Label entries that are missing, and that stand elsewhere.
+/// Label entries that are missing in their place, and those that stand elsewhere.
 #[derive(Default)]
 pub struct Strays {
     missing: BTreeMap<Option<Microbatch>, Vec<usize>>,
     strays: BTreeMap<Option<Microbatch>, Vec<Stray>>,
-    /// Label logits that were read elsewhere, by token.
+    /// Label logits that were read from another place, by token.
     pub label_logits: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
-    /// How far each of those may be off: an element of another row is rounded as that row's
-    /// products are, not as the token's own.
+    /// How far each of those may be off through rounding, which is that of the row it was read
+    /// from, not of the token's own.
     pub off: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
-    /// What an entry of dlogits is rounded to with the stray in it; none for not at all.
+    /// The format that an entry of dlogits is rounded to after the stray was added; none where it
+    /// is not rounded.
     rounded: Option<Precision>,
-    /// Upstream gradients of tokens that do not count, where the softmax part takes them.
+    /// Upstream gradients of tokens that do not count in the loss, where the softmax part has them
+    /// all the same.
     pub upstream: BTreeMap<Option<Microbatch>, BTreeMap<usize, f64>>,
-    /// Stages in which nothing of this stands.
+    /// Stages that do not have the stray entries.
     pub not_in: Vec<Stage>,
 }
 
 impl Strays {
-    /// Of dlogits that are kept in a format of few bits.
+    /// Without any entry yet, for dlogits that are rounded to this format.
     pub fn rounded(rounded: Option<Precision>) -> Strays {
         Strays { rounded, ..Strays::default() }
     }
 
-    /// No label entry of these tokens.
+    /// Removes the label entries of these tokens.
     pub fn miss(&mut self, microbatch: Option<Microbatch>, tokens: Vec<usize>) {
         self.missing.insert(microbatch, tokens);
     }
 
-    /// Entries `c` at `(token, class)`, before the slope there.
+    /// Adds entries `(token, class, c)`; c is the value before the derivative of the logit is
+    /// applied.
     pub fn add(
         &mut self,
         evidence: &Evidence<'_>,
@@ -66,11 +69,11 @@ impl Strays {
     ) -> Option<()> {
         let direct = Direct::of_logits(evidence, inputs)?;
         let units = evidence.step.units(inputs).ok()?;
-        let of = |&(token, class, c): &(usize, usize, f64)| {
+        let stray = |&(token, class, c): &(usize, usize, f64)| {
             let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
             let (z, slope) = direct.logit_at(token, class);
-            let of = evidence.reference();
-            let own = of.softmax_entry(inputs.microbatch, token, (z, slope)).unwrap_or(0.0);
+            let reference = evidence.reference();
+            let own = reference.softmax_entry(inputs.microbatch, token, (z, slope)).unwrap_or(0.0);
             let whole = own + c * slope;
             let entry = match self.rounded {
                 Some(to) => f64::from(to.round(whole as f32)) - own,
@@ -81,7 +84,7 @@ impl Strays {
             Stray { token, class, entry, k, q, rank }
         };
         let valid = |of: &&(usize, usize, f64)| of.1 < inputs.valid_vocab;
-        let all = entries.iter().filter(valid).map(of).collect();
+        let all = entries.iter().filter(valid).map(stray).collect();
         self.strays.insert(inputs.microbatch, all);
         Some(())
     }

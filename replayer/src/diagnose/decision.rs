@@ -1,26 +1,28 @@
-//! Which of the tried hypotheses is the cause, which are tied, and when nothing is.
+//! Decides which of the tried hypotheses is the cause, which are tied, and when the cause is
+//! unknown.
 //!
-//! A hypothesis is accepted when every comparison that it is to explain passes the test
-//! that the declaration failed. Among those accepted one cause wins when it leaves
-//! [`CLEAR`] times less energy than the next, or needs fewer fitted numbers for no more
-//! energy; otherwise they are tied.
+//! A hypothesis is accepted when every comparison that it is to explain passes, in its world, the
+//! test that failed as declared. Among the accepted ones a cause wins when it leaves [`CLEAR`]
+//! times less energy than the next, or when the next costs more (fitted numbers and
+//! counterevidence) and leaves no less after a penalty for that; otherwise they are tied.
 
 use std::collections::BTreeSet;
 
 use super::evidence::Key;
 use super::search::Tried;
 
-/// How many times less energy than the next the winner leaves.
+/// The winner leaves at least this many times less energy than the next cause.
 pub const CLEAR: f64 = 10.0;
 
-/// One more fitted number must leave this many times less energy to be believed.
+/// A hypothesis with one more fitted number is preferred only if it leaves this many times less
+/// energy.
 const OCCAM: f64 = 2.0;
 
-/// The accepted hypotheses of one set of comparisons, the best first.
+/// The accepted hypotheses for one set of comparisons, the best first.
 pub struct Decision {
     /// Indices into the tried hypotheses: one is named, several are tied.
     pub winners: Vec<usize>,
-    /// The best of the other causes and its energy over the winner's.
+    /// The best of the other causes, and how many times as much energy as the winner it leaves.
     pub next: Option<(usize, f64)>,
 }
 
@@ -41,12 +43,13 @@ pub fn decide(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Decision> {
     Some(Decision { winners, next })
 }
 
-/// The best accepted hypothesis of each cause. A number for every token follows the rounding of
-/// each row, too, and leaves less than any rule: it counts where no rule is accepted.
+/// The best accepted hypothesis of each cause. One with a number for every token leaves less energy
+/// than any rule with a few parameters, because it also follows the rounding of each row. It
+/// therefore counts only where none of its cause with few parameters is accepted.
 fn best_of_causes(tried: &[Tried<'_>], accepted: &[usize], left: &[f64]) -> Vec<usize> {
     let mut best: Vec<usize> = Vec::new();
-    let unruled = |at: usize| tried[at].hypothesis.of_both;
-    let before = |a: usize, b: usize| match (unruled(a), unruled(b)) {
+    let is_per_token = |at: usize| tried[at].hypothesis.per_token;
+    let before = |a: usize, b: usize| match (is_per_token(a), is_per_token(b)) {
         (false, true) => true,
         (true, false) => false,
         _ => order(tried, left, a, b).is_lt(),
@@ -62,15 +65,15 @@ fn best_of_causes(tried: &[Tried<'_>], accepted: &[usize], left: &[f64]) -> Vec<
     best
 }
 
-/// Energy with a penalty for each fitted number.
+/// Energy left, times a penalty for each fitted number.
 fn penalized(tried: &[Tried<'_>], left: &[f64], at: usize) -> f64 {
     left[at] * OCCAM.powf(tried[at].cost())
 }
 
 fn order(tried: &[Tried<'_>], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
     let cost = |at: usize| tried[at].cost();
-    let of = |at| penalized(tried, left, at);
-    of(a).total_cmp(&of(b)).then(cost(a).total_cmp(&cost(b)))
+    let penalized_energy = |at| penalized(tried, left, at);
+    penalized_energy(a).total_cmp(&penalized_energy(b)).then(cost(a).total_cmp(&cost(b)))
 }
 
 /// Whether the evidence cannot tell two accepted causes apart.
@@ -81,7 +84,7 @@ fn is_tied(tried: &[Tried<'_>], left: &[f64], first: usize, other: usize) -> boo
     ratio(left[other], left[first]) < CLEAR
 }
 
-/// How many times more energy one leaves than the other.
+/// How many times as much energy one leaves as the other.
 fn ratio(one: f64, other: f64) -> f64 {
     match (one, other) {
         (0.0, 0.0) => 1.0,
@@ -89,17 +92,18 @@ fn ratio(one: f64, other: f64) -> f64 {
     }
 }
 
-/// Few hypotheses that explain all together what none explains alone: the one that
-/// explains most first, then what is left. Each must explain something of its own.
+/// A few hypotheses that together explain what none explains alone, chosen greedily: first the one
+/// that explains most comparisons, then the one that explains most of the rest, and so on. None
+/// where that takes more than [`MOST`].
 pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<Key>, Decision)>> {
     let mut left = keys.clone();
-    let mut found = Vec::new();
+    let mut parts = Vec::new();
     while !left.is_empty() {
         let gain = |one: &Tried<'_>| one.explains.intersection(&left).count();
         let most = tried.iter().map(gain).max().filter(|&most| most > 0)?;
-        // Of equal gain, the set that the least energy is left of.
-        let of = |one: &&Tried<'_>| gain(one) == most;
-        let best = tried.iter().filter(of).min_by(|a, b| {
+        // Of those that explain equally many, the one that leaves least energy in them.
+        let gains_most = |one: &&Tried<'_>| gain(one) == most;
+        let best = tried.iter().filter(gains_most).min_by(|a, b| {
             let share =
                 |one: &Tried<'_>| one.left_of(&one.explains.intersection(&left).copied().collect());
             share(a).total_cmp(&share(b))
@@ -107,22 +111,22 @@ pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<
         let part: BTreeSet<Key> = best.explains.intersection(&left).copied().collect();
         let decision = decide(tried, &part)?;
         left.retain(|key| !part.contains(key));
-        found.push((part, decision));
-        if found.len() > MOST {
+        parts.push((part, decision));
+        if parts.len() > MOST {
             return None;
         }
     }
-    Some(found)
+    Some(parts)
 }
 
-/// Causes that one step is believed to have at once.
+/// A step is not believed to have more causes than this at once.
 const MOST: usize = 3;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::diagnose::against::{Against, Part};
     use crate::diagnose::cause::{Cause, Hypothesis};
+    use crate::diagnose::counterevidence::{Counterevidence, Part};
     use crate::diagnose::evidence::{Evidence, Residual, Residuals};
     use crate::head::Stage;
     use crate::replay::world::Declared;
@@ -154,10 +158,10 @@ mod tests {
         Key { stage, microbatch: None, rank: None }
     }
 
-    /// A hypothesis that leaves so many floors of energy in dq and in dk; it passes where
-    /// that is at most one and a half.
+    /// A hypothesis that leaves energies of `dq` and `dk` times the floor; a comparison passes up
+    /// to 1.5.
     fn tried<'c>(cause: &'c dyn Cause, dq: f64, dk: f64, fitted: usize) -> Tried<'c> {
-        let of = |energy: f64| Residual {
+        let residual = |energy: f64| Residual {
             energy,
             floor: 1.0,
             reference: 100.0,
@@ -170,10 +174,10 @@ mod tests {
             overshoot: energy / 1.5,
         };
         let residuals: Residuals =
-            [(key(Stage::Dq), of(dq)), (key(Stage::Dk), of(dk))].into_iter().collect();
+            [(key(Stage::Dq), residual(dq)), (key(Stage::Dk), residual(dk))].into_iter().collect();
         let explains = residuals.iter().filter(|(_, of)| of.passes).map(|(&key, _)| key).collect();
         let hypothesis = Hypothesis::new(Declared, Vec::new()).fitted(fitted);
-        let against = Against::default();
+        let against = Counterevidence::default();
         Tried { cause, hypothesis, residuals, explains, left: dq + dk, full: true, against }
     }
 

@@ -1,4 +1,4 @@
-//! What is said of a cause: plain data for the report.
+//! What the report says about a cause: plain data.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use backtape::nan::largest;
 use serde::Serialize;
 
 use super::cause::{Cause, Observed};
-use super::decide::Decision;
+use super::decision::Decision;
 use super::evidence::{Evidence, Key, Residuals};
 use super::search::{Tried, left_of};
 use crate::compare::tally::relative;
@@ -17,7 +17,7 @@ use crate::replay::plausible_policies;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Standing {
-    /// It explains the divergence and nothing else does.
+    /// It explains the divergence, and no other cause does.
     Named,
     /// Others explain it as well.
     Tied,
@@ -25,58 +25,59 @@ pub enum Standing {
     Unknown,
 }
 
-/// One cause.
+/// One cause as the report tells it, or `unknown`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Found {
     /// Its id in the catalogue, or `unknown`.
     pub id: String,
     /// How sure this is.
     pub standing: Standing,
-    /// Share of the squared error beyond the floor that the emulation removes.
+    /// Share of the squared error above the floor that vanishes when the reference has this cause.
     pub explained: f64,
-    /// Share of the difference of squared norms of dk that it removes; none where no dk
-    /// diverges.
+    /// Share of the difference between the squared norms of captured and reference dk that
+    /// vanishes; none where no dk diverges.
     pub norm_gap_explained: Option<f64>,
-    /// Energy that the next cause leaves, over what this one leaves; none where there is
-    /// no other, or where this one leaves nothing at all.
+    /// How many times as much energy the next best cause leaves as this one; none where there is no
+    /// other cause, or where this one leaves no error at all.
     pub beats_next_by: Option<f64>,
-    /// The next cause.
+    /// The id of the next best cause.
     pub next: Option<String>,
-    /// True when the emulation equals the captured tensors in every bit.
+    /// True when the reference with this cause equals the captured tensors in every bit.
     pub bit_equal: bool,
     /// Its parameters.
     pub parameters: BTreeMap<String, String>,
     /// Stages that it explains.
     pub stages: Vec<&'static str>,
-    /// What is left of the divergence when it is emulated, stage by stage; empty where
-    /// the cause was seen and not computed.
+    /// The error of each stage before and after this cause is put into the reference; empty where
+    /// the cause was observed without a trial.
     pub residuals: Vec<StageResidual>,
-    /// What shows it, in one sentence.
+    /// What shows this cause, in one sentence.
     pub evidence: String,
-    /// What cures it, in one sentence.
+    /// How to fix it, in one sentence.
     pub advice: String,
 }
 
-/// Errors of one stage before and after a cause is emulated, over the comparisons that it is
-/// to explain; relative to the reference as a stage's error is.
+/// Errors of one stage before and after a cause is put into the reference, over the comparisons
+/// that the cause is to explain. Relative: root of the squared errors over the norm of the
+/// reference.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StageResidual {
     /// The stage.
     pub stage: &'static str,
-    /// How many comparisons these are over.
+    /// How many comparisons were counted together.
     pub comparisons: usize,
     /// The error against the declared head.
     pub before: f64,
     /// The error against the head with the cause.
     pub after: f64,
-    /// The error that the declared precision explains.
+    /// The error that rounding in the declared precision is expected to cause.
     pub floor: f64,
-    /// True when a sample of the rows was looked at.
+    /// True when only a sample of the rows was compared.
     pub sampled: bool,
 }
 
 impl Found {
-    /// A cause that is seen rather than computed.
+    /// A cause that was observed without a trial.
     pub fn seen(id: &str, stages: Vec<&'static str>, evidence: String, advice: String) -> Found {
         Found {
             id: id.into(),
@@ -109,16 +110,16 @@ pub(super) fn of_decision(
 }
 
 fn of_one(
-    of: &Tried<'_>,
+    tried: &Tried<'_>,
     standing: Standing,
     next: Option<(&str, f64)>,
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
 ) -> Found {
-    let before = if of.full { &evidence.whole } else { &evidence.residuals };
-    let explained = explained(before, &of.residuals, keys);
-    let about = of.cause.about();
-    let exact = of.exact(keys);
+    let before = if tried.full { &evidence.whole } else { &evidence.residuals };
+    let explained = explained(before, &tried.residuals, keys);
+    let about = tried.cause.about();
+    let exact = tried.exact(keys);
     let equal = if exact {
         "equals what was captured in every bit"
     } else {
@@ -129,47 +130,49 @@ fn of_one(
         n => format!("all {n} comparisons that fail"),
     };
     Found {
-        id: of.cause.id().into(),
+        id: tried.cause.id().into(),
         standing,
         explained,
-        norm_gap_explained: norm_gap(before, &of.residuals, keys),
+        norm_gap_explained: norm_gap(before, &tried.residuals, keys),
         beats_next_by: next.map(|(_, by)| by).filter(|by| by.is_finite()),
         next: next.map(|(id, _)| id.to_string()),
         bit_equal: exact,
-        parameters: parameters(&of.hypothesis.parameters),
+        parameters: parameters(&tried.hypothesis.parameters),
         stages: stages(keys),
-        residuals: by_stage(before, of, keys),
+        residuals: by_stage(before, tried, keys),
         evidence: format!(
             "{about}: emulated so, the reference {equal} in {comparisons}{}",
-            against(of)
+            against(tried)
         ),
-        advice: of.cause.advice().into(),
+        advice: tried.cause.advice().into(),
     }
 }
 
-/// What agrees and would not if a cause were everywhere, as a clause.
-fn against(of: &Tried<'_>) -> String {
-    let parts: Vec<&str> = of.against.parts.iter().map(|part| part.words()).collect();
+/// A clause that names the parts of the step that agree and would not if the cause were in all of
+/// it; empty where there are none.
+fn against(tried: &Tried<'_>) -> String {
+    let parts: Vec<&str> = tried.against.parts.iter().map(|part| part.words()).collect();
     if parts.is_empty() {
         return String::new();
     }
     format!("; it is in what fails alone, as {} would not agree with it", parts.join(" and "))
 }
 
-/// The first of two causes that together explain what neither does alone.
-pub(super) fn partner(of: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> Found {
+/// The first cause of a pair, which together explain what neither explains alone.
+pub(super) fn partner(tried: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> Found {
     let before = left_of(&evidence.residuals, &evidence.failing);
-    let mut found = of_one(of, Standing::Named, None, &evidence.failing, evidence);
-    found.explained = ((before - of.left) / (before - left)).clamp(0.0, 1.0);
-    found.bit_equal = false;
-    found.evidence = format!(
+    let mut finding = of_one(tried, Standing::Named, None, &evidence.failing, evidence);
+    finding.explained = ((before - tried.left) / (before - left)).clamp(0.0, 1.0);
+    finding.bit_equal = false;
+    finding.evidence = format!(
         "{}: it explains a part, and together with the other cause nothing is left that rounding does not explain",
-        of.cause.about()
+        tried.cause.about()
     );
-    found
+    finding
 }
 
-/// Nothing explains these comparisons; the evidence says what comes nearest.
+/// `unknown`, for comparisons that no hypothesis explains; its evidence names the hypothesis that
+/// comes nearest.
 pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Found {
     let left = |of: &Tried<'_>| of.left_of(keys);
     let nearest = tried.iter().min_by(|a, b| left(a).total_cmp(&left(b)));
@@ -192,21 +195,23 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
     unexplained(words, nearest.map(|near| near.cause.id().to_string()), (evidence, keys))
 }
 
-/// How many times as large as its bound the error is that a hypothesis leaves at most.
+/// The largest error that a hypothesis leaves in a comparison it does not explain, as a multiple of
+/// the bound of that comparison.
 fn beyond(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
-    let over = |key: &Key| near.residuals.get(key).map_or(f64::INFINITY, |of| of.overshoot);
-    let rest = keys.iter().filter(|key| !near.explains.contains(key)).map(over);
+    let overshoot = |key: &Key| near.residuals.get(key).map_or(f64::INFINITY, |of| of.overshoot);
+    let rest = keys.iter().filter(|key| !near.explains.contains(key)).map(overshoot);
     match largest(rest).sqrt() {
         times if times < 1e4 => format!("{times:.1}"),
         times => format!("{times:.0e}"),
     }
 }
 
-/// What the nearest hypothesis explains and what not, where it explains some comparisons.
+/// A clause with the stages that the nearest hypothesis explains and those it does not; empty where
+/// it explains none.
 fn partly(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
     let names = |explained: bool| {
-        let of = keys.iter().filter(|key| near.explains.contains(key) == explained);
-        let mut all: Vec<&str> = of.map(|key| key.stage.name()).collect();
+        let chosen = keys.iter().filter(|key| near.explains.contains(key) == explained);
+        let mut all: Vec<&str> = chosen.map(|key| key.stage.name()).collect();
         all.dedup();
         all.join(", ")
     };
@@ -216,7 +221,8 @@ fn partly(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
     }
 }
 
-/// What fails by so little that many causes bring it within its bounds, and none reproduces it.
+/// `unknown`, for comparisons that fail by so little that many causes bring them within their
+/// bounds, while no cause reproduces their errors.
 pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
     let keys = &evidence.failing;
     let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |of| of.overshoot);
@@ -271,7 +277,7 @@ fn seven_digits(x: f64) -> String {
     if (1e-3..1e7).contains(&x.abs()) { format!("{x:.6}") } else { format!("{x:.6e}") }
 }
 
-/// The factor that explains every one of these comparisons, where there is one.
+/// The one factor by which every one of these comparisons is off, where there is one.
 fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
     let all: Vec<_> = keys.iter().map(|key| evidence.residuals.get(key)).collect::<Option<_>>()?;
     let factor = all.first()?.factor;
@@ -279,7 +285,7 @@ fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
     all.iter().all(|of| of.is_scaled() && same(&of.factor)).then_some(factor)
 }
 
-/// Causes that are seen rather than computed.
+/// The causes of the catalogue that show without a trial.
 pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
     let one = |cause: &&dyn Cause| {
         let Observed { evidence: words, stages, parameters: of } = cause.observed(evidence)?;
@@ -299,12 +305,12 @@ fn stages(keys: &BTreeSet<Key>) -> Vec<&'static str> {
     stages.into_iter().map(Stage::name).collect()
 }
 
-/// What is left of each stage, in the order of the stages.
-fn by_stage(before: &Residuals, of: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<StageResidual> {
+/// The errors of each stage before and after, in the order of the stages.
+fn by_stage(before: &Residuals, tried: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<StageResidual> {
     let stages: BTreeSet<Stage> = keys.iter().map(|key| key.stage).collect();
     let one = |stage: Stage| {
         let keys = keys.iter().filter(|key| key.stage == stage);
-        let pairs = keys.filter_map(|key| Some((before.get(key)?, of.residuals.get(key)?)));
+        let pairs = keys.filter_map(|key| Some((before.get(key)?, tried.residuals.get(key)?)));
         let (mut sums, mut norm, mut comparisons) = ([0.0; 3], 0.0, 0);
         for (before, after) in pairs {
             let energies = [before.energy, after.energy, before.floor];
@@ -313,14 +319,14 @@ fn by_stage(before: &Residuals, of: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<Sta
             comparisons += 1;
         }
         let [before, after, floor] = sums.map(|energy| relative(energy, norm));
-        let (stage, sampled) = (stage.name(), !of.full);
+        let (stage, sampled) = (stage.name(), !tried.full);
         StageResidual { stage, comparisons, before, after, floor, sampled }
     };
     stages.into_iter().map(one).filter(|found| found.comparisons > 0).collect()
 }
 
-/// Share of the energy beyond the floor that is gone. The floor of a comparison is what
-/// rounding is expected to leave, or what is left where that is less.
+/// Share of the energy above the floor that the cause removes. The floor of a comparison is the
+/// energy that rounding is expected to cause, or the energy that it has where that is less.
 fn explained(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> f64 {
     let (mut gone, mut all) = (0.0, 0.0);
     for key in keys {
@@ -334,7 +340,8 @@ fn explained(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> f64
     if all > 0.0 { (gone / all).clamp(0.0, 1.0) } else { 1.0 }
 }
 
-/// The same of the difference of squared norms, over the failing dk.
+/// Share of the difference of squared norms that the cause removes, over the failing comparisons of
+/// dk.
 fn norm_gap(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> Option<f64> {
     let of_dk = |key: &&Key| key.stage.kind() == Kind::ClassRows;
     let (mut gone, mut all) = (0.0, 0.0);

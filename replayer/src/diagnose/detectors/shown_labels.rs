@@ -1,7 +1,7 @@
-//! The labels that rows of dq show, where they are others than the recorded ones.
+//! The labels that rows of dq show, where they differ from the recorded ones.
 //!
-//! What is left of a token's row of dq without its softmax part is a multiple of one row of k,
-//! whose class is sought among all.
+//! A token's row of dq minus its softmax part is a multiple of one row of k: that of its label. The
+//! row is looked for among all classes.
 
 use std::collections::BTreeMap;
 
@@ -12,23 +12,27 @@ use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 
-/// Share of what its own label leaves that another may, to be the one that a token shows.
+/// Another label is taken for the one that a token shows if it leaves at most this share of the
+/// squared error that the recorded label leaves.
 const SHOWN: f64 = 0.1;
-/// Share of the error that labels may leave to be worth a trial.
+/// The labels together may leave at most this share of the squared error to be worth a trial.
 const LEFT: f64 = 0.02;
 
-/// Ends of runs that must all be others, where nothing says what they should have become.
+/// With fewer changed labels at ends of runs than this, nothing is concluded where no label before
+/// a run is known.
 const ENDS: usize = 4;
 
-/// Each microbatch's labels; [`NONE`] of a token whose label's part is missing.
+/// Each microbatch's labels; [`NONE`] for a token whose row lacks the label's part.
 pub type Labels = BTreeMap<Option<Microbatch>, Vec<u32>>;
 
-/// No class at all, of a token that counts: a label that no rank takes for one of its own.
+/// The label of a token that counts in the loss, but whose label lies in no rank's shard of the
+/// vocabulary.
 pub const NONE: u32 = IGNORED - 1;
 
-/// The labels that rows of dq show; none where they are no other labels, or not only that.
+/// The labels that rows of dq show; none where no label differs, or other labels do not explain the
+/// error.
 pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
-    let mut found: Labels =
+    let mut labels: Labels =
         evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone())).collect();
     let (mut before, mut left) = (0.0, 0.0);
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
@@ -40,13 +44,15 @@ pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
         let norms: Vec<f64> = (0..plane.k.count()).map(|v| energy(plane.k.row(v))).collect();
         for (at, label) in plane.labels.iter().enumerate() {
             let Some((own, entry)) = label.filter(|(_, entry)| *entry != 0.0) else { continue };
-            // What a label leaves, less what nothing leaves: its slope is taken for its own's.
-            let of = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
-            let best = (0..norms.len()).min_by(|&a, &b| of(a).total_cmp(&of(b)))?;
+            // The squared error with label v minus that without a label's part; the recorded
+            // label's derivative of the logit is used for all.
+            let left_by = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
+            let best = (0..norms.len()).min_by(|&a, &b| left_by(a).total_cmp(&left_by(b)))?;
             let nothing = energy(rest.row(at));
-            let (as_declared, at_best) = (nothing + of(own), (nothing + of(best)).max(0.0));
+            let (as_declared, at_best) =
+                (nothing + left_by(own), (nothing + left_by(best)).max(0.0));
             before += as_declared;
-            // What hardly counts shows no label.
+            // A label is shown only if it leaves much less than the recorded one.
             let shows = |left: f64| left <= SHOWN * as_declared;
             let (read, least) = match (shows(nothing), shows(at_best)) {
                 (true, _) if nothing <= at_best => (NONE, nothing),
@@ -54,38 +60,40 @@ pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
                 _ => (own as u32, as_declared),
             };
             left += least;
-            found.get_mut(&key.microbatch)?[plane.rows[at]] = read;
+            labels.get_mut(&key.microbatch)?[plane.rows[at]] = read;
         }
     }
     let other =
-        evidence.inputs.iter().flat_map(|one| found[&one.microbatch].iter().zip(&one.labels));
-    // Labels that are missing alone are another fault's.
+        evidence.inputs.iter().flat_map(|one| labels[&one.microbatch].iter().zip(&one.labels));
+    // Where labels' parts are only missing, another cause applies.
     let changed = other.clone().any(|(read, own)| read != own && *read != NONE);
-    (changed && left <= LEFT * before).then_some(found)
+    (changed && left <= LEFT * before).then_some(labels)
 }
 
-/// The tokens that another label was read for: their microbatch, place and that label.
+/// The tokens that show another label than recorded: their microbatch, their place in it and that
+/// label.
 pub fn changed<'a>(
     evidence: &'a Evidence<'_>,
     labels: &Labels,
 ) -> Vec<(&'a MicrobatchInputs, usize, u32)> {
-    let of = |one: &'a MicrobatchInputs| {
+    let changed_in = |one: &'a MicrobatchInputs| {
         let read = labels[&one.microbatch].iter().enumerate();
         let other = read.filter(|(t, label)| one.labels[*t] != **label);
         other.map(|(t, &label)| (one, t, label)).collect::<Vec<_>>()
     };
-    evidence.inputs.iter().flat_map(of).collect()
+    evidence.inputs.iter().flat_map(changed_in).collect()
 }
 
-/// How long the runs are at whose ends alone labels are others, each the label that stands just
-/// before its run: what is left where labels are shifted inside runs, and each run's last token
-/// takes the run's first id. The label before the first run of a sequence is not recorded: where
-/// none is, nearly all of the ends are to be others, and some of them.
+/// The length of the runs at whose last tokens alone labels differ, each being the label just
+/// before its run. This happens where labels are the token ids shifted by one inside runs, and the
+/// last token of a run takes the first id of the same run. The label before the first run of a
+/// sequence is not recorded; where no such label is known, nearly all last tokens must differ, and
+/// at least [`ENDS`].
 pub fn length_of_runs(evidence: &Evidence<'_>, labels: &Labels) -> Option<usize> {
     let changed = changed(evidence, labels);
     let common = changed.iter().fold(0, |all, (_, t, _)| common_divisor(all, t + 1));
     let wraps = |length: usize| {
-        // A token without weight may have been given any label.
+        // A token without weight has no gradient, so its recorded label proves nothing.
         let before = |&&(one, t, read): &&(&MicrobatchInputs, usize, u32)| {
             let at = t.checked_sub(length)?;
             let is_known = |label: u32| one.weights[at] != 0.0 || label == read;
@@ -98,9 +106,9 @@ pub fn length_of_runs(evidence: &Evidence<'_>, labels: &Labels) -> Option<usize>
             ends.filter(|&t| one.labels[t] != IGNORED && one.weights[t] != 0.0)
         });
         let ends = ends.count();
-        // One label that stands where it would is chance; most ends have to be others.
+        // A single match is chance. Most ends must differ.
         let all_are_known = wrapped >= 2 && wrapped * 2 >= changed.len();
-        // A run's first id may be the right label by chance.
+        // A few ends need not differ: the first id of a run may happen to be the right label.
         let none_is_known = known == 0 && changed.len() >= ENDS && changed.len() * 4 >= ends * 3;
         (all_are_known && changed.len() * 2 > ends) || none_is_known
     };

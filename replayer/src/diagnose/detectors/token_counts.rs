@@ -1,31 +1,32 @@
-//! Tokens that count otherwise than once in all that is summed over them: dk, the gradient of the
-//! bias and the loss, as where one loop over chunks makes them all.
+//! Tokens that count more or less often than once in everything that is summed over tokens: dk, the
+//! gradient of the bias and the loss. This happens where one loop over chunks computes them all.
 //!
-//! dk is solved for how often it holds each token; what else fails is held against these numbers,
-//! which were not solved from it.
+//! The weight of each token is solved for by least squares from dk. The other failing stages are
+//! then compared with the sums that have these weights, which is a real test, as they had no part
+//! in the fit.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use super::counted::in_words;
+use super::addend_counts::in_words;
 use super::direct::distance;
 use super::gradient::Gradient;
+use super::least_squares::whole_weights;
 use super::plane::Rows;
-use super::solve::whole_weights;
+use crate::diagnose::data_worlds::{CountedLosses, ReplacedValues};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{CountedLosses, Instead};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Expectation, Read, World};
 
-/// Share of the error that may be left to be worth a trial.
+/// A solution must leave less than this share of the error to be worth a trial.
 const LEFT: f64 = 0.1;
 
 type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
-/// Tokens that count otherwise than once.
+/// Tokens that count more or less often than once.
 pub struct CountedTokens {
-    gradients: Instead,
+    gradients: ReplacedValues,
     /// How often each token of a microbatch counts in the loss; empty where the loss agrees.
     of_loss: CountedLosses,
     /// Each run of tokens that counts otherwise, in words.
@@ -35,8 +36,8 @@ pub struct CountedTokens {
 }
 
 impl CountedTokens {
-    /// `None` where dk agrees or fails alone, is too large to be solved or not made of whole tokens,
-    /// or where another gradient is not what these tokens make it.
+    /// Solves for them. `None` where dk agrees or fails alone, where it is too large or its weights
+    /// are no whole numbers, or where these weights do not explain another failing gradient.
     pub fn of(evidence: &Evidence<'_>) -> Option<CountedTokens> {
         let fails = |stage: &Stage| evidence.failing.iter().any(|key| key.stage == *stage);
         let others = [Stage::Dbias, Stage::Loss];
@@ -50,11 +51,11 @@ impl CountedTokens {
             said.extend(solved(evidence, key, &mut weights)?);
         }
         said.dedup();
-        let mut gradients = Instead::default();
+        let mut gradients = ReplacedValues::default();
         for (key, _) in evidence.failing_of(&Stage::OF_CLASSES) {
-            let of = Gradient::of(evidence, key)?;
-            let changed = weighed(&of, &weights)?;
-            let rows = (0..changed.count()).map(|at| (of.row(at), changed.row(at).to_vec()));
+            let gradient = Gradient::of(evidence, key)?;
+            let changed = weighed(&gradient, &weights)?;
+            let rows = (0..changed.count()).map(|at| (gradient.row(at), changed.row(at).to_vec()));
             gradients = gradients.rows(key, rows);
         }
         let mut stages: Vec<Stage> = Stage::OF_CLASSES.into_iter().filter(fails).collect();
@@ -76,26 +77,31 @@ impl World for CountedTokens {
     }
 }
 
-/// How often a dk holds each of its tokens, in words.
+/// Solves one dk for the weight of each token, writes the weights to `weights`, and returns those
+/// that are not 1 in words.
 fn solved(evidence: &Evidence<'_>, key: Key, weights: &mut OfTokens) -> Option<Vec<String>> {
-    let of = Gradient::of(evidence, key)?;
-    let entries = of.entries(false)?;
+    let gradient = Gradient::of(evidence, key)?;
+    let entries = gradient.entries(false)?;
     let spend = |work| evidence.spend(work);
-    let found = whole_weights((&entries, of.other()), (&of.error(), of.rounding), &spend)?;
+    let solution = whole_weights(
+        (&entries, gradient.other()),
+        (&gradient.error(), gradient.rounding),
+        &spend,
+    )?;
     let own = weights.get_mut(&key.microbatch)?;
-    found.iter().enumerate().for_each(|(at, weight)| own[of.addend(at)] = *weight);
-    Some(in_words(&found, &|at| of.addend(at)))
+    solution.iter().enumerate().for_each(|(at, weight)| own[gradient.addend(at)] = *weight);
+    Some(in_words(&solution, &|at| gradient.addend(at)))
 }
 
-/// A gradient that holds its tokens so often; `None` where that does not explain it.
-fn weighed(of: &Gradient, weights: &OfTokens) -> Option<Rows> {
-    let (own, entries) = (weights.get(&of.key.microbatch)?, of.entries(false)?);
+/// A gradient with these weights of its tokens; `None` where that does not explain its error.
+fn weighed(gradient: &Gradient, weights: &OfTokens) -> Option<Rows> {
+    let (own, entries) = (weights.get(&gradient.key.microbatch)?, gradient.entries(false)?);
     let row = |at: usize| {
-        let more = own[of.addend(at)] - 1.0;
+        let more = own[gradient.addend(at)] - 1.0;
         entries.row(at).iter().map(move |x| more * x)
     };
     let values = (0..entries.count()).flat_map(row).collect();
-    let changed = of.with(&Rows { cols: entries.cols, values });
-    let off = |of_other: &Rows| distance(&of.captured.values, &of_other.values);
-    (off(&changed) <= LEFT * off(&of.reference)).then_some(changed)
+    let changed = gradient.with(&Rows { cols: entries.cols, values });
+    let off = |of_other: &Rows| distance(&gradient.captured.values, &of_other.values);
+    (off(&changed) <= LEFT * off(&gradient.reference)).then_some(changed)
 }

@@ -1,4 +1,4 @@
-//! The tokens whose labels are asked about: those of the ranks and microbatches whose rows fail.
+//! The tokens whose labels may be wrong: those of the ranks and microbatches whose rows fail.
 
 use std::collections::BTreeMap;
 
@@ -9,24 +9,25 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
 
-/// Stages whose comparisons show a token's label row by row.
+/// Stages in which each token's row shows its label.
 const ROWS: [Stage; 3] = [Stage::LabelLogits, Stage::DqLabel, Stage::Dq];
-/// Microbatches of ranks that are named at most.
+/// The report names at most this many microbatches of ranks.
 const PLACES: usize = 8;
 
-/// By microbatch, which tokens are asked about.
-pub struct Asked<'e> {
+/// Which tokens are suspect, by microbatch.
+pub struct SuspectTokens<'e> {
     /// What is known of the divergence.
     pub evidence: &'e Evidence<'e>,
     /// `[T]`.
     rows: BTreeMap<Option<Microbatch>, Vec<bool>>,
-    /// Microbatches of ranks; `None` where all tokens are asked about.
+    /// The suspect microbatches of ranks in words; `None` where all tokens are suspect.
     places: Option<Vec<String>>,
 }
 
-impl<'e> Asked<'e> {
-    /// Finds them; all of a microbatch where rows were not compared rank by rank.
-    pub fn of(evidence: &'e Evidence<'_>) -> Asked<'e> {
+impl<'e> SuspectTokens<'e> {
+    /// Finds them. All tokens of a microbatch are suspect where its rows were not compared rank by
+    /// rank.
+    pub fn of(evidence: &'e Evidence<'_>) -> SuspectTokens<'e> {
         let (mut rows, mut places, mut all) = (BTreeMap::new(), Vec::new(), true);
         for inputs in evidence.inputs {
             let failing = failing_units(evidence, inputs);
@@ -38,28 +39,29 @@ impl<'e> Asked<'e> {
             all &= own.iter().all(|&asked| asked);
             rows.insert(inputs.microbatch, own);
         }
-        Asked { evidence, rows, places: (!all).then_some(places) }
+        SuspectTokens { evidence, rows, places: (!all).then_some(places) }
     }
 
-    /// Whether each token of a microbatch is asked about, `[T]`.
+    /// Whether each token of a microbatch is suspect, `[T]`.
     pub fn rows(&self, inputs: &MicrobatchInputs) -> &[bool] {
         &self.rows[&inputs.microbatch]
     }
 
-    /// The tokens asked about that count, of the sample or all.
+    /// The suspect tokens that count in the loss, of the sample or of all.
     pub fn tokens(&self, inputs: &MicrobatchInputs) -> Vec<usize> {
         let rows = self.rows(inputs);
         tokens(self.evidence, inputs).into_iter().filter(|&t| rows[t]).collect()
     }
 
-    /// The microbatches and ranks in words, where not all are asked about and they are few.
+    /// The suspect microbatches and ranks in words; none where all are, or more than [`PLACES`].
     pub fn place(&self) -> Option<String> {
         let places = self.places.as_ref()?;
         (1..=PLACES).contains(&places.len()).then(|| places.join(", "))
     }
 }
 
-/// The tokens of the ranks whose rows fail; `None` where rows do not tell ranks apart.
+/// The tokens of the ranks whose rows fail; `None` where the failing rows were not compared rank by
+/// rank.
 fn failing_units(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Vec<Unit>> {
     let of_rows = |key: &&Key| ROWS.contains(&key.stage) && key.microbatch == inputs.microbatch;
     evidence.residuals.keys().find(of_rows)?;
@@ -70,7 +72,7 @@ fn failing_units(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<V
     Some(units)
 }
 
-/// A microbatch of ranks in words.
+/// A microbatch and the ranks that hold these tokens of it, in words.
 pub fn place(inputs: &MicrobatchInputs, unit: &Unit) -> String {
     let ranks = name_ranks(&unit.ranks);
     match inputs.microbatch {

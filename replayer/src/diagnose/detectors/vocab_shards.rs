@@ -1,4 +1,5 @@
-//! Shards that a vocabulary may be cut in, and rows of dq that hold the part of one alone.
+//! The shards that a vocabulary may be cut into, and rows of dq that hold the part of one shard
+//! only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -7,27 +8,27 @@ use rayon::prelude::*;
 
 use super::direct::distance;
 use super::gradient::Gradient;
+use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::Instead;
 use crate::head::Stage;
 
-/// Shards that a vocabulary may be cut in at most.
+/// The largest number of shards that is tried.
 pub const MOST: usize = 64;
-/// Share of an error that may be left where a row holds one shard's part.
+/// A row holds one shard's part if that leaves at most this share of its squared error.
 const LEFT: f64 = 0.1;
 
-/// A vocabulary shard: which of how many.
+/// A vocabulary shard: which one of how many.
 pub struct Shard {
-    /// Of how many.
+    /// How many shards there are.
     pub of: usize,
-    /// Which.
+    /// Which one, counted from 0.
     pub number: usize,
     /// Its classes.
     pub range: Range<usize>,
 }
 
-/// A vocabulary in so many nearly equal shards: the last one is shorter, or the first ones are longer
-/// by one.
+/// The two usual ways to cut a vocabulary into `of` nearly equal shards: the last one is shorter,
+/// or the first ones are longer by one.
 fn cut_in(vocab: usize, of: usize) -> [Vec<Range<usize>>; 2] {
     let (up, rest) = (vocab.div_ceil(of), vocab % of);
     let last_is_shorter = |at: usize| (at * up).min(vocab)..((at + 1) * up).min(vocab);
@@ -38,7 +39,7 @@ fn cut_in(vocab: usize, of: usize) -> [Vec<Range<usize>>; 2] {
     [(0..of).map(last_is_shorter).collect(), (0..of).map(first_are_longer).collect()]
 }
 
-/// The shards of every such cut.
+/// The shards of every such cut into 2 to [`MOST`] shards.
 pub fn shards(vocab: usize) -> Vec<Shard> {
     let one = |(of, (number, range)): (usize, (usize, Range<usize>))| Shard { of, number, range };
     let cut = |of: usize| {
@@ -51,17 +52,19 @@ pub fn shards(vocab: usize) -> Vec<Shard> {
     all.filter(|shard| !shard.range.is_empty()).collect()
 }
 
-/// Rows of dq that hold one shard's part, beside others.
+/// Rows of dq that hold only one shard's part of the sum over classes, while other rows do not, or
+/// hold another shard's.
 pub struct RowsOfShards {
-    /// Shards that the vocabulary is cut in.
+    /// The number of shards.
     pub of: usize,
-    /// The tokens that hold each.
+    /// The tokens whose rows hold each shard's part.
     pub tokens: BTreeMap<usize, Vec<usize>>,
-    /// With those parts in their rows.
-    pub world: Instead,
+    /// The world in which these rows hold these parts.
+    pub world: ReplacedValues,
 }
 
-/// Such rows, where the vocabulary is cut in as many as an axis of the mesh or the job has ranks.
+/// Finds such rows. Numbers of shards that are tried: the sizes of the mesh's axes, and the number
+/// of ranks.
 pub fn rows_of_shards(evidence: &Evidence<'_>) -> Option<RowsOfShards> {
     let keys: Vec<Key> = evidence.failing_of(&[Stage::Dq]).map(|(key, _)| key).collect();
     let all = keys.into_iter().map(|key| Gradient::of(evidence, key));
@@ -71,21 +74,22 @@ pub fn rows_of_shards(evidence: &Evidence<'_>) -> Option<RowsOfShards> {
     let sizes: BTreeSet<usize> = axes.filter(|size| (2..=MOST).contains(size)).collect();
     let work: usize = all.iter().map(|of| of.reference.values.len()).sum();
     let classes = all[0].other().count();
-    let mut found: Vec<(f64, RowsOfShards)> = Vec::new();
+    let mut candidates: Vec<(f64, RowsOfShards)> = Vec::new();
     for cut in sizes.into_iter().flat_map(|size| cut_in(classes, size)) {
         if evidence.spend(work * classes) {
             break;
         }
-        found.extend(held(&all, &cut));
+        candidates.extend(rows_of_cut(&all, &cut));
     }
-    // Shards of nearly the same sizes explain nearly as much.
-    found.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, nearest)| nearest)
+    // Cuts into shards of nearly the same sizes explain nearly as much, so the best is taken.
+    candidates.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, nearest)| nearest)
 }
 
-/// What is left of the errors, and the rows.
-fn held(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfShards)> {
-    let mut found =
-        RowsOfShards { of: cut.len(), tokens: BTreeMap::new(), world: Instead::default() };
+/// The squared error that is left with this cut, and the rows; none where too much is left, or
+/// every row holds the same shard's part.
+fn rows_of_cut(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfShards)> {
+    let mut rows_found =
+        RowsOfShards { of: cut.len(), tokens: BTreeMap::new(), world: ReplacedValues::default() };
     let (mut left, mut before, mut rows) = (0.0, 0.0, 0);
     for of in all {
         let mut changed = Vec::new();
@@ -94,20 +98,21 @@ fn held(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfShards)> {
             before += one.off;
             left += one.part.as_ref().map_or(one.off, |(_, near, _)| *near);
             if let Some((shard, _, values)) = one.part {
-                found.tokens.entry(shard).or_default().push(of.row(row));
+                rows_found.tokens.entry(shard).or_default().push(of.row(row));
                 changed.push((of.row(row), values));
             }
         }
-        found.world = found.world.rows(of.key, changed.into_iter());
+        rows_found.world = rows_found.world.rows(of.key, changed.into_iter());
     }
-    let count: usize = found.tokens.values().map(Vec::len).sum();
-    // Where every row holds the part of one shard, dq is that shard's.
-    let some = (1..rows).contains(&count) || found.tokens.len() > 1;
-    (left <= LEFT * before && some).then_some((left, found))
+    let count: usize = rows_found.tokens.values().map(Vec::len).sum();
+    // Where every row holds the same shard's part, dq was not reduced over shards, which is another
+    // cause.
+    let some = (1..rows).contains(&count) || rows_found.tokens.len() > 1;
+    (left <= LEFT * before && some).then_some((left, rows_found))
 }
 
-/// A row of dq: how far it is from what it should be, and the shard, if any, whose part is much
-/// nearer, with that distance and the part.
+/// A row of dq: its squared error and, if some shard's part is much nearer, that shard, its squared
+/// distance and its values.
 struct Nearest {
     off: f64,
     part: Option<(usize, f64, Vec<f64>)>,

@@ -1,22 +1,23 @@
-//! Maps of rows as wrong index arithmetic has them: which row is read, or written, where
-//! another was meant.
+//! Maps of rows that wrong index arithmetic produces: for each row, which row is read or written in
+//! its place.
 
 use crate::assemble::Row;
 
-/// What lies beyond the last row.
+/// What is read beyond the last row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Beyond {
-    /// A block that reaches beyond the (padded) end is moved back to end there.
+    /// The array is padded with zeros to whole blocks, and a block that reaches beyond its end is
+    /// moved back to end there.
     BlockMovedBack,
-    /// The same where the array was not filled up: a block ends with the last row.
+    /// The same without padding: such a block is moved back to end with the last row.
     BlockAtEnd,
-    /// The last row, again and again.
+    /// The last row, repeated.
     LastRow,
     /// Zeros.
     Zeros,
-    /// No numbers.
+    /// NaN.
     Nans,
-    /// Rows from the start again.
+    /// Rows from the start again (index modulo the number of rows).
     Wraps,
 }
 
@@ -37,28 +38,28 @@ impl Beyond {
 /// A map of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Map {
-    /// Block i starts at row `i size size`: its index was multiplied by its size twice.
+    /// Block i starts at row `i * size * size`: its index was multiplied by the block size twice.
     BlockTwice {
         /// Rows of a block.
         size: usize,
         /// What is read beyond the end.
         beyond: Beyond,
     },
-    /// Row t is row `t step`.
+    /// In the place of row t, row `t * step` is read.
     Strided {
         /// Rows from one to the next.
         step: usize,
         /// What is read beyond the end.
         beyond: Beyond,
     },
-    /// Rows of a buffer that has one row more after every `row` rows, taken as if they lay
-    /// one after another. The row in between is nobody's: the first of its run stands
-    /// there.
+    /// The view leaves out one row of the buffer after every `row` rows, but the buffer is read as
+    /// if the view's rows were contiguous. The content of the left-out row is not in the dump; the
+    /// first row of its run stands in for it.
     Unsliced {
         /// Rows of the view before one is left out.
         row: usize,
     },
-    /// `[rows, columns]` taken as `[columns, rows]`.
+    /// `[rows, columns]` read as `[columns, rows]`.
     Transposed {
         /// The leading of two dimensions.
         rows: usize,
@@ -66,8 +67,8 @@ pub enum Map {
 }
 
 impl Map {
-    /// The row of `n` that stands in the place of one; `None` where no row of the dump
-    /// does.
+    /// The row that is read in the place of `row`, of `n`; `None` where the map does not fit `n`
+    /// rows.
     pub fn at(self, row: usize, n: usize) -> Option<Row> {
         let within = |at: usize, beyond: Beyond| match beyond {
             _ if at < n => Row::From(at),
@@ -111,14 +112,14 @@ impl Map {
         })
     }
 
-    /// Every row of `n`; `None` where a row is not known, or none moves.
+    /// The map of all `n` rows; `None` where it does not fit, or moves no row.
     pub fn rows(self, n: usize) -> Option<Vec<Row>> {
         let rows: Vec<Row> = (0..n).map(|row| self.at(row, n)).collect::<Option<_>>()?;
         let moved = rows.iter().enumerate().any(|(row, of)| *of != Row::From(row));
         moved.then_some(rows)
     }
 
-    /// Every row, inside runs of rows: what a rank's own kernel does to its own rows.
+    /// The same inside each run of rows: each rank's kernel indexes only its own rows.
     pub fn in_runs(self, n: usize, runs: &[Vec<usize>]) -> Option<Vec<Row>> {
         let mut all: Vec<Row> = (0..n).map(Row::From).collect();
         let mut moved = false;
@@ -135,7 +136,7 @@ impl Map {
     }
 }
 
-/// Block sizes that kernels have.
+/// Block sizes that kernels use.
 pub const BLOCKS: [usize; 19] =
     [4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 100, 128, 160, 192, 256, 512, 1024];
 

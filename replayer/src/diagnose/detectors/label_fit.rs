@@ -1,7 +1,8 @@
-//! D3 on labels: whether a token's captured row is what another label gives.
+//! Whether a token's captured row is what another label gives.
 //!
-//! One logit or one row of dq tells a label from almost all others, so a shift or an
-//! order of the labels is seen on few tokens, and its ends are read off the rest.
+//! A label's logit, or a row of dq, distinguishes a label from almost all others. So a few tokens
+//! are enough to recognise that labels were shifted or permuted; the tokens at the ends of the runs
+//! are then looked at one by one.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -14,53 +15,55 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{IGNORED, TokenCotangents};
 
-/// How far a logit may be from its label's: logits of bf16 differ by 2⁻⁸ of themselves.
+/// How far, relatively, a captured logit may be from a label's: bf16 rounds a logit by up to 2⁻⁸ of
+/// itself.
 const LOGIT: f64 = 0.01;
-/// Share of the energy of what a label changes that may be left.
+/// Another label may leave this share of the squared norm of the change that it makes.
 const LEFT: f64 = 0.05;
-/// Classes against which a label is sought at most, times D.
+/// Searching a label among all classes may take this many multiply-adds in all: classes times D
+/// times tokens.
 const SEARCH: usize = 1 << 28;
 
-/// What a microbatch's captured tensors say of its labels.
+/// Tests labels against the captured tensors of a microbatch.
 pub struct LabelTest<'a> {
     direct: Direct<'a>,
     inputs: &'a MicrobatchInputs,
     label_logits: Option<Rc<Values>>,
     /// Captured dq, which stage it is, and each token's cotangent of its label logit.
     dq: Option<(Rc<Values>, Stage, &'a Cotangents)>,
-    /// What dq should be: the tokens of every rank, not of one alone.
+    /// The reference: of the tokens of every rank, not of one alone.
     reference: &'a Reference,
 }
 
-/// Of lse, the label's logit and all logits, by token.
+/// Cotangents of lse, of the label's logit and of all logits, by token.
 type Cotangents = BTreeMap<usize, TokenCotangents>;
 
 impl<'a> LabelTest<'a> {
-    /// `None` where nothing that fails tells one label from another.
+    /// `None` where neither label logits nor dq (or its label part) fails.
     pub fn new(evidence: &'a Evidence<'_>, inputs: &'a MicrobatchInputs) -> Option<LabelTest<'a>> {
-        let of = |stage| {
+        let failing_key = |stage| {
             let mut all = evidence.failing.iter();
             all.find(|key| key.stage == stage && key.microbatch == inputs.microbatch).copied()
         };
         let direct = Direct::new(evidence, inputs)?;
         let reference = evidence.reference();
-        let dq = of(Stage::Dq).or(of(Stage::DqLabel)).and_then(|key: Key| {
+        let dq = failing_key(Stage::Dq).or(failing_key(Stage::DqLabel)).and_then(|key: Key| {
             let captured = evidence.captured(key)?;
             let cotangents = reference.cotangents.get(&inputs.microbatch)?;
             Some((captured, key.stage, cotangents))
         });
-        let label_logits = of(Stage::LabelLogits).and_then(|key| evidence.captured(key));
-        let found = LabelTest { direct, inputs, label_logits, dq, reference };
-        (found.dq.is_some() || found.label_logits.is_some()).then_some(found)
+        let label_logits = failing_key(Stage::LabelLogits).and_then(|key| evidence.captured(key));
+        let test = LabelTest { direct, inputs, label_logits, dq, reference };
+        (test.dq.is_some() || test.label_logits.is_some()).then_some(test)
     }
 
     /// True when the token's row is what this label gives.
     pub fn fits(&self, token: usize, label: u32) -> bool {
         match (&self.dq, &self.label_logits) {
             (Some((captured, stage, cotangents)), _) => {
-                let of = (*stage, self.inputs.microbatch);
+                let place = (*stage, self.inputs.microbatch);
                 let (Some(reference), Some(cotangents)) =
-                    (self.reference.of_token(of, token), cotangents.get(&token))
+                    (self.reference.of_token(place, token), cotangents.get(&token))
                 else {
                     return false;
                 };
@@ -100,7 +103,8 @@ impl<'a> LabelTest<'a> {
         distance(&off, &moved) <= LEFT * energy(&moved).max(energy(&off)) + noise
     }
 
-    /// Share of the tokens whose label another one takes that fit it.
+    /// Among the tokens to which `label` gives another label than recorded, the share whose
+    /// captured row fits it.
     pub fn share(&self, tokens: &[usize], label: &dyn Fn(usize) -> Option<u32>) -> f64 {
         let (mut all, mut fit) = (0.0, 0.0);
         for &t in tokens {
@@ -113,16 +117,17 @@ impl<'a> LabelTest<'a> {
         if all > 0.0 { fit / all } else { 0.0 }
     }
 
-    /// The label that the token's row shows, sought among all classes.
+    /// The label that the token's row shows, searched among all classes; none where no label fits,
+    /// or two do.
     pub fn read(&self, token: usize) -> Option<u32> {
         let classes = 0..self.direct.head.valid_vocab as u32;
         let mut fit = classes.filter(|&label| self.fits(token, label));
-        let found = fit.next()?;
-        // Two labels that fit alike are none.
-        fit.next().is_none().then_some(found)
+        let label = fit.next()?;
+        // If two labels fit, neither is shown.
+        fit.next().is_none().then_some(label)
     }
 
-    /// How many tokens may be read.
+    /// How many tokens' labels may be searched among all classes.
     pub fn readable(&self) -> usize {
         SEARCH / self.direct.work()
     }

@@ -1,60 +1,59 @@
-//! Sums of dk over microbatches or ranks, solved for how often each token is in them.
+//! Sums of dk over microbatches or ranks, solved for the weight of each token in them.
 //!
-//! What a sum of dk lacks of one rank's or one microbatch's tokens is no gradient of its own where
-//! sums alone were recorded: the sum is solved for the weight of every token that it should hold.
-//! Where the loss fails, too, its tokens count as often.
+//! Where only sums of dk were recorded, tokens that are missing from one microbatch or rank cannot
+//! be seen in a gradient of their own. So the sum is solved for the weight of every token that it
+//! should contain. Where the loss fails too, its tokens are taken to have the same weights.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use backtape::identity::{Microbatch, Rank};
 
+use super::addend_counts::in_words;
 use super::addends::{adds_to, divisor};
-use super::counted::in_words;
 use super::direct::{distance, energy};
+use super::least_squares::whole_weights;
 use super::plane::Rows;
-use super::solve::whole_weights;
+use crate::diagnose::data_worlds::{CountedLosses, ReplacedValues};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{CountedLosses, Instead};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Expectation, Read, World};
 
-/// Share of the error that may be left to be worth a trial.
+/// Share of the squared error that may be left to be worth a trial.
 const LEFT: f64 = 0.1;
 
-/// What of each token is counted.
+/// Which part of each token's gradient is weighed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Of {
-    /// Its gradient.
+    /// All of it.
     Whole,
-    /// The softmax part of it.
+    /// The softmax part.
     Softmax,
-    /// The label's part of it.
+    /// The label's part.
     Label,
 }
 
-/// Sums of dk, and the loss where it fails, that hold their tokens otherwise than once.
+/// Sums of dk, and the loss where it fails, in which tokens count more or less often than once.
 pub struct CountedSums {
-    sums: Instead,
+    sums: ReplacedValues,
     /// How often each token of a microbatch counts in the loss.
     of_loss: CountedLosses,
-    /// Each run of tokens that counts otherwise, in words.
+    /// Each run of tokens whose weight is not 1, in words.
     pub said: Vec<String>,
-    /// Parts of the sum of which all tokens count alike and otherwise than once, in words with how
-    /// often.
+    /// Microbatches of ranks whose tokens all have one weight that is not 1: their name and that
+    /// weight.
     pub parts: Vec<(String, f64)>,
-    /// Whether all parts' tokens count alike.
+    /// Whether in every microbatch of every rank all tokens have one weight.
     pub of_parts: bool,
-    /// The boxes of the scores whose tokens the sums hold, where ranks have several devices.
+    /// The boxes of the scores whose tokens are in the sums, where ranks have several devices.
     pub devices: Vec<String>,
-    /// Whether every device's tokens count alike, once or not at all.
+    /// Whether on every device all tokens count once, or all not at all.
     by_device: bool,
 }
 
 impl CountedSums {
-    /// What the sums that fail hold. `None`
-    /// where something else fails, dk of each microbatch was recorded, or a sum is not made of
-    /// whole tokens or of too many.
+    /// Solves the failing sums. `None` where another stage fails, where dk of single microbatches
+    /// was recorded, or where a sum has too many tokens or no whole-number weights.
     pub fn of(evidence: &Evidence<'_>, of: Of) -> Option<CountedSums> {
         let sums: Vec<Key> =
             evidence.failing.iter().filter(|key| key.stage.is_sum()).copied().collect();
@@ -63,8 +62,8 @@ impl CountedSums {
             return None;
         }
         let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
-        let mut found = CountedSums {
-            sums: Instead::default(),
+        let mut counted = CountedSums {
+            sums: ReplacedValues::default(),
             of_loss: CountedLosses(evidence.inputs.iter().map(ones).collect()),
             said: Vec::new(),
             parts: Vec::new(),
@@ -73,26 +72,27 @@ impl CountedSums {
             by_device: true,
         };
         for key in sums {
-            Tokens::of(evidence, key, of)?.weighed(evidence, &mut found)?;
+            Tokens::of(evidence, key, of)?.weighed(evidence, &mut counted)?;
         }
         if !evidence.fails(Stage::Loss) {
-            found.of_loss = CountedLosses::default();
+            counted.of_loss = CountedLosses::default();
         }
-        Some(found)
+        Some(counted)
     }
 
-    /// Whether the sums hold all tokens of some devices and none of the others.
+    /// Whether the sums contain all tokens of some devices and none of the others.
     pub fn is_of_devices(&self) -> bool {
         !self.of_parts && self.by_device && !self.devices.is_empty()
     }
 
-    /// Notes which of a part's devices its sum holds.
-    fn held_by(&mut self, devices: &[(String, Vec<usize>)], part: &Part, own: &[f64]) {
-        let of: BTreeMap<usize, f64> = part.rows.iter().copied().zip(own.iter().copied()).collect();
+    /// Records which devices' tokens are in a sum, for one part of it.
+    fn note_devices(&mut self, devices: &[(String, Vec<usize>)], part: &Part, own: &[f64]) {
+        let weight_of_row: BTreeMap<usize, f64> =
+            part.rows.iter().copied().zip(own.iter().copied()).collect();
         self.by_device &= !devices.is_empty();
         for (name, rows) in devices {
             let weights: BTreeSet<u64> =
-                rows.iter().filter_map(|row| of.get(row)).map(|x| x.to_bits()).collect();
+                rows.iter().filter_map(|row| weight_of_row.get(row)).map(|x| x.to_bits()).collect();
             let is = |x: f64| weights.len() == 1 && weights.contains(&x.to_bits());
             self.by_device &= is(0.0) || is(1.0);
             if is(1.0) && !self.devices.contains(name) {
@@ -112,29 +112,30 @@ impl World for CountedSums {
     }
 }
 
-/// Some tokens of a sum.
+/// The tokens of one unit in a sum.
 struct Part {
-    /// Which of all tokens of the sum.
+    /// Their indices among all tokens of the sum.
     of_sum: Range<usize>,
     microbatch: Option<Microbatch>,
-    /// Their places in the microbatch.
+    /// Their indices in the microbatch.
     rows: Vec<usize>,
-    /// Whose tokens they are, where they are one rank's.
+    /// The rank that holds them, where there is one.
     rank: Option<Rank>,
     words: String,
 }
 
-/// A sum of dk as the sum of a product a token.
+/// A sum of dk as a sum of one product per token.
 struct Tokens {
     key: Key,
     parts: Vec<Part>,
-    /// Entries of dlogits that are weighed, divided as the sum is, and q: `[n, V]`, `[n, D]`.
+    /// The entries of dlogits that are weighed, over the divisor of the sum, `[n, V]`; and q, `[n,
+    /// D]`.
     entries: Rows,
     q: Rows,
-    /// `[V, D]`: as captured, and as it should be.
+    /// The captured sum and its reference, `[V, D]`.
     captured: Rows,
     reference: Rows,
-    /// The energy that rounding gives the error.
+    /// The squared error that rounding is expected to cause.
     rounding: f64,
 }
 
@@ -182,7 +183,8 @@ impl Tokens {
         Some(Tokens { key, parts, entries, q, captured, reference, rounding })
     }
 
-    /// Tokens that add nothing count as those before them of their part, or as the first that does.
+    /// Gives tokens with a gradient of zero the weight of the token before them in their part; the
+    /// first ones that of the first token with a gradient.
     fn fill(&self, part: &Part, weights: &mut [f64]) {
         let counts = |at: &usize| energy(self.entries.row(*at)) > 0.0;
         let Some(first) = part.of_sum.clone().find(counts) else {
@@ -196,12 +198,12 @@ impl Tokens {
         }
     }
 
-    /// Adds the sum with the weights that it has.
+    /// Solves this sum, and adds its weights to `to`.
     fn weighed(&self, evidence: &Evidence<'_>, to: &mut CountedSums) -> Option<()> {
         let pairs = self.captured.values.iter().zip(&self.reference.values);
         let error = Rows { cols: self.captured.cols, values: pairs.map(|(c, r)| c - r).collect() };
-        let of = ((&self.entries, &self.q), (&error, self.rounding));
-        let mut weights = whole_weights(of.0, of.1, &|work| evidence.spend(work))?;
+        let system = ((&self.entries, &self.q), (&error, self.rounding));
+        let mut weights = whole_weights(system.0, system.1, &|work| evidence.spend(work))?;
         self.parts.iter().for_each(|part| self.fill(part, &mut weights));
         let cols = self.entries.cols;
         let rows = weights.iter().zip(self.entries.values.chunks(cols.max(1)));
@@ -228,7 +230,7 @@ impl Tokens {
             to.said.extend(said.filter(|words| !to.said.contains(words)).collect::<Vec<_>>());
             let inputs = evidence.inputs_of(part.microbatch)?;
             let of_rank = |rank| evidence.step.device_rows(inputs, rank);
-            to.held_by(&part.rank.map_or(Vec::new(), of_rank), part, own);
+            to.note_devices(&part.rank.map_or(Vec::new(), of_rank), part, own);
             let loss = to.of_loss.0.get_mut(&part.microbatch)?;
             part.rows.iter().zip(own).for_each(|(&t, weight)| loss[t] = *weight);
         }

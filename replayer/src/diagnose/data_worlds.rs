@@ -1,11 +1,11 @@
-//! Worlds that several causes share: other labels, tokens that lie elsewhere, rows that
-//! hold other values.
+//! Worlds that several causes share, in which tensors hold other data: other labels, tokens in
+//! other places, rows with other values.
 
 use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use super::detectors::relabelled::NONE;
+use super::detectors::shown_labels::NONE;
 use super::evidence::{Evidence, Key};
 use super::worlds::divisor;
 use crate::assemble::Row;
@@ -14,22 +14,23 @@ use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{At, Expectation, Pass, Read, UnitTokens, World};
 
-/// Other labels than the recorded ones, `[T]` by microbatch.
+/// The job used other labels than the recorded ones, `[T]` by microbatch.
 #[derive(Default)]
 pub struct Relabelled {
-    /// [`IGNORED`] where a token takes no part, [`NONE`] where its label's part alone is missing.
+    /// The labels. [`IGNORED`] for a token that takes no part; [`NONE`] for one that keeps its
+    /// recorded label but lacks the label's part of its gradient.
     pub labels: BTreeMap<Option<Microbatch>, Vec<u32>>,
-    /// Upstream gradients to keep, where the job divides by the count of the recorded
-    /// labels and its loss does not tell.
+    /// Upstream gradients to keep: those of a job that divides by the count of the recorded labels,
+    /// where the loss does not show it.
     pub g: Option<BTreeMap<Option<Microbatch>, Vec<f64>>>,
-    /// Set where the loss and the backward are divided by the count of the recorded labels.
+    /// The divisors by the recorded labels, where the loss and the backward are divided by those.
     pub counts: Option<RecordedCounts>,
     /// Weights that were moved with the labels, `[T]`; empty where none were.
     pub weights: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
-/// What each token's loss is divided by where the recorded labels are counted, whatever labels
-/// stand in their place.
+/// The divisor of each token's loss when the recorded labels are counted, whatever labels a world
+/// puts in their place.
 #[derive(Clone)]
 pub struct RecordedCounts(BTreeMap<Option<Microbatch>, Vec<(Unit, f64)>>);
 
@@ -43,7 +44,7 @@ impl RecordedCounts {
         RecordedCounts(evidence.inputs.iter().filter_map(one).collect())
     }
 
-    /// Of a microbatch: the tokens with one number, and that number.
+    /// The groups of a microbatch's tokens, each with its divisor.
     pub fn of(&self, microbatch: Option<Microbatch>) -> Option<&Vec<(Unit, f64)>> {
         self.0.get(&microbatch)
     }
@@ -71,7 +72,7 @@ impl World for Relabelled {
         let Some((recorded, here)) = recorded.zip(step.denominators(all, own).ok()) else {
             return;
         };
-        // The background of this world may divide by something else than what is declared.
+        // Multiplied as a ratio, because a background world may have replaced the declared divisor.
         for (unit, n) in of {
             let ratio = |&row: &usize| Some(divisor(recorded, row)? / divisor(&here, row)?);
             let ratio = unit.rows.first().and_then(ratio);
@@ -86,7 +87,8 @@ impl World for Relabelled {
     }
 
     fn expected(&self, of: &mut Expectation<'_>) {
-        // No rank takes the label for one of its own, so each adds a zero.
+        // A label that no rank finds in its shard of the vocabulary gives a logit of zero: each
+        // rank adds 0.
         let labels = self.labels.get(&of.at.microbatch);
         let Some(labels) = labels.filter(|_| of.at.stage == Stage::LabelLogits) else { return };
         let missing = of.values.iter_mut().zip(of.rows).filter(|(_, row)| labels[**row] == NONE);
@@ -120,13 +122,13 @@ impl World for CountedLosses {
     }
 }
 
-/// Every token is another one of its microbatch: q, label, weight and cotangent alike.
-pub struct Moved {
-    /// Token in whose place each stands, by microbatch.
+/// Tokens are permuted within their microbatch: q, label, weight and cotangent together.
+pub struct MovedTokens {
+    /// For each place, the token that stands there, by microbatch.
     pub from: BTreeMap<Option<Microbatch>, Vec<usize>>,
 }
 
-impl World for Moved {
+impl World for MovedTokens {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         let Some(from) = self.from.get(&inputs.microbatch) else { return };
         if let Scores::Product { q, .. } = &mut inputs.scores
@@ -142,16 +144,16 @@ impl World for Moved {
     }
 }
 
-/// Tokens are those that stand in their places in another microbatch.
-pub struct Reread {
+/// Tokens are read from the same places of another microbatch.
+pub struct ReadFromElsewhere {
     /// By microbatch.
     pub from: BTreeMap<Option<Microbatch>, Elsewhere>,
 }
 
-/// The microbatch that tokens are of, and which tokens; all of them where none are named.
+/// The microbatch that tokens are read from, and which tokens; all of them where none are named.
 pub type Elsewhere = (Option<Microbatch>, Option<Vec<usize>>);
 
-impl World for Reread {
+impl World for ReadFromElsewhere {
     fn inputs(&self, step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
         let Some((other, tokens)) = self.from.get(&inputs.microbatch) else { return };
         let Ok(other) = step.inputs(*other) else { return };
@@ -181,7 +183,7 @@ impl World for Reread {
     }
 }
 
-/// Rows of dq hold the gradients of other tokens, or nothing.
+/// Rows of dq hold the gradients of other tokens, zeros or NaN.
 pub struct MovedRows {
     /// What each row holds, by microbatch.
     pub from: BTreeMap<Option<Microbatch>, Vec<Row>>,
@@ -214,18 +216,23 @@ impl World for MovedRows {
     }
 }
 
-/// Some elements hold what they hold; all others must be right.
+/// Given values replace some elements of the reference; all others are as declared and must be
+/// right.
 #[derive(Clone, Default)]
-pub struct Instead {
-    /// Column and value, by row.
+pub struct ReplacedValues {
+    /// Columns with their values, by row, by comparison.
     pub of: BTreeMap<Key, BTreeMap<usize, Vec<(usize, f64)>>>,
-    /// Stages that the job did not go on with.
+    /// Stages whose captured values later stages of the job did not read.
     pub distrusts: Vec<Stage>,
 }
 
-impl Instead {
-    /// Whole rows.
-    pub fn rows(mut self, of: Key, rows: impl Iterator<Item = (usize, Vec<f64>)>) -> Instead {
+impl ReplacedValues {
+    /// The same, with whole rows of a comparison replaced too.
+    pub fn rows(
+        mut self,
+        of: Key,
+        rows: impl Iterator<Item = (usize, Vec<f64>)>,
+    ) -> ReplacedValues {
         let table = self.of.entry(of).or_default();
         for (row, values) in rows {
             table.insert(row, values.into_iter().enumerate().collect());
@@ -234,7 +241,7 @@ impl Instead {
     }
 }
 
-impl World for Instead {
+impl World for ReplacedValues {
     fn has_nan(&self) -> bool {
         self.of.values().flat_map(BTreeMap::values).flatten().any(|(_, x)| !x.is_finite())
     }
@@ -254,7 +261,7 @@ impl World for Instead {
     }
 }
 
-/// Another lse than declared.
+/// The job had another lse than declared.
 pub struct OtherLse {
     /// What the forward gives, `[T]` by microbatch.
     pub lse: BTreeMap<Option<Microbatch>, Vec<f64>>,
@@ -275,12 +282,12 @@ impl World for OtherLse {
     }
 }
 
-/// Rows of dlogits hold those of other tokens, and dq and dk are made of them: only q in the
-/// product that is dk is the token's own.
+/// Rows of dlogits are those of other tokens, and dq and dk are computed from them. Only the row of
+/// q that dk multiplies with a row of dlogits is the token's own.
 pub struct StaleRows {
     /// What each row holds, by microbatch.
     pub from: BTreeMap<Option<Microbatch>, Vec<Row>>,
-    /// Upstream gradients as declared: what is stale does not count.
+    /// Upstream gradients as declared, `[T]` by microbatch: a stale row has those of its source.
     pub g: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
@@ -300,21 +307,21 @@ impl World for StaleRows {
         if let Some(read) = q.with_rows(&|row| Row::From(self.source(mb, row))) {
             inputs.reads = Some(Misread { q: Some((read, false)), k: None, scores: None });
         }
-        let of = |t: usize| self.source(mb, t);
-        inputs.labels = (0..inputs.labels.len()).map(|t| inputs.labels[of(t)]).collect();
+        let source = |t: usize| self.source(mb, t);
+        inputs.labels = (0..inputs.labels.len()).map(|t| inputs.labels[source(t)]).collect();
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         if pass == Pass::Backward {
             let own = lse.to_vec();
-            let of = |t: usize| own[self.source(inputs.microbatch, t)];
-            lse.iter_mut().enumerate().for_each(|(t, lse)| *lse = of(t));
+            let lse_of = |t: usize| own[self.source(inputs.microbatch, t)];
+            lse.iter_mut().enumerate().for_each(|(t, lse)| *lse = lse_of(t));
         }
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
         let Some(own) = self.g.get(&inputs.microbatch) else { return };
-        let of = |t: usize| own[self.source(inputs.microbatch, t)];
-        g.iter_mut().enumerate().for_each(|(t, g)| *g = of(t));
+        let g_of = |t: usize| own[self.source(inputs.microbatch, t)];
+        g.iter_mut().enumerate().for_each(|(t, g)| *g = g_of(t));
     }
 }

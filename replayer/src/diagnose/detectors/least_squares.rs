@@ -1,5 +1,4 @@
-//! Sums of products solved for the weights of their addends: which of them a sum holds, and how
-//! often.
+//! Least squares: which of its addends a sum contains, and how often.
 
 use std::ops::Range;
 
@@ -8,23 +7,24 @@ use rayon::prelude::*;
 use super::direct::{dot, energy, multiple};
 use super::plane::Rows;
 
-/// Addends that are solved for at most: the work grows like their cube.
+/// A sum of more addends than this is not solved: the work grows with their cube.
 const MOST: usize = 2048;
-/// A weight is this near to a whole number, or the sum is none of whole addends.
+/// A solved weight must be this near to a whole number.
 const WHOLE: f64 = 0.25;
 /// The largest weight that is looked for.
 const LARGEST: f64 = 16.0;
-/// Share of the error that whole weights may leave to be worth a trial, which judges them.
+/// Share of the squared error that whole weights may leave to be worth a trial.
 const LEFT: f64 = 0.1;
-/// Share of the diagonal that keeps addends which are nearly others' from growing.
+/// Ridge, as a share of the diagonal: it keeps the weights of nearly dependent addends from
+/// growing.
 const RIDGE: f64 = 1e-9;
-/// An addend whose weight the rounding of the sum moves by more is not told from none: of thousands
-/// some are off by five times as much.
+/// An addend is too small to show its weight if rounding of the sum moves the weight by more than
+/// this standard deviation: among thousands some are off by five times as much.
 const UNSURE: f64 = 0.05;
 
-/// Weights of the addends `a_i b_iᵀ` of a sum, whole numbers: `error` is what was captured less
-/// the sum of all of them once; `rounding` the energy that it may have. `None` where whole numbers
-/// do not make it, or make it of every addend once. `spend` counts the work, and says
+/// The whole-number weights of the addends `a_i b_iᵀ` in a captured sum. `error`: captured minus
+/// the sum with every weight 1; `rounding`: the squared error that rounding causes. `None` where
+/// whole numbers do not explain the sum, or all are 1. `spend` counts the work, and returns true
 /// when no more may be done.
 pub fn whole_weights(
     (a, b): (&Rows, &Rows),
@@ -48,7 +48,7 @@ pub fn whole_weights(
     let mut whole = Vec::with_capacity(n);
     for (i, x) in more.iter().enumerate() {
         if !sure(i) {
-            // It is as its neighbour: blocks are left out, not single addends that show nothing.
+            // It takes its neighbour's weight: faults leave out blocks, not single addends.
             whole.push(whole.last().copied().unwrap_or(0.0));
             continue;
         }
@@ -73,19 +73,20 @@ pub fn whole_weights(
     explains.then(|| whole.iter().map(|x| 1.0 + x).collect())
 }
 
-/// Whether the weight of an addend of this energy shows beside the rounding of one element.
+/// Whether the weight of an addend with this squared norm shows in spite of rounding. `noise`: the
+/// variance of one element.
 pub fn is_sure(addend: f64, noise: f64) -> bool {
     noise <= UNSURE * UNSURE * addend
 }
 
-/// The multiples of some vectors that add up nearest to another, by least squares; none where two of
-/// them are too alike to be told apart.
+/// The factors of some vectors whose sum is nearest to another vector; none where two of them are
+/// nearly parallel.
 pub fn multiples(of: &[&[f64]], sum: &[f64]) -> Option<Vec<f64>> {
     let gram = of.iter().map(|a| of.iter().map(|b| dot(a, b)).collect()).collect();
     solution(gram, of.iter().map(|a| dot(a, sum)).collect())
 }
 
-/// `a x = b`, a symmetric and positive; `None` where addends are too alike to be told.
+/// The solution of `a x = b` for a symmetric positive matrix; `None` where it is nearly singular.
 pub fn solution(mut a: Vec<Vec<f64>>, mut b: Vec<f64>) -> Option<Vec<f64>> {
     let n = b.len();
     let size = (0..n).map(|i| a[i][i]).fold(0.0, f64::max);
@@ -111,8 +112,8 @@ pub fn solution(mut a: Vec<Vec<f64>>, mut b: Vec<f64>) -> Option<Vec<f64>> {
     Some(b)
 }
 
-/// The rows `x`, `[n, D]`, with which `aᵀ x` is nearest to a sum `[V, D]`, by least squares; `a` is
-/// `[n, V]`. `None` where it has more rows than columns, or too many. `spend` as of weights.
+/// The rows `x`, `[n, D]`, with which `aᵀ x` is nearest to `sum`, `[V, D]`; `a` is `[n, V]`. `None`
+/// where `a` has more rows than columns, or too many. `spend` as in [`whole_weights`].
 pub fn factors(a: &Rows, sum: &Rows, spend: &dyn Fn(usize) -> bool) -> Option<Rows> {
     let n = a.count();
     let work = || n * n * a.cols / 2 + n * n * n / 3 + n * sum.cols * (a.cols + n);
@@ -123,20 +124,20 @@ pub fn factors(a: &Rows, sum: &Rows, spend: &dyn Fn(usize) -> bool) -> Option<Ro
         .into_par_iter()
         .map(|i| (0..=i).map(|j| dot(a.row(i), a.row(j))).collect())
         .collect();
-    let of = Cholesky::of(&gram);
+    let factor = Cholesky::of(&gram);
     let right = a.times(sum).transposed();
     let columns: Option<Vec<Vec<f64>>> =
-        (0..right.count()).into_par_iter().map(|at| of.solution(right.row(at))).collect();
+        (0..right.count()).into_par_iter().map(|at| factor.solution(right.row(at))).collect();
     Some(Rows { cols: n, values: columns?.concat() }.transposed())
 }
 
-/// The factor of a symmetric positive matrix.
+/// The lower triangular Cholesky factor of a symmetric positive matrix.
 struct Cholesky {
     lower: Vec<Vec<f64>>,
 }
 
 impl Cholesky {
-    /// Of a matrix's lower triangle.
+    /// Factorises a matrix given by its lower triangle.
     fn of(gram: &[Vec<f64>]) -> Cholesky {
         let mut lower: Vec<Vec<f64>> = Vec::with_capacity(gram.len());
         for (i, given) in gram.iter().enumerate() {
@@ -152,7 +153,7 @@ impl Cholesky {
         Cholesky { lower }
     }
 
-    /// The solution of the system with this right side.
+    /// Solves the system for this right-hand side.
     fn solution(&self, right: &[f64]) -> Option<Vec<f64>> {
         let (l, n) = (&self.lower, right.len());
         let mut x = right.to_vec();
@@ -167,37 +168,37 @@ impl Cholesky {
     }
 }
 
-/// Weights of rows that are those of `reference` times a whole number each; `None` where they
-/// are not, or all of them are once.
+/// The whole number by which each row of `reference` must be multiplied to give the captured row;
+/// `None` where whole numbers do not explain them, or all are 1.
 pub fn whole_factors(captured: &Rows, reference: &Rows) -> Option<Vec<f64>> {
     let mut all = Vec::with_capacity(reference.count());
     let (mut before, mut left) = (0.0, 0.0);
     for at in 0..reference.count() {
         let (c, r) = (captured.row(at), reference.row(at));
-        let found = multiple(c, r);
-        let whole = found.times.round();
+        let of_row = multiple(c, r);
+        let whole = of_row.times.round();
         let off: f64 = c.iter().zip(r).map(|(c, r)| (c - whole * r).powi(2)).sum();
-        before += found.before;
-        left += off.min(found.before);
-        all.push(if off < found.before { whole } else { 1.0 });
+        before += of_row.before;
+        left += off.min(of_row.before);
+        all.push(if off < of_row.before { whole } else { 1.0 });
     }
     let whole = all.iter().all(|x| x.abs() <= LARGEST);
     (whole && all.iter().any(|&x| x != 1.0) && left <= LEFT * before).then_some(all)
 }
 
-/// Runs of equal weights other than 1.
+/// Runs of equal weights that are not 1.
 pub fn runs(weights: &[f64]) -> Vec<(Range<usize>, f64)> {
-    let mut found: Vec<(Range<usize>, f64)> = Vec::new();
+    let mut runs: Vec<(Range<usize>, f64)> = Vec::new();
     for (at, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
-        match found.last_mut() {
+        match runs.last_mut() {
             Some((run, of)) if run.end == at && *of == weight => run.end += 1,
-            _ => found.push((at..at + 1, weight)),
+            _ => runs.push((at..at + 1, weight)),
         }
     }
-    found
+    runs
 }
 
-/// Sorted rows as runs.
+/// Ascending rows as runs of consecutive ones.
 pub fn runs_of(rows: &[usize]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for &row in rows {
@@ -219,7 +220,7 @@ mod tests {
         Rows { cols, values: (0..rows * cols).map(|_| draw.normal()).collect() }
     }
 
-    /// A sum of 40 products in which addends count as said, beside noise of this size.
+    /// Solves a sum of 40 products with these weights and noise of this standard deviation.
     fn solved(weights: &dyn Fn(usize) -> f64, noise: f64) -> Option<Vec<f64>> {
         let (a, b) = (drawn(40, 30, 1), drawn(40, 12, 2));
         let mut draw = Draw::new(3);
@@ -240,15 +241,15 @@ mod tests {
             10..14 => 2.0,
             _ => 1.0,
         };
-        let found = solved(&weights, 0.2).unwrap();
-        assert_eq!(runs(&found), [(10..14, 2.0), (33..40, 0.0)]);
+        let solution = solved(&weights, 0.2).unwrap();
+        assert_eq!(runs(&solution), [(10..14, 2.0), (33..40, 0.0)]);
     }
 
     #[test]
     fn the_rows_that_a_sum_was_made_with_are_found() {
         let (a, x) = (drawn(20, 50, 5), drawn(20, 7, 6));
-        let found = factors(&a, &a.transposed_times(&x), &|_| false).unwrap();
-        let off: f64 = found.values.iter().zip(&x.values).map(|(a, b)| (a - b).powi(2)).sum();
+        let solution = factors(&a, &a.transposed_times(&x), &|_| false).unwrap();
+        let off: f64 = solution.values.iter().zip(&x.values).map(|(a, b)| (a - b).powi(2)).sum();
         assert!(off < 1e-12 * energy(&x.values), "{off}");
         assert!(factors(&a.transposed(), &x, &|_| false).is_none(), "more rows than columns");
     }
@@ -271,10 +272,10 @@ mod tests {
     #[test]
     fn rows_that_were_written_twice_or_not_at_all_are_found() {
         let reference = drawn(9, 5, 4);
-        let of = |at: usize| [1.0, 2.0, 0.0][at / 5 / 3] * reference.values[at];
-        let captured = Rows { cols: 5, values: (0..45).map(of).collect() };
-        let found = whole_factors(&captured, &reference).unwrap();
-        assert_eq!(runs(&found), [(3..6, 2.0), (6..9, 0.0)]);
+        let value = |at: usize| [1.0, 2.0, 0.0][at / 5 / 3] * reference.values[at];
+        let captured = Rows { cols: 5, values: (0..45).map(value).collect() };
+        let solution = whole_factors(&captured, &reference).unwrap();
+        assert_eq!(runs(&solution), [(3..6, 2.0), (6..9, 0.0)]);
         assert!(whole_factors(&reference, &reference).is_none());
     }
 }

@@ -1,4 +1,5 @@
-//! Hypotheses of a user: functions whose values are tried as the catalogue's are.
+//! Hypotheses of a user: the values that a Python function returns are tried as the catalogue's
+//! causes are.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,10 +15,10 @@ use crate::replay::comparison::Comparison;
 use crate::replay::trial::trial;
 use crate::replay::variant::{Explains, StandsIn, Variant};
 
-/// A variant as an entry beside the catalogue's.
-pub(super) struct Own(pub(super) Arc<Variant>);
+/// A user's variant as a cause.
+pub(super) struct UserVariant(pub(super) Arc<Variant>);
 
-impl Cause for Own {
+impl Cause for UserVariant {
     fn id(&self) -> &str {
         &self.0.name
     }
@@ -34,7 +35,8 @@ impl Cause for Own {
         "compare the function's formulas with the declared head: they are not the same"
     }
 
-    /// A function may be the declared head, rounded as the job rounds it.
+    /// A user's function may be the declared head, rounded as the job rounds it, so explaining a
+    /// comparison that passes proves no fault.
     fn may_be_right(&self) -> bool {
         true
     }
@@ -48,48 +50,50 @@ impl Cause for Own {
     }
 }
 
-/// How one stage of a variant came out, over all microbatches and ranks.
+/// How the values of one stage that a variant returned compare with the reference and with the
+/// captured ones, over all microbatches and ranks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct VariantStage {
     /// The variant.
     pub variant: String,
     /// The stage.
     pub stage: &'static str,
-    /// True when in the place of what was captured it would pass: it is right.
+    /// True when the variant's values would pass in the place of the captured ones: they are right.
     pub agrees: bool,
-    /// Why it would not.
+    /// Why they would not pass.
     pub reason: String,
-    /// Its relative error against the f64 reference, the worst of all units.
+    /// Relative error of the variant's values against the f64 reference, in the worst unit.
     pub error: f64,
-    /// What the declared precision is expected to bring.
+    /// The relative error that rounding in the declared precision is expected to cause.
     pub floor: f64,
     /// error over floor.
     pub ratio: f64,
-    /// True when what was captured is this, but for rounding; none where the stage was
+    /// True when the captured values are the variant's, but for rounding; none where the stage was
     /// not captured.
     pub explains: Option<bool>,
-    /// Relative distance of what was captured from it; none where it was not captured.
+    /// Relative distance between the captured values and the variant's; none where the stage was
+    /// not captured.
     pub distance: Option<f64>,
-    /// Comparisons made: units that the variant gave this stage for.
+    /// In how many units the variant returned this stage.
     pub comparisons: usize,
 }
 
-/// Judges every stage of a variant.
+/// Judges every stage that a variant returns.
 pub(super) fn judge(
     step: &HeadStep<'_>,
     variant: &Arc<Variant>,
 ) -> Result<Vec<VariantStage>, StepError> {
     let stages = variant.stages();
-    let mut found = Vec::new();
+    let mut judged_stages = Vec::new();
     for stage in stages {
-        // One stage at a time: what is upstream of it comes from the dump.
+        // One stage at a time, so that what is upstream of it comes from the dump.
         let only = BTreeSet::from([stage]);
         let cured = trial(step, &only, &StandsIn(variant.clone()), (None, None))?;
         let explained = trial(step, &only, &Explains(variant.clone()), (None, None))?;
         let judged = cured.stage(stage);
         let Some(worst) = judged.worst() else { continue };
         let of_stage: Vec<Residual> = residuals(&explained).into_values().collect();
-        found.push(VariantStage {
+        judged_stages.push(VariantStage {
             variant: variant.name.clone(),
             stage: stage.name(),
             agrees: judged.failing().count() == 0,
@@ -97,21 +101,21 @@ pub(super) fn judge(
             error: largest(judged.comparisons.iter().map(error)),
             floor: worst.floor(),
             ratio: worst.ratio(),
-            explains: whole(&of_stage, |all| all.iter().all(|one| one.passes)),
-            distance: whole(&of_stage, |all| {
+            explains: of_all(&of_stage, |all| all.iter().all(|one| one.passes)),
+            distance: of_all(&of_stage, |all| {
                 largest(all.iter().map(|one| (one.energy / one.reference).sqrt()))
             }),
             comparisons: judged.comparisons.len(),
         });
     }
-    Ok(found)
+    Ok(judged_stages)
 }
 
 fn error(of: &Comparison) -> f64 {
     of.tally.error()
 }
 
-/// Something of all comparisons, where there is one.
-fn whole<T>(all: &[Residual], of: impl Fn(&[Residual]) -> T) -> Option<T> {
-    (!all.is_empty()).then(|| of(all))
+/// Applies a function to all comparisons; none where there are none.
+fn of_all<T>(all: &[Residual], function: impl Fn(&[Residual]) -> T) -> Option<T> {
+    (!all.is_empty()).then(|| function(all))
 }

@@ -1,30 +1,30 @@
-//! Orders in which tokens may stand: reversed, transposed, in the zigzag of context
+//! Permutations in which a job may have put tokens: reversed, transposed, in the zigzag of context
 //! parallelism, interleaved, rolled.
 
-use super::extents::Extent;
+use super::token_runs::TokenRuns;
 
-/// An order: row t holds what stood at `from[t]`.
+/// A permutation: row t holds the token that stood at `from[t]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Order {
     /// In words.
     pub name: String,
     /// `[T]`, a permutation.
     pub from: Vec<usize>,
-    /// Tokens that the order leaves among themselves.
+    /// Runs of tokens that the permutation maps to themselves.
     pub runs: Vec<Vec<usize>>,
 }
 
-/// Parts that a sequence may have been cut in over ranks.
+/// Numbers of ranks that a sequence may have been cut over.
 const PARTS: [usize; 6] = [2, 4, 8, 16, 32, 64];
 
-/// Every order that is no identity, of the runs of some extents. `batch`: rows and tokens
-/// of a row, where there are several rows.
-pub fn orders(tokens: usize, extents: &[Extent], batch: Option<(usize, usize)>) -> Vec<Order> {
-    let mut found: Vec<Order> = Vec::new();
+/// Every such permutation that moves a token, within the runs of each division. `batch`: number of
+/// sequences and tokens of one, where there are several.
+pub fn orders(tokens: usize, extents: &[TokenRuns], batch: Option<(usize, usize)>) -> Vec<Order> {
+    let mut orders: Vec<Order> = Vec::new();
     let mut add = |name: String, from: Vec<usize>, runs: &[Vec<usize>]| {
         let moved = from.iter().enumerate().any(|(t, &from)| t != from);
-        if moved && found.iter().all(|order| order.from != from) {
-            found.push(Order { name, from, runs: runs.to_vec() });
+        if moved && orders.iter().all(|order| order.from != from) {
+            orders.push(Order { name, from, runs: runs.to_vec() });
         }
     };
     for extent in extents {
@@ -64,22 +64,22 @@ pub fn orders(tokens: usize, extents: &[Extent], batch: Option<(usize, usize)>) 
             add(name, extent.rolled(tokens, by), &extent.runs);
         }
     }
-    found
+    orders
 }
 
-/// The order that undoes another.
+/// The inverse permutation.
 pub fn inverse(from: &[usize]) -> Vec<usize> {
     let mut back = vec![0; from.len()];
     from.iter().enumerate().for_each(|(to, &from)| back[from] = to);
     back
 }
 
-fn within(tokens: usize, extent: &Extent, place: &dyn Fn(usize, usize) -> usize) -> Vec<usize> {
+fn within(tokens: usize, extent: &TokenRuns, place: &dyn Fn(usize, usize) -> usize) -> Vec<usize> {
     permuted(tokens, extent, &|n| (0..n).map(|at| place(n, at)).collect())
 }
 
-/// Each run in an order of its places.
-fn permuted(tokens: usize, extent: &Extent, order: &dyn Fn(usize) -> Vec<usize>) -> Vec<usize> {
+/// Permutes each run; `order` gives the permutation for a run's length.
+fn permuted(tokens: usize, extent: &TokenRuns, order: &dyn Fn(usize) -> Vec<usize>) -> Vec<usize> {
     let mut from: Vec<usize> = (0..tokens).collect();
     for run in &extent.runs {
         for (&to, at) in run.iter().zip(order(run.len())) {
@@ -89,17 +89,18 @@ fn permuted(tokens: usize, extent: &Extent, order: &dyn Fn(usize) -> Vec<usize>)
     from
 }
 
-/// Where piece i of `count` of `n` places starts.
+/// Where piece `i` starts when `n` places are cut into `count` pieces.
 type Border = fn(i: usize, n: usize, count: usize) -> usize;
 
-/// Nearly equal pieces: spread evenly, the first ones longer by one, the last one shorter.
+/// Three ways to cut into nearly equal pieces: lengths spread evenly, the first pieces longer by
+/// one, the last piece shorter.
 const BORDERS: [Border; 3] = [
     |i, n, count| i * n / count,
     |i, n, count| i * (n / count) + i.min(n % count),
     |i, n, count| (i * n.div_ceil(count)).min(n),
 ];
 
-/// `n` places cut into pieces, taken in this order.
+/// Cuts `n` places into pieces and joins the pieces in this order.
 fn pieces(n: usize, count: usize, border: Border, order: &[usize]) -> Vec<usize> {
     order.iter().flat_map(|&i| border(i, n, count)..border(i + 1, n, count)).collect()
 }
@@ -111,12 +112,12 @@ mod tests {
     #[test]
     fn every_order_is_a_permutation_and_none_is_the_identity() {
         let extents = [
-            Extent::cut("rows".into(), &[(0..60).collect()], 20),
-            Extent::cut("all".into(), &[(0..60).collect()], 60),
+            TokenRuns::cut("rows".into(), &[(0..60).collect()], 20),
+            TokenRuns::cut("all".into(), &[(0..60).collect()], 60),
         ];
-        let found = orders(60, &extents, Some((3, 20)));
-        assert!(found.len() > 10);
-        for order in found {
+        let all = orders(60, &extents, Some((3, 20)));
+        assert!(all.len() > 10);
+        for order in all {
             let mut sorted = order.from.clone();
             sorted.sort_unstable();
             assert_eq!(sorted, (0..60).collect::<Vec<_>>(), "{}", order.name);
@@ -126,7 +127,7 @@ mod tests {
 
     #[test]
     fn two_ranks_zigzag_hold_first_and_last_quarter_and_the_two_between() {
-        let all = Extent { name: "all".into(), runs: vec![(0..8).collect()] };
+        let all = TokenRuns { name: "all".into(), runs: vec![(0..8).collect()] };
         let found = orders(8, &[all], None);
         let zigzag = found.iter().find(|order| order.name == "zigzag over 2 ranks in all").unwrap();
         assert_eq!(zigzag.from, [0, 1, 6, 7, 2, 3, 4, 5]);

@@ -1,15 +1,15 @@
-//! What speaks against a hypothesis: comparisons that agree as declared, and would not if it
-//! were what the job did.
+//! What speaks against a hypothesis: comparisons that agree as declared and would clearly fail in
+//! its world.
 //!
-//! A hypothesis that explains one gradient of a unit and would break another of the same side
-//! did not happen. One that would break the other side, the forward or the sums may have
-//! happened on one side alone: that counts like half a fitted number. So may one that would
-//! break the label's part of a gradient whose softmax part it explains, or the other way round:
-//! fused kernels compute the two apart.
+//! A hypothesis that explains one gradient of a unit but would break another gradient of the same
+//! side (of q, or of k) is refuted there. One that would break the other side, the forward or the
+//! sums may hold on one side alone; that costs it half a fitted number. The same goes for one that
+//! explains the softmax part of a gradient and would break the label's part, or the other way
+//! round: fused kernels compute the two separately.
 
 use std::collections::BTreeSet;
 
-use super::decide::CLEAR;
+use super::decision::CLEAR;
 use super::evidence::{Evidence, Key, Residuals};
 use crate::head::{Side, Stage};
 
@@ -26,7 +26,7 @@ pub enum Part {
     OfK,
     /// Sums over microbatches and ranks.
     Sums,
-    /// One of the two parts of dq or of dk.
+    /// The softmax part or the label's part of dq or dk.
     Only(Stage),
 }
 
@@ -55,17 +55,17 @@ impl Part {
     }
 }
 
-/// What speaks against a hypothesis that is not refuted.
+/// The parts of the step that speak against a hypothesis without refuting it.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Against {
-    /// Parts of the step that agree and would not.
+pub struct Counterevidence {
+    /// Parts of the step that agree as declared and would not in its world.
     pub parts: BTreeSet<Part>,
 }
 
 impl Evidence<'_> {
-    /// The failing comparisons that a world explains, given all comparisons in it, and what
-    /// speaks against it.
-    pub fn explained(&self, within: &Residuals) -> (BTreeSet<Key>, Against) {
+    /// The failing comparisons that a world explains, and the parts of the step that speak against
+    /// it. `within`: all comparisons in that world.
+    pub fn explained(&self, within: &Residuals) -> (BTreeSet<Key>, Counterevidence) {
         let passes = |key: &&Key| within.get(key).is_some_and(|found| found.passes);
         let explained: BTreeSet<Key> = self.failing.iter().filter(passes).copied().collect();
         let harmed: Vec<Key> =
@@ -91,10 +91,10 @@ impl Evidence<'_> {
             if sibling { Part::Only(key.stage) } else { Part::of(key.stage) }
         };
         let parts = harmed.iter().filter(beside).map(part).collect();
-        (explained, Against { parts })
+        (explained, Counterevidence { parts })
     }
 
-    /// Whether a comparison that agrees would clearly not do so in a world.
+    /// Whether a comparison that agrees as declared clearly fails in a world.
     fn harms(&self, within: &Residuals, key: &Key) -> bool {
         let (Some(before), Some(after)) = (self.residuals.get(key), within.get(key)) else {
             return false;

@@ -1,5 +1,5 @@
-//! D3 on the softmax part: by which factor a token's dense part of dq is off, label part
-//! taken off it, and how far a captured lse is from what it should be.
+//! The lse that captured tensors imply, token by token: the captured lse itself, or the one that
+//! explains by which factor the softmax part of a token's row of dq is off.
 
 use super::direct::{Direct, dot, energy, tokens};
 use super::reference::Reference;
@@ -8,23 +8,23 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 
-/// Tokens that are fitted at most.
+/// How many tokens of a microbatch are fitted at most.
 const FITTED: usize = 24;
 
-/// What an lse would have to be for a token's row to be right.
+/// The lse with which a token's captured values would be right.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Seen {
+pub struct ImpliedLse {
     /// The token.
     pub token: usize,
     /// lse as declared.
     pub lse: f64,
-    /// lse as the captured row shows it.
-    pub seen: f64,
+    /// lse as the captured values imply it.
+    pub implied: f64,
 }
 
-/// The lse that failing captured tensors of a microbatch show, token by token: lse itself
-/// where it was captured, else the factor of the dense part of dq.
-pub fn seen_lse(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Seen> {
+/// The lse that the failing tensors of a microbatch imply, token by token: the captured lse where
+/// it fails, else the lse that explains the factor of the softmax part of dq.
+pub fn implied_lse(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<ImpliedLse> {
     let mut failing = evidence.failing.iter();
     let of_lse = Key { stage: Stage::Lse, microbatch: inputs.microbatch, rank: None };
     let reference = evidence.reference();
@@ -34,18 +34,19 @@ pub fn seen_lse(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Seen>
         else {
             return Vec::new();
         };
-        let one = |(token, (&seen, &lse)): (usize, (&f64, &f64))| Seen { token, lse, seen };
+        let one =
+            |(token, (&implied, &lse)): (usize, (&f64, &f64))| ImpliedLse { token, lse, implied };
         return captured.values.iter().zip(lse).enumerate().map(one).collect();
     }
-    of_dq(evidence, inputs, reference).unwrap_or_default()
+    implied_by_dq(evidence, inputs, reference).unwrap_or_default()
 }
 
-/// The same from dq: `dq = e^{lse - seen} dense + label`.
-fn of_dq(
+/// The lse that rows of dq imply: `dq = e^{lse - implied} softmax part + label part`.
+fn implied_by_dq(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
     reference: &Reference,
-) -> Option<Vec<Seen>> {
+) -> Option<Vec<ImpliedLse>> {
     let direct = Direct::new(evidence, inputs)?;
     let mut keys = evidence.failing.iter();
     let key = *keys.find(|key| {
@@ -71,8 +72,8 @@ fn of_dq(
         };
         let (dense, found) = (less(row), less(captured.row(token)));
         let factor = dot(&found, &dense) / energy(&dense);
-        let seen = lse[token] - factor.ln();
-        seen.is_finite().then_some(Seen { token, lse: lse[token], seen })
+        let implied = lse[token] - factor.ln();
+        implied.is_finite().then_some(ImpliedLse { token, lse: lse[token], implied })
     };
     Some(all.iter().step_by(step).filter_map(one).collect())
 }

@@ -1,7 +1,7 @@
-//! Some elements of a captured gradient with the addends that they are sums of: what is known
-//! of such a sum is read off a few rows.
+//! A few elements of a captured gradient, with the products that each of them is the sum of. How
+//! such a sum was rounded, or what was left out of it, shows in these few.
 
-use crate::diagnose::detectors::units::UnitState;
+use crate::diagnose::detectors::unit_states::UnitState;
 use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
 use crate::head::roundings::precision_of;
@@ -11,49 +11,50 @@ use crate::kernels::policy::Policy;
 use crate::kernels::round::Precision;
 use crate::replay::comparison::Comparison;
 
-/// Rows and columns of a gradient that sizes are tried on.
+/// How many rows and columns are sampled when sizes of pieces are looked for.
 const SIZES: [usize; 2] = [24, 16];
-/// The same for what is left out: that may be in few rows, and shows in any column.
+/// The same when left-out entries are looked for: those may be in few rows, but show in any column.
 const FILTERS: [usize; 2] = [96, 4];
-/// A sum over `n` addends that was captured, some of its rows and columns.
-pub struct Sums {
+/// Some rows and columns of a captured sum over `n` products.
+pub struct SampledSums {
     pub(super) n: usize,
     pub(super) rows: usize,
     pub(super) cols: usize,
-    /// `[n, rows]`: entries of dlogits.
+    /// Entries of dlogits, `[n, rows]`.
     pub(super) entries: Vec<f32>,
-    /// `[n, cols]`: what they multiply.
+    /// The other factor of each product, `[n, cols]`: q for dk, k for dq.
     pub(super) others: Vec<f32>,
-    /// `[rows, cols]`: what is added to the sum afterwards.
+    /// What is added after the sum was taken, `[rows, cols]`: the label's part, where it is not in
+    /// the sum.
     pub(super) rest: Vec<f64>,
     /// `[rows, cols]`.
     pub(super) captured: Vec<f64>,
     pub(super) stored: Option<Precision>,
-    /// Which class or token each row is.
+    /// The class or token of each row.
     pub(super) places: Vec<usize>,
 }
 
-impl Sums {
-    /// Rows of a unit's dk, or of dk_lse: sums over its tokens. `whole`: whether the
-    /// label's part lies in the sum or is added afterwards.
+impl SampledSums {
+    /// Rows of a unit's dk, or of dk_lse: sums over its tokens. `whole`: whether the label's part
+    /// is in the sum; otherwise it is added afterwards.
     pub fn of_dk(
         evidence: &Evidence<'_>,
         unit: &UnitState,
         stage: Stage,
         policy: &Policy,
         whole: bool,
-    ) -> Option<Sums> {
-        Sums::of_rows(evidence, (unit, stage), policy, whole, SIZES)
+    ) -> Option<SampledSums> {
+        SampledSums::of_rows(evidence, (unit, stage), policy, whole, SIZES)
     }
 
-    /// More rows of a unit's dk, fewer columns: to see what is left out of some of them.
+    /// More rows of a unit's dk and fewer columns, to see what is left out of some rows.
     pub fn of_many_dk(
         evidence: &Evidence<'_>,
         unit: &UnitState,
         policy: &Policy,
         whole: bool,
-    ) -> Option<Sums> {
-        Sums::of_rows(evidence, (unit, Stage::Dk), policy, whole, FILTERS)
+    ) -> Option<SampledSums> {
+        SampledSums::of_rows(evidence, (unit, Stage::Dk), policy, whole, FILTERS)
     }
 
     fn of_rows(
@@ -62,7 +63,7 @@ impl Sums {
         policy: &Policy,
         whole: bool,
         [rows, columns]: [usize; 2],
-    ) -> Option<Sums> {
+    ) -> Option<SampledSums> {
         let inputs = unit.inputs(evidence)?;
         let head = inputs.head(evidence.step)?;
         let captured = unit.captured(evidence.step, stage)?;
@@ -91,7 +92,7 @@ impl Sums {
             }
         }
         let captured = wide(&chosen(&values, &classes, &columns));
-        Some(Sums {
+        Some(SampledSums {
             n: tokens.len(),
             rows: classes.len(),
             cols: columns.len(),
@@ -104,14 +105,14 @@ impl Sums {
         })
     }
 
-    /// Rows of a unit's dq, or of dq_lse: sums over the vocabulary. `whole` as of dk.
+    /// Rows of a unit's dq, or of dq_lse: sums over the vocabulary. `whole` as for dk.
     pub fn of_dq(
         evidence: &Evidence<'_>,
         unit: &UnitState,
         stage: Stage,
         policy: &Policy,
         whole: bool,
-    ) -> Option<Sums> {
+    ) -> Option<SampledSums> {
         let inputs = unit.inputs(evidence)?;
         let head = inputs.head(evidence.step)?;
         let captured = unit.captured(evidence.step, stage)?;
@@ -141,7 +142,7 @@ impl Sums {
                 }
             }
         }
-        Some(Sums {
+        Some(SampledSums {
             n,
             rows,
             cols: columns.len(),
@@ -154,20 +155,20 @@ impl Sums {
         })
     }
 
-    /// Squared distance from the sum of all entries.
+    /// Squared distance of the captured values from the sum of all products.
     pub(super) fn misfit(&self) -> f64 {
         self.misfits_without(1, &|_, _| 1)[0]
     }
 
-    /// Squared distances from the sums of what each of some sets leaves, where every set leaves
-    /// out what those before it do, and more: given an addend and a class, `first` is the first
-    /// set that leaves the entry out, `sets` where none does.
+    /// Squared distances from the sums that nested sets of left-out entries give: set i leaves out
+    /// all that set i - 1 does, and more. `first(addend, class)` is the first set that leaves this
+    /// entry out, or `sets` where none does.
     pub(super) fn misfits_without(
         &self,
         sets: usize,
         first: &dyn Fn(usize, usize) -> usize,
     ) -> Vec<f64> {
-        let Sums { rows, cols, entries, others, .. } = self;
+        let SampledSums { rows, cols, entries, others, .. } = self;
         let mut left_out_from = vec![0.0; (sets + 1) * rows * cols];
         for (i, other) in others.chunks(*cols).enumerate() {
             for (row, &entry) in entries[i * rows..(i + 1) * rows].iter().enumerate() {
@@ -177,27 +178,28 @@ impl Sums {
                 total.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
             }
         }
-        let mut left = self.rest.clone();
-        let mut found = vec![0.0; sets];
-        // The last set leaves what none leaves out; each before it leaves more.
+        let mut sums = self.rest.clone();
+        let mut misfits = vec![0.0; sets];
+        // The last set leaves out most, so sums are built from the last to the first by adding
+        // entries.
         for (set, addends) in left_out_from.chunks(rows * cols).enumerate().skip(1).rev() {
-            left.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
-            found[set - 1] = self.distance(&left);
+            sums.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
+            misfits[set - 1] = self.distance(&sums);
         }
-        found
+        misfits
     }
 
-    /// Squared distance of what was captured from `[rows, cols]` sums.
+    /// Distance of the captured values from these sums, `[rows, cols]`.
     fn distance(&self, total: &[f64]) -> f64 {
         let stored = |x: f64| self.stored.map_or(x, |precision| precision.round64(x));
         let error = |(&sum, captured): (&f64, &f64)| (stored(sum) - captured).powi(2);
         if self.stored.is_some_and(|precision| !precision.keeps_f32()) {
-            // Little may be left out, in a few elements: those that it brings to another
-            // stored value count, and not how far.
+            // In few bits most small changes do not show, so elements that become another stored
+            // value are counted, and not how far they are.
             let others = total.iter().zip(&self.captured).filter(|(sum, x)| stored(**sum) != **x);
             return others.count() as f64;
         }
-        // Rows count alike: what is left out of a row is little beside a frequent label's.
+        // Errors are taken relative to each row, as the rows of frequent labels are much larger.
         let rows = total.chunks(self.cols).zip(self.captured.chunks(self.cols));
         let relative = rows.map(|(total, captured)| {
             let size: f64 = captured.iter().map(|x| x * x).sum();
@@ -208,8 +210,8 @@ impl Sums {
     }
 }
 
-/// Classes to look at: those that are worst, labels that are frequent, and others that lie
-/// evenly; ascending.
+/// The sampled classes: the most frequent labels, those with the largest errors, and evenly spaced
+/// others; ascending.
 fn classes(
     evidence: &Evidence<'_>,
     (unit, stage): (&UnitState, Stage),
@@ -220,20 +222,20 @@ fn classes(
     let mut hits = vec![0u32; valid];
     let own = unit.rows.iter().map(|&row| labels[row]).filter(|&label| label != IGNORED);
     own.for_each(|label| hits[label as usize] += 1);
-    let mut found: Vec<usize> = (0..valid).collect();
-    found.sort_by_key(|&class| std::cmp::Reverse(hits[class]));
-    found.truncate(rows / 3);
+    let mut classes: Vec<usize> = (0..valid).collect();
+    classes.sort_by_key(|&class| std::cmp::Reverse(hits[class]));
+    classes.truncate(rows / 3);
     let of_unit = |one: &&Comparison| one.microbatch == unit.microbatch && one.rank == unit.rank;
     let comparisons = evidence.outcome.stage(stage).comparisons.iter().filter(of_unit);
     let worst = comparisons.flat_map(|one| &one.tally.worst_rows).take(rows / 3);
-    found.extend(worst.map(|row| row.row as usize).filter(|&row| row < valid));
-    found.extend(spread(valid, rows - found.len()));
-    found.sort_unstable();
-    found.dedup();
-    found
+    classes.extend(worst.map(|row| row.row as usize).filter(|&row| row < valid));
+    classes.extend(spread(valid, rows - classes.len()));
+    classes.sort_unstable();
+    classes.dedup();
+    classes
 }
 
-/// At most `most` of `n` indices, evenly.
+/// At most `most` of `n` indices, evenly spaced.
 fn spread(n: usize, most: usize) -> Vec<usize> {
     let count = n.min(most);
     (0..count).map(|i| i * n / count.max(1)).collect()

@@ -1,44 +1,45 @@
-//! Classes that are in the softmax more often than once, or not at all: a tile of the vocabulary that
-//! is moved back over its neighbour, for one.
+//! Classes that count in the softmax more often than once, or not at all, for example because a
+//! tile of the vocabulary was moved back over its neighbour.
 //!
-//! A row of dk less the label's part is the softmax part of its class, as often as the class counts
-//! and divided by its tokens' sums of exponentials, which follow from these numbers. They are solved
-//! for in turn, from one sum for all tokens on. lse, and with it the loss and dq, follow, and the
-//! numbers were not solved from them.
+//! A row of dk minus the label's part is the softmax part of its class, times how often the class
+//! counts, with each token's term divided by the token's sum of exponentials. These sums depend on
+//! the counts in turn, so both are computed alternately until they stop changing. The counts
+//! determine lse, the loss and dq as well, which had no part in the fit and so test it.
 
 use backtape::nan::larger;
 
-use super::counted::in_words;
-use super::dense::median;
+use super::addend_counts::in_words;
 use super::direct::{energy, multiple};
+use super::implied_lse::median;
+use super::least_squares::is_sure;
 use super::plane::{Plane, Rows};
-use super::solve::is_sure;
+use crate::diagnose::data_worlds::{OtherLse, ReplacedValues};
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::{Instead, OtherLse};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Expectation, Pass, World};
 
-/// How near a whole number a class's count must be.
+/// How near to a whole number a class's count must be.
 const WHOLE: f64 = 0.25;
-/// The largest that is looked for.
+/// The largest count that is accepted.
 const LARGEST: f64 = 4.5;
-/// Turns at most, and how little counts move in one when they are found.
+/// The largest number of iterations, and the change of a count in one below which they have
+/// converged.
 const ROUNDS: usize = 40;
 const STILL: f64 = 0.05;
-/// Share of the classes whose counts are no whole numbers, in any turn, beyond which it is another
-/// fault.
+/// If in any iteration more than this share of the counts are no whole numbers, the fault is
+/// another one.
 const MIXED: f64 = 0.25;
-/// Classes that count otherwise than once.
+/// Classes that count more or less often than once.
 pub struct CountedClasses {
-    gradients: Instead,
+    gradients: ReplacedValues,
     lse: OtherLse,
-    /// Each run of classes that counts otherwise, in words.
+    /// Each run of such classes in words, with its count.
     pub said: Vec<String>,
 }
 
 impl CountedClasses {
-    /// `None` where lse was captured and agrees, the loss has terms beside the softmax's, or the rows
-    /// of dk tell no whole numbers.
+    /// `None` where lse was captured and agrees, where the loss has terms beside the cross-entropy,
+    /// or where the rows of dk give no whole numbers.
     pub fn of(evidence: &Evidence<'_>) -> Option<CountedClasses> {
         let declared = &evidence.step.options.declared;
         let plain = declared.label_smoothing == 0.0 && declared.z_loss == 0.0;
@@ -55,7 +56,7 @@ impl CountedClasses {
                 own[t] = plane.lse[at] + sum(&plane, at, &counts).ln();
             }
         }
-        let mut gradients = Instead::default();
+        let mut gradients = ReplacedValues::default();
         let is_made = |key: &&Key| matches!(key.stage, Stage::Dq | Stage::Dk | Stage::Dbias);
         for &key in evidence.residuals.keys().filter(is_made) {
             let plane = evidence.plane_of(key.microbatch, key.rank)?;
@@ -86,8 +87,8 @@ impl World for CountedClasses {
     }
 }
 
-/// How often each class counts, by the rows of a dk; `None` where all count once, or rows are no
-/// whole numbers of what they should be.
+/// How often each class counts, from the rows of a dk; `None` where all count once, or the counts
+/// are no whole numbers.
 fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
     let plane = evidence.plane(key)?;
     let mut rest = plane.dk(&*evidence.captured(key)?);
@@ -96,7 +97,7 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
     let noise = evidence.residuals.get(&key)?.floor / rest.count().max(1) as f64;
     let mut counts = vec![1.0; plane.dense.cols];
     for round in 0..ROUNDS {
-        // The sums of exponentials that these counts make divide the rows.
+        // Divides each token's row by the sum of exponentials that these counts give.
         let mut divided = Rows { cols: plane.dense.cols, values: plane.dense.values.clone() };
         for (at, row) in divided.values.chunks_mut(counts.len().max(1)).enumerate() {
             let over = sum(&plane, at, &counts);
@@ -105,11 +106,11 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
         if evidence.spend(plane.work()) {
             return None;
         }
-        let found = times(&rest, &divided.transposed_times(&plane.q), noise);
+        let next_counts = times(&rest, &divided.transposed_times(&plane.q), noise);
         let near = |of: &f64| (of - of.round()).abs() <= WHOLE && (0.0..=LARGEST).contains(of);
-        let others = found.iter().filter(|of| !near(of)).count();
-        let moved = found.iter().zip(&counts).map(|(a, b)| (a - b).abs()).fold(0.0, larger);
-        counts = found;
+        let others = next_counts.iter().filter(|of| !near(of)).count();
+        let moved = next_counts.iter().zip(&counts).map(|(a, b)| (a - b).abs()).fold(0.0, larger);
+        counts = next_counts;
         if !moved.is_finite() || others as f64 > MIXED * counts.len() as f64 {
             return None;
         }
@@ -121,37 +122,38 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
     None
 }
 
-/// How often each row holds what it should, where most rows hold it once; what does not tell is as its
-/// neighbour. `noise`: the energy that rounding gives a row.
-fn times(found: &Rows, of: &Rows, noise: f64) -> Vec<f64> {
-    let sizes: Vec<f64> = (0..of.count()).map(|v| energy(of.row(v))).collect();
-    let tells = |v: usize| v < found.count() && is_sure(sizes[v], noise);
-    let one = |v: usize| tells(v).then(|| multiple(found.row(v), of.row(v)).times);
+/// The factor of each row, relative to the median factor, as most classes count once. A row too
+/// small to show its factor takes that of the row before. `noise`: the energy that rounding causes
+/// in a row.
+fn times(rows: &Rows, reference: &Rows, noise: f64) -> Vec<f64> {
+    let sizes: Vec<f64> = (0..reference.count()).map(|v| energy(reference.row(v))).collect();
+    let tells = |v: usize| v < rows.count() && is_sure(sizes[v], noise);
+    let one = |v: usize| tells(v).then(|| multiple(rows.row(v), reference.row(v)).times);
     let all: Vec<Option<f64>> = (0..sizes.len()).map(one).collect();
     let once = median(all.iter().flatten().copied().collect());
     let mut last = 1.0;
     let mut each = Vec::with_capacity(all.len());
-    for of in all {
-        last = of.map_or(last, |of| of / once);
+    for reference in all {
+        last = reference.map_or(last, |reference| reference / once);
         each.push(last);
     }
     each
 }
 
-/// How much of its sum of exponentials a token has.
+/// A token's sum of exponentials with these counts, over the declared one.
 fn sum(plane: &Plane, at: usize, counts: &[f64]) -> f64 {
     plane.p.row(at).iter().zip(counts).map(|(p, times)| p * times).sum()
 }
 
-/// Entries of dlogits, `[n, V]`.
+/// Entries of dlogits with these counts, `[n, V]`.
 fn entries(plane: &Plane, counts: &[f64]) -> Rows {
-    let mut found = plane.of_labels();
-    let rows = found.values.chunks_mut(counts.len().max(1)).enumerate();
+    let mut entries = plane.of_labels();
+    let rows = entries.values.chunks_mut(counts.len().max(1)).enumerate();
     for (at, row) in rows {
         let over = sum(plane, at, counts);
         for ((to, dense), times) in row.iter_mut().zip(plane.dense.row(at)).zip(counts) {
             *to += times * dense / over;
         }
     }
-    found
+    entries
 }

@@ -1,7 +1,9 @@
-//! A hypothesis that holds in some microbatches, or on some ranks, alone.
+//! A hypothesis that holds only in some places: in some microbatches, on some ranks, or for some
+//! classes.
 //!
-//! What a hypothesis says of a step it says of all its tokens. Where what was captured is wrong in
-//! some places only, it is tried once more there: a sum over all of them is then explained, too.
+//! A hypothesis as a cause offers it holds for all tokens of the step. Where the captured tensors
+//! are wrong in some places only, it is tried once more limited to those, so that a sum over all
+//! places is explained too.
 
 use std::sync::Arc;
 
@@ -9,63 +11,69 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use super::cause::Hypothesis;
+use super::data_worlds::RecordedCounts;
 use super::detectors::places::Places;
 use super::detectors::reference::{Reference, reference};
 use super::evidence::{Evidence, Key};
-use super::rearranged::RecordedCounts;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::Tiles;
 use crate::kernels::policy::Policy;
 use crate::replay::world::Supplied;
 use crate::replay::world::{At, Expectation, Pass, Read, UnitName, UnitTokens, World};
 
-/// Where it holds, among the parameters.
+/// The name of the parameter that says where the hypothesis holds.
 const WHERE: &str = "only in";
 
-/// A hypothesis in these places alone, wherever it said that it holds.
-pub(super) fn limited(of: Hypothesis, evidence: &Evidence<'_>, within: &Arc<Within>) -> Hypothesis {
+/// Limits a hypothesis to these places, whatever its own parameters say about where it holds.
+pub(super) fn localized(
+    hypothesis: Hypothesis,
+    evidence: &Evidence<'_>,
+    within: &Arc<Region>,
+) -> Hypothesis {
     let places = &within.places;
     let declared = &evidence.step.options;
     let mut options = declared.clone();
-    of.world.options(&mut options);
-    // Options, and what is said of tokens, are those of all classes: what they make of each token
-    // and class is heard and copied.
-    let whole = options == *declared && (!places.are_classes() || of.emulates(evidence));
-    let inner = match whole {
-        true => of.world.clone(),
-        false => Arc::new(Heard::everything(evidence, of.world.clone())),
+    hypothesis.world.options(&mut options);
+    // Options of the head, and values of tokens, hold for all classes and cannot be limited as they
+    // are. So the values that they give for each token and class are computed in one trial, and
+    // copied in the places meant.
+    let is_limited_as_it_is =
+        options == *declared && (!places.are_classes() || hypothesis.emulates(evidence));
+    let inner = match is_limited_as_it_is {
+        true => hypothesis.world.clone(),
+        false => Arc::new(TrialSnapshot::of_all_stages(evidence, hypothesis.world.clone())),
     };
-    let mut parameters = of.parameters;
+    let mut parameters = hypothesis.parameters;
     parameters.retain(|(name, _)| *name != WHERE);
     parameters.push((WHERE, places.words.clone()));
-    let world = Arc::new(Limited { inner, within: within.clone() });
-    Hypothesis { world, parameters, ..of }
+    let world = Arc::new(Localized { inner, within: within.clone() });
+    Hypothesis { world, parameters, ..hypothesis }
 }
 
-/// What a head with other options makes of the tokens, heard in a trial: a world without options
-/// of its own, that can be had in some places alone.
-pub(super) struct Heard {
-    found: Reference,
-    /// The world that was listened to, for what is no number of a token.
+/// The values that a trial of another world computed, by token and class. As a world it changes no
+/// option of the head, so it can be limited to some places.
+pub(super) struct TrialSnapshot {
+    replayed: Reference,
+    /// The world of that trial, for what is not a value of a token or class.
     of: Arc<dyn World>,
-    /// Whether the forward and the loss are of that head, too.
+    /// Whether the forward and the loss come from that trial too.
     forward: bool,
 }
 
-impl Heard {
-    /// Forward, loss and backward of a head.
-    pub(super) fn everything(evidence: &Evidence<'_>, of: Arc<dyn World>) -> Heard {
-        let found = reference(evidence, Some(&*of), evidence.rows.as_ref());
-        Heard { found, of, forward: true }
+impl TrialSnapshot {
+    /// Forward, loss and backward of a world.
+    pub(super) fn of_all_stages(evidence: &Evidence<'_>, of: Arc<dyn World>) -> TrialSnapshot {
+        let replayed = reference(evidence, Some(&*of), evidence.rows.as_ref());
+        TrialSnapshot { replayed, of, forward: true }
     }
 
-    /// The backward alone.
-    pub(super) fn backward(evidence: &Evidence<'_>, of: Arc<dyn World>) -> Heard {
-        Heard { forward: false, ..Heard::everything(evidence, of) }
+    /// The backward of a world alone.
+    pub(super) fn of_backward(evidence: &Evidence<'_>, of: Arc<dyn World>) -> TrialSnapshot {
+        TrialSnapshot { forward: false, ..TrialSnapshot::of_all_stages(evidence, of) }
     }
 }
 
-impl World for Heard {
+impl World for TrialSnapshot {
     fn speaks_of(&self, stage: Stage) -> bool {
         self.of.speaks_of(stage)
     }
@@ -73,18 +81,18 @@ impl World for Heard {
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         let of = match pass {
             Pass::Forward if !self.forward => return,
-            Pass::Forward => &self.found.forward_lse,
-            Pass::Backward => &self.found.lse,
+            Pass::Forward => &self.replayed.forward_lse,
+            Pass::Backward => &self.replayed.lse,
         };
         copy(of.get(&inputs.microbatch), lse);
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
-        copy(self.found.g.get(&inputs.microbatch), g);
+        copy(self.replayed.g.get(&inputs.microbatch), g);
     }
 
     fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
-        let Some(heard) = self.found.cotangents.get(&tokens.inputs.microbatch) else { return };
+        let Some(heard) = self.replayed.cotangents.get(&tokens.inputs.microbatch) else { return };
         for (at, own) in
             tokens.rows.iter().enumerate().filter_map(|(at, row)| Some((at, heard.get(row)?)))
         {
@@ -103,7 +111,7 @@ impl World for Heard {
     fn expected(&self, of: &mut Expectation<'_>) {
         let At { stage, microbatch, rank } = of.at;
         let backward = stage.is_gradient() || stage == Stage::Dlogprobs;
-        let heard = self.found.stages.get(&Key { stage, microbatch, rank });
+        let heard = self.replayed.stages.get(&Key { stage, microbatch, rank });
         let Some(heard) = heard.filter(|_| self.forward || backward) else { return };
         for (to, row) in of.values.chunks_mut(of.columns.max(1)).zip(of.rows) {
             copy(heard.get(row), to);
@@ -112,7 +120,7 @@ impl World for Heard {
 
     fn nll(&self, inputs: &MicrobatchInputs, _read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
         if self.forward {
-            copy(self.found.nll.get(&inputs.microbatch), nll);
+            copy(self.replayed.nll.get(&inputs.microbatch), nll);
         }
         Vec::new()
     }
@@ -124,40 +132,40 @@ fn copy(from: Option<&Vec<f64>>, to: &mut [f64]) {
     }
 }
 
-/// A world in some places; elsewhere all is as declared.
-struct Limited {
+/// A world in force in some places only; elsewhere everything is as declared.
+struct Localized {
     inner: Arc<dyn World>,
-    within: Arc<Within>,
+    within: Arc<Region>,
 }
 
-/// Some places of a step, and what tokens' losses are divided by as declared.
-pub(super) struct Within {
+/// Some places of a step, and the declared divisors of the tokens' losses.
+pub(super) struct Region {
     places: Places,
     denominators: RecordedCounts,
 }
 
-impl Within {
-    /// Of a divergence.
-    pub(super) fn new(evidence: &Evidence<'_>, places: Places) -> Within {
-        Within { places, denominators: RecordedCounts::new(evidence) }
+impl Region {
+    /// The places, with the divisors that the head declares.
+    pub(super) fn new(evidence: &Evidence<'_>, places: Places) -> Region {
+        Region { places, denominators: RecordedCounts::new(evidence) }
     }
 }
 
-impl Limited {
+impl Localized {
     fn places(&self) -> &Places {
         &self.within.places
     }
 
-    /// Takes over what the inner world makes of the values of tokens, in these places.
+    /// Lets the inner world change the values of tokens, and keeps the change in these places only.
     fn of_tokens(
         &self,
         microbatch: Option<Microbatch>,
         values: &mut [f64],
-        of: impl FnOnce(&mut [f64]),
+        change: impl FnOnce(&mut [f64]),
     ) {
         if self.places().touches(microbatch) {
             let mut other = values.to_vec();
-            of(&mut other);
+            change(&mut other);
             let own = values.iter_mut().zip(other).enumerate();
             let own = own.filter(|(row, _)| self.places().holds(microbatch, *row));
             own.for_each(|(_, (to, from))| *to = from);
@@ -165,7 +173,7 @@ impl Limited {
     }
 }
 
-impl World for Limited {
+impl World for Localized {
     fn speaks_of(&self, stage: Stage) -> bool {
         let meant = !self.places().are_classes() || stage.is_of_k();
         meant && self.inner.speaks_of(stage)
@@ -195,7 +203,8 @@ impl World for Limited {
     ) {
         let mut other = of.clone();
         self.inner.denominators(step, all, own, &mut other);
-        // Elsewhere it is what is declared, whatever the inputs are here.
+        // Elsewhere the declared divisors stay, although the inner world may have changed the
+        // inputs here.
         let declared = self.within.denominators.of(own.microbatch).unwrap_or(of).clone();
         let part = |all: Vec<(Unit, f64)>, inside: bool| {
             let holds = move |&row: &usize| self.places().holds(own.microbatch, row) == inside;

@@ -1,5 +1,6 @@
-//! Some tokens with their raw logits, on which another transform can be
-//! tried for next to nothing: a fit takes a hundred tries, and a trial of the whole a GEMM.
+//! A few tokens with their raw logits (q·k plus bias), from which lse and logits under another
+//! transform (soft cap, scale) follow cheaply. A fit takes a hundred tries, and a full trial of
+//! each would take a GEMM.
 
 use backtape::identity::Microbatch;
 use backtape::role::Role;
@@ -12,56 +13,56 @@ use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::transform::Transform;
 
-/// Tokens of the whole step that are looked at.
+/// How many tokens of the whole step are used.
 const TOKENS: usize = 24;
-/// The same where each try walks all of k.
+/// The same where each try reads all of k.
 const ROWS: usize = 12;
-/// Elements of k that a try reads at most of a microbatch: some of its columns.
+/// A try reads at most this many elements of k in a microbatch; only some of its columns are used.
 const OF_K: usize = 1 << 20;
-/// Tries of a fit.
+/// How many tries a fit takes, for counting its work.
 const TRIES: usize = 100;
 /// A fit is believed when it leaves less than this share of the squared error.
 const LEFT: f64 = 0.05;
 
-/// What is looked at.
-pub struct Tokens<'a> {
+/// The tokens, and what was captured of them.
+pub struct RawLogits<'a> {
     each: Vec<Token>,
-    heads: Vec<Looked<'a>>,
-    /// Whether rows of dq are looked at, and not what was captured of the forward.
+    heads: Vec<UsedColumns<'a>>,
+    /// Whether rows of dq are compared, and not the captured forward values.
     backward: bool,
     declared: f64,
 }
 
-/// A microbatch, and the columns of q and k that are looked at.
-struct Looked<'a> {
+/// A microbatch, and the columns of k and dq that are used.
+struct UsedColumns<'a> {
     head: HeadInputs<'a>,
     columns: Vec<usize>,
-    /// Those of k, of the valid vocabulary, row by row.
+    /// These columns of k, for the valid classes, row by row.
     k: Vec<f64>,
 }
 
 struct Token {
     head: usize,
     label: usize,
-    /// Products and bias, over the valid vocabulary.
+    /// Product plus bias, for each valid class.
     raw: Vec<f64>,
     lse: Option<f64>,
     label_logit: Option<f64>,
     /// Log-probability of the label.
     logprob: Option<f64>,
-    /// The columns that are looked at.
+    /// The used columns of the captured row.
     dq: Option<Vec<f64>>,
 }
 
-impl<'a> Tokens<'a> {
-    /// Tokens that count, evenly from every microbatch; none where nothing is off that a transform
-    /// is in, or no more may be looked for. Where a recorded forward is right it is the backward
-    /// alone that may have another transform.
-    pub fn of(evidence: &Evidence<'a>) -> Tokens<'a> {
+impl<'a> RawLogits<'a> {
+    /// Evenly spaced tokens of every microbatch that count in the loss. None where no value fails
+    /// that depends on the transform, or the budget is spent. Where the recorded forward agrees,
+    /// only the backward can have another transform, so dq is used.
+    pub fn of(evidence: &Evidence<'a>) -> RawLogits<'a> {
         let off = evidence.fails_any(&Stage::GRADIENTS);
         let backward = !evidence.captured_forward() || !evidence.fails_any(&Stage::FORWARD) && off;
         let (each, heads, declared) = (Vec::new(), Vec::new(), f64::NAN);
-        let mut found = Tokens { each, heads, backward, declared };
+        let mut raw_logits = RawLogits { each, heads, backward, declared };
         let judged = !backward || evidence.fails_any(&Stage::OF_Q);
         let most = if backward { ROWS } else { TOKENS };
         let per = most.div_ceil(evidence.inputs.len().max(1));
@@ -70,34 +71,35 @@ impl<'a> Tokens<'a> {
             let counted = |&t: &usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;
             let shown = evidence.rows.as_ref().and_then(|rows| rows.tokens.get(&inputs.microbatch));
             let all: Vec<usize> = match shown {
-                // Where something is wrong in some places alone, these are shown.
+                // Where only some places are wrong, the evidence shows only their tokens.
                 Some(shown) => shown.iter().copied().filter(counted).collect(),
                 None => (0..inputs.tokens()).filter(counted).collect(),
             };
             let step = all.len().div_ceil(per).max(1);
-            let looked = Looked::of(head, backward);
-            if evidence.spend(looked.work() * per.min(all.len())) {
+            let used = UsedColumns::of(head, backward);
+            if evidence.spend(used.work() * per.min(all.len())) {
                 break;
             }
             let captured = Columns::of(evidence, inputs, backward);
             for &t in all.iter().step_by(step) {
-                found.each.push(captured.token(&looked, found.heads.len(), t));
+                raw_logits.each.push(captured.token(&used, raw_logits.heads.len(), t));
             }
-            found.heads.push(looked);
+            raw_logits.heads.push(used);
         }
-        found.declared = found.error(evidence.step.options.transform);
-        found
+        raw_logits.declared = raw_logits.error(evidence.step.options.transform);
+        raw_logits
     }
 
-    /// Squared error of the captured lse, label logits and log-probabilities with another transform; of the
-    /// backward that of dq beside what it should be a multiple of, from the captured lse or from
-    /// one of its own. NaN where there is nothing to compare with.
+    /// Squared error of the captured lse, label logits and log-probabilities under another
+    /// transform. For the backward: squared distance of dq from the nearest multiple of the dq that
+    /// the transform gives, with the captured lse or the transform's own. NaN where nothing was
+    /// captured.
     pub fn error(&self, transform: Transform) -> f64 {
         let one = |token: &Token| {
-            let looked = &self.heads[token.head];
-            let (z, lse) = logits(token, &looked.head, transform);
+            let used = &self.heads[token.head];
+            let (z, lse) = logits(token, &used.head, transform);
             if self.backward {
-                let from = |lse: f64| beside(token, looked, transform, (&z, lse));
+                let from = |lse: f64| off_any_multiple(token, used, transform, (&z, lse));
                 let (own, captured) = (from(lse)?, token.lse.and_then(from));
                 return Some(captured.map_or(own, |captured| own.min(captured)));
             }
@@ -113,8 +115,8 @@ impl<'a> Tokens<'a> {
         if errors.is_empty() { f64::NAN } else { errors.iter().sum() }
     }
 
-    /// How many classes, from the first on, have the exponentials that make the captured lse of
-    /// all tokens; none where no lse was captured.
+    /// How many of the first classes must be summed for the exponentials to give the captured lse
+    /// of all tokens; none where no lse was captured.
     pub fn valid_vocab(&self, transform: Transform) -> Option<usize> {
         let classes = self.each.iter().map(|token| token.raw.len()).min()?;
         let mut errors = vec![0.0; classes];
@@ -130,23 +132,23 @@ impl<'a> Tokens<'a> {
         finite.min_by(|&a, &b| errors[a].total_cmp(&errors[b])).map(|v| v + 1)
     }
 
-    /// Whether a fitted number leaves much less than the declared one.
+    /// Whether a fitted number leaves much less error than the declared one.
     pub fn believes(&self, found: f64, error: &dyn Fn(f64) -> f64) -> bool {
         error(found) < LEFT * self.declared
     }
 }
 
-impl<'a> Looked<'a> {
-    fn of(head: HeadInputs<'a>, backward: bool) -> Looked<'a> {
+impl<'a> UsedColumns<'a> {
+    fn of(head: HeadInputs<'a>, backward: bool) -> UsedColumns<'a> {
         let (d, v) = (head.q.cols, head.valid_vocab);
         let count = if backward { (OF_K / v.max(1)).clamp(1, d.max(1)) } else { 0 };
         let columns: Vec<usize> = (0..count.min(d)).map(|at| at * d / count).collect();
         let row = |v: usize| columns.iter().map(move |i| v * d + i);
         let k = (0..v).flat_map(row).map(|at| head.k.get_f64(at)).collect();
-        Looked { head, columns, k }
+        UsedColumns { head, columns, k }
     }
 
-    /// Multiply-adds of a fit, a token.
+    /// Multiply-adds of a fit, per token.
     fn work(&self) -> usize {
         self.head.valid_vocab * (self.head.q.cols + TRIES * (self.columns.len() + 1))
     }
@@ -162,18 +164,18 @@ struct Columns {
 
 impl Columns {
     fn of(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, backward: bool) -> Columns {
-        let of = |role: Role, count: usize| {
+        let column = |role: Role, count: usize| {
             let values = captured(evidence, role, inputs.microbatch)?;
             Some(values).filter(|values| values.len() == count)
         };
         let (n, d) = (inputs.tokens(), inputs.head(evidence.step).map_or(0, |head| head.q.cols));
-        let dq = if !backward || d == 0 { None } else { of(Role::Dq, n * d) };
-        let (label_logits, logprobs) = (of(Role::LabelLogits, n), of(Role::Logprobs, n));
-        Columns { lse: of(Role::Lse, n), label_logits, logprobs, dq }
+        let dq = if !backward || d == 0 { None } else { column(Role::Dq, n * d) };
+        let (label_logits, logprobs) = (column(Role::LabelLogits, n), column(Role::Logprobs, n));
+        Columns { lse: column(Role::Lse, n), label_logits, logprobs, dq }
     }
 
-    fn token(&self, looked: &Looked<'_>, number: usize, t: usize) -> Token {
-        let head = &looked.head;
+    fn token(&self, used: &UsedColumns<'_>, number: usize, t: usize) -> Token {
+        let head = &used.head;
         let d = head.q.cols;
         let [mut q, mut k] = [(); 2].map(|()| vec![0.0; d]);
         head.q.panel_f64(t..t + 1, &mut q);
@@ -195,7 +197,7 @@ impl Columns {
             lse: at(&self.lse),
             label_logit: at(&self.label_logits),
             logprob: at(&self.logprobs),
-            dq: self.dq.as_ref().map(|dq| looked.columns.iter().map(|i| dq[t * d + i]).collect()),
+            dq: self.dq.as_ref().map(|dq| used.columns.iter().map(|i| dq[t * d + i]).collect()),
         }
     }
 }
@@ -225,17 +227,17 @@ fn logits(token: &Token, head: &HeadInputs<'_>, transform: Transform) -> (Vec<f6
     (z, max + sum.ln())
 }
 
-/// Squared length of what of a row of dq, as far as it is looked at, is no multiple of
-/// `Σ (p - onehot) slope k`.
-fn beside(
+/// Squared distance of a row of dq, in the used columns, from the nearest multiple of `Σ (p -
+/// onehot) slope k`.
+fn off_any_multiple(
     token: &Token,
-    looked: &Looked<'_>,
+    used: &UsedColumns<'_>,
     transform: Transform,
     (z, lse): (&[f64], f64),
 ) -> Option<f64> {
     let dq = token.dq.as_ref()?;
     let mut model = vec![0.0; dq.len()];
-    for ((v, &z), k) in z.iter().enumerate().zip(looked.k.chunks(dq.len().max(1))) {
+    for ((v, &z), k) in z.iter().enumerate().zip(used.k.chunks(dq.len().max(1))) {
         let slope = transform.slope_at(z);
         let onehot = if v == token.label { 1.0 } else { 0.0 };
         let entry = ((z - lse).exp() - onehot) * slope;

@@ -1,5 +1,5 @@
-//! Which rows of q or of k the softmax path read, judged on a few tokens: what each map of
-//! rows would give against what was captured.
+//! Which rows of q or k the softmax path read. For a few tokens, the lse or dq that each map of
+//! rows would give is compared with the captured one.
 
 use std::collections::BTreeMap;
 
@@ -8,23 +8,23 @@ use backtape::identity::Microbatch;
 use super::block_sizes::distinct;
 use super::captured::Values;
 use super::direct::{Direct, alike};
-use super::extents::of_ranks;
-use super::maps::Map;
+use super::row_maps::Map;
+use super::token_runs::of_ranks;
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
+use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::evidence::{Evidence, Key};
-use crate::diagnose::rearranged::OtherLse;
 use crate::head::inputs::{Misread, Scores};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Pass, World};
 
-/// Tokens that are looked at.
-const LOOKED: usize = 4;
-/// How near an lse must be to be worth a trial, relatively.
+/// About how many tokens are compared.
+const COMPARED: usize = 4;
+/// How near an lse must be, relatively, to be worth a trial.
 pub(super) const NEAR: f64 = 0.01;
 
-/// Whose rows.
+/// The operand whose rows are read wrongly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operand {
     /// Tokens' hidden states.
@@ -33,14 +33,14 @@ pub enum Operand {
     K,
 }
 
-/// Which passes read wrongly.
+/// The passes that read the wrong rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passes {
     /// Forward and backward.
     Both,
-    /// The forward: what the backward reads of it is wrong, and nothing else.
+    /// The forward alone: the backward then starts from a wrong lse, and is right otherwise.
     Forward,
-    /// The backward, from the right lse.
+    /// The backward alone, from the right lse.
     Backward,
 }
 
@@ -54,20 +54,20 @@ impl Passes {
     }
 }
 
-/// A few failing tokens and what they show.
-pub struct Looked<'a> {
+/// A few failing tokens and their captured values.
+pub struct FailingTokens<'a> {
     pub(super) direct: Direct<'a>,
     pub(super) inputs: &'a MicrobatchInputs,
     pub(super) tokens: Vec<usize>,
     pub(super) lse: Option<Captured>,
-    /// Captured logits of labels that fail, with their tokens.
+    /// Captured label logits, where they fail, with their tokens.
     pub(super) labels: Vec<(usize, f64)>,
     pub(super) dq: Option<(Captured, Key)>,
 }
 
-impl<'a> Looked<'a> {
-    /// Tokens of the first microbatch whose lse or dq fails; `None` where there is none.
-    pub fn new(evidence: &'a Evidence<'_>) -> Option<Looked<'a>> {
+impl<'a> FailingTokens<'a> {
+    /// Tokens of the first microbatch whose lse or dq fails; `None` where neither fails anywhere.
+    pub fn new(evidence: &'a Evidence<'_>) -> Option<FailingTokens<'a>> {
         let fails = |stage: Stage, mb: Option<Microbatch>| {
             let mut keys = evidence.failing.iter();
             keys.find(|key| key.stage == stage && key.microbatch == mb).copied()
@@ -85,13 +85,13 @@ impl<'a> Looked<'a> {
             if !tokens.is_empty() {
                 let labels = fails(Stage::LabelLogits, mb).and_then(|key| evidence.captured(key));
                 let labels = labels.map_or(Vec::new(), |of| distinct(inputs, &of));
-                return Some(Looked { direct, inputs, tokens, lse, labels, dq });
+                return Some(FailingTokens { direct, inputs, tokens, lse, labels, dq });
             }
         }
         None
     }
 
-    /// Whether what was captured of the tokens is what rows read so give.
+    /// Whether the captured values of the tokens are those that reading these rows gives.
     pub fn fits(
         &self,
         evidence: &Evidence<'_>,
@@ -102,8 +102,9 @@ impl<'a> Looked<'a> {
             return false; // seen in dq alone it is another lse, and needs no map
         }
         let moved = |&&t: &&usize| operand == Operand::K || rows[t] != Row::From(t);
-        let of: Vec<usize> = self.tokens.iter().filter(moved).copied().collect();
-        !of.is_empty() && of.iter().all(|&t| self.token_fits(evidence, t, (operand, rows), passes))
+        let moved_tokens: Vec<usize> = self.tokens.iter().filter(moved).copied().collect();
+        !moved_tokens.is_empty()
+            && moved_tokens.iter().all(|&t| self.token_fits(evidence, t, (operand, rows), passes))
     }
 
     fn token_fits(
@@ -133,18 +134,18 @@ impl<'a> Looked<'a> {
         let mut dense = vec![0.0; width];
         let q_row = self.direct.q(q);
         for (v, z) in row.logits.iter().enumerate() {
-            let of = self.direct.k(k(v));
-            let slope = self.direct.logit(super::direct::dot(&q_row, &of), v).1;
+            let k_row = self.direct.k(k(v));
+            let slope = self.direct.logit(super::direct::dot(&q_row, &k_row), v).1;
             let entry = slope * own.dense((z - lse).exp());
-            dense.iter_mut().zip(&of).for_each(|(sum, k)| *sum += entry * k);
+            dense.iter_mut().zip(&k_row).for_each(|(sum, k)| *sum += entry * k);
         }
         if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {
             let label = self.inputs.labels[t] as usize;
-            // The label's row is read rightly, or with the others.
+            // The label's row of k may be read rightly, or from the same wrong place as the others.
             return [Row::From(label), k(label)].into_iter().any(|row| {
-                let of = self.direct.k(row);
-                let slope = self.direct.logit(super::direct::dot(&q_row, &of), label).1;
-                let sum = dense.iter().zip(&of).map(|(sum, k)| sum + slope * own.label * k);
+                let k_row = self.direct.k(row);
+                let slope = self.direct.logit(super::direct::dot(&q_row, &k_row), label).1;
+                let sum = dense.iter().zip(&k_row).map(|(sum, k)| sum + slope * own.label * k);
                 alike(captured.row(t), &sum.collect::<Vec<f64>>())
             });
         }
@@ -152,10 +153,10 @@ impl<'a> Looked<'a> {
     }
 }
 
-/// What the dump holds of a comparison.
+/// The captured values of a comparison.
 type Captured = std::rc::Rc<Values>;
 
-/// Tokens that are furthest from what they should be, and count.
+/// A few tokens that count in the loss and clearly fail, evenly spaced over the batch.
 fn wrong(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
@@ -168,33 +169,35 @@ fn wrong(
             let Some(wanted) = reference.forward_lse.get(&inputs.microbatch) else {
                 return Vec::new();
             };
-            let of = |t: usize| ((lse.values[t] - wanted[t]).abs(), t);
-            (0..inputs.tokens()).filter(counts).map(of).collect()
+            let error = |t: usize| ((lse.values[t] - wanted[t]).abs(), t);
+            (0..inputs.tokens()).filter(counts).map(error).collect()
         }
         (None, Some((captured, key))) => {
             let Some(table) = reference.stages.get(key) else { return Vec::new() };
-            let of = |(&t, row): (&usize, &Vec<f64>)| {
+            let error = |(&t, row): (&usize, &Vec<f64>)| {
                 let norm = super::direct::energy(row).max(f64::MIN_POSITIVE);
                 (super::direct::distance(captured.row(t), row) / norm, t)
             };
-            table.iter().filter(|(t, _)| counts(t)).map(of).collect()
+            table.iter().filter(|(t, _)| counts(t)).map(error).collect()
         }
         _ => Vec::new(),
     };
     off.retain(|(off, _)| off.is_finite() && *off > 1e-3);
     off.sort_by_key(|&(_, t)| t);
-    // From all over the batch: the last rows are those that reach beyond the end.
-    let step = off.len().div_ceil(LOOKED).max(1);
+    // Evenly spaced, and the last one always: rows that lie beyond the end are read for the last
+    // tokens.
+    let step = off.len().div_ceil(COMPARED).max(1);
     let mut some: Vec<usize> = off.iter().step_by(step).map(|&(_, t)| t).collect();
     some.extend(off.last().map(|&(_, t)| t));
     some.dedup();
     some
 }
 
-/// A map of rows as hypotheses that fit: by passes, and by what else reads the rows.
+/// The hypotheses of a map of rows that fit the tokens: one for each set of passes, and for what
+/// else reads the wrong rows.
 pub fn hypotheses(
     evidence: &Evidence<'_>,
-    looked: &Looked<'_>,
+    failing_tokens: &FailingTokens<'_>,
     (operand, map): (Operand, Map),
     parameters: &[(&'static str, String)],
 ) -> Vec<Hypothesis> {
@@ -205,18 +208,18 @@ pub fn hypotheses(
         };
         map.rows(n)
     };
-    let Some(rows) = rows_of(looked.inputs) else { return Vec::new() };
-    let mut found = Vec::new();
+    let Some(rows) = rows_of(failing_tokens.inputs) else { return Vec::new() };
+    let mut hypotheses = Vec::new();
     for passes in [Passes::Both, Passes::Backward, Passes::Forward] {
-        if evidence.spend(0) || !looked.fits(evidence, (operand, &rows), passes) {
+        if evidence.spend(0) || !failing_tokens.fits(evidence, (operand, &rows), passes) {
             continue;
         }
-        found.extend(worlds(evidence, operand, passes, &rows_of, parameters));
+        hypotheses.extend(worlds(evidence, operand, passes, &rows_of, parameters));
     }
-    found
+    hypotheses
 }
 
-/// The worlds of rows that are known: the whole head, or the softmax path and what follows.
+/// The hypotheses for known wrong rows: one for each extent to which they are read (see [`Reach`]).
 pub fn worlds(
     evidence: &Evidence<'_>,
     operand: Operand,
@@ -224,8 +227,10 @@ pub fn worlds(
     rows_of: &dyn Fn(&MicrobatchInputs) -> Option<Vec<Row>>,
     parameters: &[(&'static str, String)],
 ) -> Vec<Hypothesis> {
-    let of = |one: &MicrobatchInputs| Some((one.microbatch, rows_of(one)?));
-    let Some(rows) = evidence.inputs.iter().map(of).collect::<Option<BTreeMap<_, _>>>() else {
+    let rows_by_microbatch = |one: &MicrobatchInputs| Some((one.microbatch, rows_of(one)?));
+    let Some(rows) =
+        evidence.inputs.iter().map(rows_by_microbatch).collect::<Option<BTreeMap<_, _>>>()
+    else {
         return Vec::new();
     };
     let world = |reach: Reach| Elsewhere { operand, rows: rows.clone(), reach, lse: None };
@@ -240,46 +245,46 @@ pub fn worlds(
         (Reach::Products, "products"),
         (Reach::Scores, "nothing else"),
     ];
-    let mut found = Vec::new();
+    let mut hypotheses = Vec::new();
     match passes {
         Passes::Forward => {
             let wrong = world(Reach::Scores);
             let seen = super::reference::reference(evidence, Some(&wrong), evidence.rows.as_ref());
             let captured = crate::diagnose::causes::tail_tile_unmasked::captured_lse(evidence);
             let world = OtherLse { lse: seen.forward_lse, captured };
-            found.push(Hypothesis::new(world, named("nothing else")));
+            hypotheses.push(Hypothesis::new(world, named("nothing else")));
         }
         Passes::Both | Passes::Backward => {
             let lse = (passes == Passes::Backward).then(|| evidence.reference().lse.clone());
             for (reach, what) in reaches {
                 let world = Elsewhere { lse: lse.clone(), ..world(reach) };
-                found.push(Hypothesis::new(world, named(what)));
+                hypotheses.push(Hypothesis::new(world, named(what)));
             }
         }
     }
-    found
+    hypotheses
 }
 
 /// What else reads the wrong rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// Everything: the operand is another one.
+    /// Everything, the label's row included: the operand as a whole is another one.
     All,
-    /// The logits and the product with the operand.
+    /// The logits, and the product that gives the other operand's gradient.
     Products,
-    /// The logits.
+    /// The logits alone.
     Scores,
 }
 
-/// Rows of an operand are read elsewhere.
+/// Rows of an operand are read from other places.
 pub struct Elsewhere {
-    /// Whose.
+    /// Which operand.
     pub operand: Operand,
-    /// Which row stands for each, by microbatch.
+    /// For each row, the row that is read instead, by microbatch.
     pub rows: BTreeMap<Option<Microbatch>, Vec<Row>>,
-    /// What reads them.
+    /// What reads the wrong rows.
     pub reach: Reach,
-    /// The lse that the backward starts from, where the forward read rightly.
+    /// The lse that the backward starts from, where the forward read the right rows.
     pub lse: Option<BTreeMap<Option<Microbatch>, Vec<f64>>>,
 }
 
