@@ -9,6 +9,7 @@ use backtape::head::{
 use super::policy_file::DTYPES;
 use super::roundings::DTYPE_KEYS;
 use crate::kernels::TokenCotangents;
+use crate::kernels::formula::TokenLoss;
 use crate::kernels::round::Precision;
 use crate::kernels::transform::Transform;
 
@@ -130,16 +131,28 @@ impl HeadOptions {
         }
     }
 
+    /// The loss of a token over so many classes, with the z-loss. What a job reports as its loss may
+    /// lack the z-loss (`z_loss_in_loss`); its gradient does not.
+    pub fn token_loss(&self, classes: usize) -> TokenLoss {
+        TokenLoss { smoothing: self.smoothing(classes), z_loss: self.declared.z_loss }
+    }
+
+    /// The loss of a token as the job reports it.
+    pub fn reported_loss(&self, classes: usize) -> TokenLoss {
+        let z_loss = if self.declared.z_loss_in_loss { self.declared.z_loss } else { 0.0 };
+        TokenLoss { z_loss, ..self.token_loss(classes) }
+    }
+
     /// The cotangents of a token with this lse whose negative log-likelihood has the cotangent g,
     /// over so many classes K: `g (1 + 2 λ lse)`, `-g (1 - s)` and `-g s / K`, with the z-loss
     /// factor λ and the smoothing s. An ignored token, with g = 0, has none, even if its lse is
     /// NaN.
     pub fn cotangents(&self, g: f64, lse: f64, classes: usize) -> TokenCotangents {
-        let s = self.smoothing(classes);
+        let loss = self.token_loss(classes);
         TokenCotangents {
-            lse: if g == 0.0 { 0.0 } else { g * (1.0 + 2.0 * self.declared.z_loss * lse) },
-            label: -g * (1.0 - s),
-            smooth: -g * s / classes.max(1) as f64,
+            lse: if g == 0.0 { 0.0 } else { g * loss.by_lse(lse) },
+            label: -g * (1.0 - loss.smoothing),
+            smooth: -g * loss.smoothing / classes.max(1) as f64,
         }
     }
 

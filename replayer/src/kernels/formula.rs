@@ -128,12 +128,12 @@ impl<N: Number + PartialOrd + Copy> RunningSum<N> {
 
 /// The log-sum-exp of a row that lies in memory, the exponentials added one after the other, and of
 /// `masked` more columns that hold the same logit.
-pub fn log_sum_exp<N: Number + PartialOrd + Copy>(row: &[N], masked: Option<(N, usize)>) -> N {
-    let Some(&first) = row.first().or(masked.as_ref().map(|(mask, _)| mask)) else {
-        panic!("a softmax has a class at least");
-    };
-    let none = first.constant(f64::NEG_INFINITY);
-    let mut running = RunningSum { max: none, sum: first.constant(0.0) };
+pub fn log_sum_exp<N>(row: &[N], masked: Option<(N, usize)>) -> N
+where
+    N: Number + PartialOrd + Copy + From<f32>,
+{
+    let none = N::from(f32::NEG_INFINITY);
+    let mut running = RunningSum { max: none, sum: N::from(0.0) };
     let largest = row.iter().fold(none, |max, &z| if z > max { z } else { max });
     let shift = running.raise(largest);
     running.sum = row.iter().fold(running.sum, |sum, &z| sum + (z - shift).exp());

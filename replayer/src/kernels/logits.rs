@@ -19,7 +19,7 @@ const BLOCK: usize = 64;
 const LANES: usize = 8;
 
 /// What the loss is computed in.
-pub trait Real: Number + Copy + Send + Sync + PartialOrd {
+pub trait Real: Number + Copy + Send + Sync + PartialOrd + From<f32> {
     /// The nearest number.
     fn of(x: f64) -> Self;
     /// The number as f64, exactly.

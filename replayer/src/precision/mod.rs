@@ -22,7 +22,7 @@ use crate::draw::{Draw, seed_of};
 use crate::head::options::HeadError;
 use crate::head::step::{StepError, matrix};
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Scores};
-use crate::kernels::formula::{TokenLoss, log_sum_exp, probability};
+use crate::kernels::formula::{log_sum_exp, probability};
 use crate::kernels::logits;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix};
 use crate::kernels::round::Precision as Stored;
@@ -178,10 +178,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let head = inputs.head(step).expect("products have a head");
     // The precision that the job declares for its logits; full precision if it declares none.
     let stored = Roundings::plausible(&step.options, inputs.dtype(step))?.narrowest.logits;
-    let terms = TokenLoss {
-        smoothing: step.options.smoothing(head.valid_vocab),
-        z_loss: step.options.declared.z_loss,
-    };
+    let terms = step.options.token_loss(head.valid_vocab);
     let seed = seed_of(step.dump.run.as_str(), step.dump.step.0);
     let confidence = confidence(step, &inputs);
     let draw = |work: f64, least: usize| {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::addends::Added;
 use super::elementwise::sum;
 use super::gathered_rows::Gathered;
-use super::rounding_variance::{rounding, stored};
+use super::rounding_variance::stored;
 use crate::assemble::Tensor;
 use crate::compare::Allowed;
 use crate::compare::allowance::{Allowance, Joined, Rounding};
@@ -156,7 +156,7 @@ impl Gradient {
 
     /// What its elements were rounded to when they were stored, in numbers.
     pub(super) fn rounding(&self) -> Rounding {
-        let of = |to: Option<Precision>| to.map_or(Rounding::default(), rounding);
+        let of = |to: Option<Precision>| to.map_or(Rounding::default(), Rounding::to);
         of(self.stored).and(of(self.rounded))
     }
 }

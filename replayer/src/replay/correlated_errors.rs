@@ -10,7 +10,6 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-use super::rounding_variance::unit;
 use crate::compare::ONE_ROUNDING;
 use crate::kernels::policy::{Order, Sum};
 use crate::kernels::round::Precision;
@@ -21,7 +20,7 @@ use crate::kernels::round::Precision;
 /// The spacing at the whole sum is between `n u` and `2 n u` addends. Each partial sum
 /// `s_k` errs by `u s_k` at most, to one side: `Σ u s_k` is `u n/2` times the total.
 pub(super) fn nearly_equal(sum: Sum, n: f64, spread: f64) -> f64 {
-    let u = unit(sum.precision);
+    let u = sum.unit();
     let additions = match sum.order {
         Order::Native | Order::Sequential => n,
         Order::Blocked(block) => {
@@ -47,7 +46,7 @@ pub(super) fn spread(n: f64, total: f64, squares: f64) -> f64 {
 
 /// Variance of summing addends one after the other: every partial sum is rounded once.
 pub(super) fn in_order(sum: Sum, addends: &[f64]) -> f64 {
-    let u = unit(sum.precision);
+    let u = sum.unit();
     let partial = addends.iter().scan(0.0, |sum, x| {
         *sum += x;
         Some(*sum * *sum)
@@ -64,7 +63,7 @@ pub(super) fn to_one_side(sum: Sum, addends: &[f64]) -> f64 {
     if !addends.iter().sum::<f64>().is_finite() {
         return 0.0;
     }
-    let u = unit(sum.precision);
+    let u = sum.unit();
     // Partial sums in each binade, by its exponent: of addends of either sign they come back.
     let mut passed: BTreeMap<i32, usize> = BTreeMap::new();
     let mut partial = 0.0f64;
@@ -171,7 +170,7 @@ mod tests {
     use super::*;
     use crate::compare::Allowed;
     use crate::compare::allowance::{Allowance, LABEL, Label, OfColumn, OfRow, Sums};
-    use crate::replay::rounding_variance::{summed, summed_by};
+    use crate::replay::rounding_variance::summed_by;
 
     /// Numbers of -0.5 to 0.5.
     fn uniform() -> impl FnMut() -> f64 {
@@ -228,9 +227,9 @@ mod tests {
             let of = wide(&addends);
             let (n, total) = (of.len() as f64, of.iter().sum::<f64>());
             let squares: f64 = of.iter().map(|x| x * x).sum();
-            let apart = summed(Sum::NATIVE, n, total, squares);
+            let apart = Sum::NATIVE.variance(n, total, squares);
             let (label_total, label_squares) = summed_by(Sum::NATIVE, n);
-            let copied = unit(Sum::NATIVE.precision) * n;
+            let copied = Sum::NATIVE.unit() * n;
             let row = OfRow { hits: n, label_total, label_squares, copied, ..OfRow::default() };
             let label = Label { copies: 1, ..Label::default() };
             let stage = Allowance { parts: LABEL, label, ..Allowance::default() };
@@ -303,7 +302,7 @@ mod tests {
             let (n, total) = (addends.len() as f64, wide(&addends).iter().sum::<f64>());
             let deviation = spread / 12f64.sqrt();
             let alike = (ONE_ROUNDING * nearly_equal(Sum::NATIVE, n, deviation)).sqrt() * total;
-            let random = summed(Sum::NATIVE, n, total, total * total / n).sqrt();
+            let random = Sum::NATIVE.variance(n, total, total * total / n).sqrt();
             let error = error(&addends);
             assert!(error < alike + 5.0 * random, "{spread}: {error} {alike} {random}");
         }
@@ -326,7 +325,7 @@ mod tests {
             let squares = wide.iter().map(|x| x * x).sum();
             squared += error(&addends).powi(2);
             known += in_order(Sum::NATIVE, &wide);
-            unknown += summed(Sum::NATIVE, wide.len() as f64, total, squares);
+            unknown += Sum::NATIVE.variance(wide.len() as f64, total, squares);
         }
         assert!(squared < known, "{squared} {known}");
         assert!(unknown < known, "{unknown} {known}");

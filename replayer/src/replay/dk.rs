@@ -11,7 +11,7 @@ use super::findings::Findings;
 use super::judge::Judge;
 use super::maps::Drawn;
 use super::problem::Problem;
-use super::rounding_variance::{rounded, summed};
+use super::rounding_variance::rounded;
 use super::slab::Slab;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows};
@@ -175,7 +175,7 @@ impl Judge<'_> {
                 own: slab.dbias_var[row]
                     + entry * squares
                     + tokens * floor
-                    + summed(sums.dk, t as f64, x, squares)
+                    + sums.dk.variance(t as f64, x, squares)
                     + self.joined(tiles, path == Path::Chunked, x, squares)
                     + rounded(self.plan.roundings.widest.parts, x),
                 shared: (problem.largest_scale() + self.label_row_scale() + problem.constants)

@@ -19,6 +19,7 @@ use backtape::nan::larger;
 use super::gathered_rows::Gathered;
 use super::stratified_sample::Sample;
 use crate::head::step::{rows_of, vocabulary_slab};
+use crate::kernels::formula::probability;
 use crate::kernels::logits::logits;
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix};
 use crate::kernels::reference::{self, Keep, TermNoise};
@@ -73,7 +74,7 @@ impl<'a> Estimated<'a> {
                 };
                 let product: f64 = (0..depth).map(term).sum();
                 let (logit, slope) = head.logit(product, label);
-                let p = libm::exp(logit - lse[token]);
+                let p = probability(logit, lse[token]);
                 let dense = cotangents.of_token(token).dense(p);
                 (slope * dense, slope * (dense + cotangents.label[token]))
             }
@@ -224,7 +225,7 @@ impl<'a> Estimated<'a> {
                 let other = |v: &usize| *v as u32 != head.labels[token];
                 let term = |v: usize| {
                     let (logit, slope) = head.logit(row[v], v);
-                    let p = libm::exp(logit - self.lse[token]);
+                    let p = probability(logit, self.lse[token]);
                     slope * self.cotangents.of_token(token).dense(p) * dots[v]
                 };
                 scalars.push((0..valid).filter(other).map(term).sum());

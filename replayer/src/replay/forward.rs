@@ -22,6 +22,7 @@ use super::world::{At, Expectation, Pass};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
+use crate::kernels::formula::probability;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
 use crate::kernels::policy::Policy;
 use crate::kernels::reference;
@@ -241,12 +242,7 @@ impl Replay<'_> {
         let bare = HeadInputs { reads: None, transform: Transform::NONE, ..bare };
         self.executor.forward_of_logits(key, &bare, put)?;
         let compute = self.plan.roundings.compute();
-        let sum = super::rounding_variance::summed(
-            self.plan.roundings.widest.sums.lse,
-            head.valid_vocab as f64,
-            1.0,
-            0.0,
-        );
+        let sum = self.plan.roundings.widest.sums.lse.variance(head.valid_vocab as f64, 1.0, 0.0);
         let lse = (0..exact.lse.len()).map(|t| {
             let x = exact.row_max[t].abs() + 1.0;
             stored(storage, x) + sum + relative(4.0 * compute, exact.lse[t].abs() + x + 1.0)
@@ -345,7 +341,8 @@ impl Judge<'_> {
         variance: Variances,
         classes: usize,
     ) -> ForwardState {
-        let largest = exact.row_max.iter().zip(&exact.lse).map(|(max, lse)| (max - lse).exp());
+        let largest =
+            exact.row_max.iter().zip(&exact.lse).map(|(&max, &lse)| probability(max, lse));
         let classes = classes.max(1) as f64;
         let spread: Vec<f64> = (0..exact.row_max.len())
             .map(|t| exact.row_max[t].abs() + (exact.logit_sum[t] / classes).abs() + 1.0)
@@ -409,7 +406,7 @@ impl Judge<'_> {
 impl ForwardState {
     /// Probability of the label of each of a unit's tokens.
     pub(super) fn confidence(&self, unit: &Unit) -> Vec<f64> {
-        let of = |&t: &usize| libm::exp(self.label.values[t] - self.lse[t]);
+        let of = |&t: &usize| probability(self.label.values[t], self.lse[t]);
         unit.rows.iter().map(of).collect()
     }
 

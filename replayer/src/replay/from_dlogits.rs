@@ -12,7 +12,7 @@ use super::judge::Judge;
 use super::maps::Drawn;
 use super::microbatch::Slice;
 use super::problem::Problem;
-use super::rounding_variance::{carried, relative, summed};
+use super::rounding_variance::{carried, relative};
 use super::slab::column_squares;
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally};
@@ -253,7 +253,7 @@ impl Judge<'_> {
             let joined = self.joined(parts, product.tokens && path == Path::Chunked, x, squares);
             // The label's entry is the largest: met first, every later sum carries it.
             let label = carried(sum, length, squares);
-            let inner = summed(sum, length, x, squares) + label + joined + each * squares;
+            let inner = sum.variance(length, x, squares) + label + joined + each * squares;
             let floor = product.floor.get(column).copied().unwrap_or(0.0);
             let own = inner
                 + self.entry_floor(0.0).powi(2) * floor

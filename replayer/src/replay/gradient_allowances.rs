@@ -3,8 +3,9 @@
 
 use super::judge::Judge;
 use super::problem::Problem;
-use super::rounding_variance::{FLUSH, carried, rounding, summed_by, unit};
+use super::rounding_variance::{carried, summed_by};
 use super::slab::Slab;
+use crate::compare::allowance::FLUSH;
 use crate::compare::allowance::{
     Allowance, DENSE, Dense, Joined, LABEL, Label, OfColumn, OfRow, Rounding, Sums,
 };
@@ -92,7 +93,7 @@ impl Judge<'_> {
                 label_squares,
                 few: hits * tiny * tiny,
                 most: hits * tiny,
-                copied: unit(scatter.precision) * hits,
+                copied: scatter.unit() * hits,
                 ..OfRow::default()
             }
         };
@@ -136,7 +137,7 @@ impl Judge<'_> {
             row_variance: 1,
             shared_total: self.shared_scale(0.0) + self.narrowing() + problem.constants,
             bias: label_bias(problem, 0, parts),
-            few: if self.plan.whole { Rounding::default() } else { rounding(label_grad) },
+            few: if self.plan.whole { Rounding::default() } else { Rounding::to(label_grad) },
             ..Label::default()
         };
         let constant = self.plan.roundings.shared_g() * self.one_constant();
@@ -191,7 +192,7 @@ impl Judge<'_> {
         match self.plan.whole {
             true => Joined { sum: Rounding { unit: compute, ..sum }, ..Joined::default() },
             false => {
-                Joined { part: rounding(self.plan.roundings.widest.parts), sum, apart: compute }
+                Joined { part: Rounding::to(self.plan.roundings.widest.parts), sum, apart: compute }
             }
         }
     }

@@ -15,7 +15,7 @@ use super::context::Replay;
 use super::maps::Drawn;
 use super::microbatch::Slice;
 use super::outcome::Outcome;
-use super::rounding_variance::{rounded, stored, summed};
+use super::rounding_variance::{rounded, stored};
 use super::summation_votes::Whole;
 use super::world::{At, Expectation};
 use crate::assemble::Tensor;
@@ -212,7 +212,7 @@ impl Replay<'_> {
         let constant = addends.rounds || super::elementwise::rounds(divisor);
         let allowed = |row: usize, column: usize, x: f64| {
             let at = row * columns + column;
-            let sum = summed(sum, addends.count, addends.total[at], addends.squares[at]);
+            let sum = sum.variance(addends.count, addends.total[at], addends.squares[at]);
             let inner = (sum + addends.storage[at]) / (divisor * divisor);
             let noise = self.judge.world.noise(judged_at, row, column);
             let own = inner + rounded(reduce, x) + noise;

@@ -7,7 +7,7 @@ use super::forward::ForwardState;
 use super::judge::Judge;
 use super::microbatch::Slice;
 use super::outcome::Outcome;
-use super::rounding_variance::{relative, summed};
+use super::rounding_variance::relative;
 use super::token_column::{Expected, Tokens};
 use super::world::{At, Expectation, Read};
 use crate::head::step::StepError;
@@ -229,10 +229,8 @@ impl Judge<'_> {
         {
             return Ok(());
         }
-        let declared = &self.plan.step.options.declared;
-        let (s, k) =
-            (self.plan.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
-        let lambda = if declared.z_loss_in_loss { declared.z_loss } else { 0.0 };
+        let of = self.plan.step.options.reported_loss(inputs.valid_vocab);
+        let (s, lambda, k) = (of.smoothing, of.z_loss, inputs.valid_vocab as f64);
         let divided = divisors(slice);
         let noise = self.term_noise(inputs.head(self.plan.step).map_or(0, |head| head.q.cols));
         let compute = self.plan.roundings.compute();
@@ -253,8 +251,8 @@ impl Judge<'_> {
             let logits = noise.logit_rel_var * (mean * mean + lse * lse);
             let (total, squares) = (state.logit_sum[t], state.logit_squares[t]);
             let sum =
-                summed(self.plan.roundings.widest.sums.lse, k, total, squares) / (k * k).max(1.0);
-            let variance = (1.0 + 2.0 * lambda * lse).powi(2) * state.lse_variance[t]
+                self.plan.roundings.widest.sums.lse.variance(k, total, squares) / (k * k).max(1.0);
+            let variance = of.by_lse(lse).powi(2) * state.lse_variance[t]
                 + (1.0 - s).powi(2) * state.label.variance[t]
                 + s * s * (logits + sum)
                 + relative(2.0 * compute, size);
@@ -286,14 +284,11 @@ impl Judge<'_> {
 
     /// The loss of every token before weights, `[T]`: `lse - (1-s) z_y - s/K Σz + λ lse²`.
     pub(super) fn nll(&self, inputs: &MicrobatchInputs, state: &ForwardState) -> Vec<f64> {
-        let declared = &self.plan.step.options.declared;
-        let (s, k) =
-            (self.plan.step.options.smoothing(inputs.valid_vocab), inputs.valid_vocab as f64);
-        let lambda = if declared.z_loss_in_loss { declared.z_loss } else { 0.0 };
+        let loss = self.plan.step.options.reported_loss(inputs.valid_vocab);
+        let classes = inputs.valid_vocab.max(1) as f64;
         let of = |t: usize| {
             let (lse, label) = (state.loss_lse[t], state.label.values[t]);
-            let mean = state.logit_sum[t] / k.max(1.0);
-            lse - (1.0 - s) * label - s * mean + lambda * lse * lse
+            loss.value(lse, label, || state.logit_sum[t] / classes)
         };
         (0..inputs.tokens()).map(of).collect()
     }

@@ -14,7 +14,7 @@ use super::judge::Judge;
 use super::microbatch::Slice;
 use super::outcome::Outcome;
 use super::plan::Plan;
-use super::rounding_variance::{relative, stored, summed};
+use super::rounding_variance::{relative, stored};
 use super::token_column::{Expected, Tokens};
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
@@ -267,7 +267,7 @@ impl Judge<'_> {
         let in_order = in_order(sum, &values);
         let counted: Vec<f64> = values.iter().copied().filter(|&x| x != 0.0).collect();
         let own = errs.sum::<f64>()
-            + most * summed(sum, values.len() as f64, total, squares).max(in_order)
+            + most * sum.variance(values.len() as f64, total, squares).max(in_order)
             + relative(2.0 * self.plan.roundings.compute(), total);
         // One constant moves all terms the same way: amplitudes add.
         let shared = of(&terms.shared).iter().map(|v| v.sqrt()).sum();

@@ -1,7 +1,8 @@
 //! The variance that the declared precision explains of each operation of the head.
 
 use super::judge::Judge;
-use super::rounding_variance::{CONFIDENT, FLUSH, relative, rounded, summed};
+use super::rounding_variance::{CONFIDENT, relative, rounded};
+use crate::compare::allowance::FLUSH;
 use crate::head::roundings::F32;
 use crate::kernels::policy::{Policy, Sum};
 use crate::kernels::reference::TermNoise;
@@ -35,11 +36,11 @@ impl Judge<'_> {
         let p_rel_var = (square(p) + square(dlogits)) / 3.0 + (EXP_ERROR * compute).powi(2);
         // The logit's own rounding, and its accumulation over D.
         let n = d as f64;
-        let logit = (square(logits) + compute * compute) / 3.0 + summed(sums.logits, n, 1.0, 0.0);
+        let logit = (square(logits) + compute * compute) / 3.0 + sums.logits.variance(n, 1.0, 0.0);
         // Σ q²k² is about |q|²|k|²/D: its accumulation, its products, and what
         // narrowing q and k costs each of them.
         let each = (square(product) + 2.0 * self.plan.roundings.input().powi(2)) / 3.0;
-        let dot = summed(sums.logits, n, 0.0, 1.0 / n.max(1.0)) + each / n.max(1.0);
+        let dot = sums.logits.variance(n, 0.0, 1.0 / n.max(1.0)) + each / n.max(1.0);
         TermNoise {
             p_rel_var,
             logit_rel_var: logit,
@@ -96,7 +97,7 @@ impl Judge<'_> {
     pub(super) fn joined(&self, parts: usize, chunks: bool, total: f64, squares: f64) -> f64 {
         let Policy { tile_add, chunk_add, .. } = self.plan.roundings.widest;
         let precision = if chunks { chunk_add } else { tile_add };
-        summed(Sum::of(precision), parts as f64, total, squares)
+        Sum::of(precision).variance(parts as f64, total, squares)
     }
 
     /// The same as factors of `total²` and of `squares`.
@@ -134,7 +135,7 @@ impl Judge<'_> {
         let logits = operations * noise.logit_rel_var * x * x
             + noise.dot_rel_var * scale * scale * token.norms;
         let compute = self.plan.roundings.compute();
-        let sum = summed(self.plan.roundings.widest.sums.lse, v as f64, 1.0, 0.0);
+        let sum = self.plan.roundings.widest.sums.lse.variance(v as f64, 1.0, 0.0);
         let lost = self.plan.step.options.transform.lost_in_smallest();
         let logits = logits + noise.logit_floor * (1.0 + lost);
         logits + sum + (EXP_ERROR * compute).powi(2) + (compute * (token.lse.abs() + x)).powi(2)
@@ -147,7 +148,7 @@ impl Judge<'_> {
         let scale = self.plan.step.options.transform.scale;
         let u = logits.unit_roundoff().max(product.unit_roundoff());
         let products = (u * u + 2.0 * self.plan.roundings.input().powi(2)) / 3.0 * label.squares;
-        let sum = summed(sums.logits, d as f64, label.dot, label.squares);
+        let sum = sums.logits.variance(d as f64, label.dot, label.squares);
         let before = scale * scale * (products + sum);
         let lost = self.plan.step.options.transform.lost_in_smallest();
         let before = before + lost * (logits.smallest_subnormal() / 2.0).powi(2);

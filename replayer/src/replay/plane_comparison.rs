@@ -6,8 +6,9 @@ use super::executor::plane::{Plane, of_plane};
 use super::gathered_rows::Gathered;
 use super::judge::Judge;
 use super::plane_span::Span;
-use super::rounding_variance::{FLUSH, rounding};
+
 use super::world::{At, Expectation};
+use crate::compare::allowance::FLUSH;
 use crate::compare::allowance::Rounding;
 use crate::compare::plane::{OfToken, PlaneAllowance};
 use crate::compare::{Allowed, RowTally, Rows, once};
@@ -30,12 +31,12 @@ impl Judge<'_> {
         // A p that hardware flushed to zero is missing g times, and g may be large: a loss scale.
         let largest = largest(span.cotangents.lse.iter().map(|g| g.abs()));
         let flushed = FLUSH * largest * factor.max(1.0);
-        let entry = rounding(self.plan.roundings.widest.dlogits);
+        let entry = Rounding::to(self.plan.roundings.widest.dlogits);
         let allowance = PlaneAllowance {
             stage: of_plane(stage) as i64,
             entry: Rounding { constant: entry.constant + flushed * flushed, ..entry },
             subtracted: Rounding { square, constant: FLUSH * FLUSH, ..Rounding::default() },
-            stored: stored.map_or(Rounding::default(), rounding),
+            stored: stored.map_or(Rounding::default(), Rounding::to),
             filter: self.plan.step.options.declared.gradient_filter.unwrap_or(0.0),
             factor,
             shared: self.shared_scale(if dlogits { 1.0 } else { 0.0 }),

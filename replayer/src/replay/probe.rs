@@ -25,7 +25,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::label_counts::tokens_of_label;
-use super::rounding_variance::{carried, relative, rounded, summed};
+use super::rounding_variance::{carried, relative, rounded};
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::draw::Draw;
 use crate::head::Stage;
@@ -441,8 +441,8 @@ impl Judge<'_> {
         };
         let sum = |squares: f64| {
             let (tiles, total) = (n.div_ceil(tile.max(1)) as f64, energy.sqrt());
-            summed(of, n as f64, total, squares)
-                + summed(Sum::of(join), tiles, total, squares)
+            of.variance(n as f64, total, squares)
+                + Sum::of(join).variance(tiles, total, squares)
                 + self.product() * squares
         };
         let floor = |probed: &[f64]| match model.entry_floor {
@@ -542,7 +542,7 @@ impl Judge<'_> {
                 Allowed {
                     row: (label_grad.unit_roundoff().powi(2) / 3.0 + self.product()) * squares
                         + depth * hits * tiny * tiny
-                        + summed(scatter, hits, energy.sqrt(), squares)
+                        + scatter.variance(hits, energy.sqrt(), squares)
                         + inside(sums.dk, head.q.rows, squares + energy)
                         + model.label_row * labels.dk_squares[at]
                         + labels.dk_slopes[at]

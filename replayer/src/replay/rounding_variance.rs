@@ -1,22 +1,14 @@
 //! The variance that the declared precision explains, per element of a stage.
 //!
 //! Rounding to nearest errs uniformly within half a spacing: at most `u|x|`, so
-//! its variance is at most `u²x²/3`. A sum of `n` addends in an accumulator of
-//! unit roundoff `u` rounds every partial sum `s_k` once; for addends in an
-//! order that does not know them, `E s_k² = (k/n)² r² + k/n (1 - k/n) S` with
-//! `r` the total and `S` the sum of squares, so `Σ_k s_k² ≤ n/3 r² + n/6 S`
-//! and the variance is `u²/3` of that (Higham and Mary 2019 derive the √n law).
-//! Sequential summation is the worst order in use; blocked ones do better.
+//! its variance is at most `u²x²/3`. `kernels::policy::summed` has that of a sum.
 
-use crate::compare::allowance::Rounding;
+use crate::compare::allowance::FLUSH;
 use crate::dump::TensorInfo;
 use crate::head::roundings::F32;
 use crate::head::{HeadStep, Roundings};
 use crate::kernels::policy::{Order, Path, Sum};
 use crate::kernels::round::Precision;
-
-/// Below the smallest normal f32 (and bf16) hardware may flush to zero.
-pub(super) const FLUSH: f64 = 1.175_494_350_822_287_5e-38;
 
 /// Variance of rounding `x` once to a precision, in whose smallest numbers the
 /// error is no longer relative.
@@ -30,60 +22,20 @@ pub(super) fn stored(precision: Option<Precision>, x: f64) -> f64 {
     precision.map_or(0.0, |precision| rounded(precision, x))
 }
 
-/// One rounding to a precision, in numbers.
-pub(super) fn rounding(precision: Precision) -> Rounding {
-    let (unit, half) = (precision.unit_roundoff(), precision.smallest_subnormal() / 2.0);
-    Rounding { square: unit * unit / 3.0, constant: FLUSH * FLUSH + half * half, unit, half }
-}
-
 /// Variance of an operation on `x` of unit roundoff `u`.
 pub(super) fn relative(u: f64, x: f64) -> f64 {
     u * u * x * x / 3.0 + FLUSH * FLUSH
 }
 
-/// Unit roundoff of a sum. Where the job sums in f64 the reference errs as much as it
-/// does, so both count.
-pub(super) fn unit(precision: Precision) -> f64 {
-    match precision {
-        Precision::F64 => 2.0 * Precision::F64.unit_roundoff(),
-        other => other.unit_roundoff(),
-    }
-}
-
-/// Variance of summing `n` addends of total `total` and squares `squares`.
-///
-/// Blocked sums are sequential twice; of a pairwise one every level holds partial
-/// sums of squares `2^l/n r² + S`; a compensated one errs by `2u|r|` (Higham 2002,
-/// chapter 4). An order that is not known is taken for the worst, sequential.
-pub(super) fn summed(sum: Sum, n: f64, total: f64, squares: f64) -> f64 {
-    let u = unit(sum.precision);
-    let sequential = |n: f64, of_total: f64, of_squares: f64| {
-        n / 3.0 * of_total * total * total + n / 6.0 * of_squares * squares
-    };
-    let partial_sums = match sum.order {
-        Order::Native | Order::Sequential => sequential(n, 1.0, 1.0),
-        Order::Blocked(block) if (block as f64) < n => {
-            let b = block.max(1) as f64;
-            // Inside the blocks, then over the n/b sums of blocks.
-            let inside = b * b / (3.0 * n) * total * total + b / 2.0 * squares;
-            inside + sequential(n / b, 1.0, 1.0) + total * total / 6.0
-        }
-        Order::Blocked(_) => sequential(n, 1.0, 1.0),
-        Order::Pairwise => 2.0 * total * total + n.max(2.0).log2().ceil() * squares,
-        Order::Kahan | Order::Neumaier => 4.0 * total * total + (n * u).powi(2) * n * squares,
-    };
-    u * u / 3.0 * partial_sums
-}
-
-/// The same as factors of `total²` and of `squares`, in which it is linear.
+/// The variance of a sum as factors of `total²` and of `squares`, in which it is linear.
 pub(super) fn summed_by(sum: Sum, n: f64) -> (f64, f64) {
-    (summed(sum, n, 1.0, 0.0), summed(sum, n, 0.0, 1.0))
+    (sum.variance(n, 1.0, 0.0), sum.variance(n, 0.0, 1.0))
 }
 
 /// Variance of carrying `carried` (a square) through the partial sums of `n` addends:
 /// what a large addend that comes first adds to every rounding after it.
 pub(super) fn carried(sum: Sum, n: f64, carried: f64) -> f64 {
-    let u = unit(sum.precision);
+    let u = sum.unit();
     let additions = match sum.order {
         Order::Native | Order::Sequential => n,
         Order::Blocked(block) => (block as f64).min(n) + n / block.max(1) as f64,
@@ -138,7 +90,7 @@ mod tests {
                 let squares: f64 = addends.iter().map(|&x| f64::from(x).powi(2)).sum();
                 let found: f32 = addends.iter().sum();
                 squared += (f64::from(found) - exact).powi(2);
-                modelled += summed(Sum::NATIVE, n as f64, exact, squares);
+                modelled += Sum::NATIVE.variance(n as f64, exact, squares);
             }
             let share = squared / modelled;
             assert!(share < 1.2, "shift {shift}: {share} of the modelled variance");

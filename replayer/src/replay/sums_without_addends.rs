@@ -12,7 +12,7 @@ use super::microbatch::Slice;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::reference_dk::{Addend, KeptSum};
-use super::rounding_variance::{rounded, stored, summed};
+use super::rounding_variance::{rounded, stored};
 use super::world::{At, Expectation};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::dump::name_ranks;
@@ -119,7 +119,7 @@ impl Judge<'_> {
             let at = row * columns + column;
             let element = &of.sum.allowed[at];
             let inner = element.allowed();
-            let summing = summed(sum, of.count, of.sum.total[at], element.squares());
+            let summing = sum.variance(of.count, of.sum.total[at], element.squares());
             let inner = Allowed { own: inner.own + summing, ..inner }.times(1.0 / by);
             let once = rounded(reduce, x);
             let shared = inner.shared + if constant { once } else { 0.0 };

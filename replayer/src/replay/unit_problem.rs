@@ -16,6 +16,7 @@ use super::world::UnitTokens;
 use crate::head::Unit;
 use crate::head::step::{StepError, rows_of};
 use crate::kernels::TokenCotangents;
+use crate::kernels::formula::probability;
 use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED, Matrix, Reads};
 use crate::kernels::policy::{Path, Policy};
 
@@ -183,7 +184,7 @@ impl Replay<'_> {
         let entry = |t: usize| match head.labels[t] {
             IGNORED => 0.0,
             _ => {
-                let p = libm::exp(logits[t] - lse[t]);
+                let p = probability(logits[t], lse[t]);
                 g.of_token(t).entry(p, true) * head.transform.slope_at(logits[t])
             }
         };

@@ -23,6 +23,7 @@ use crate::diagnose::detectors::other_q::{of_other_q, of_other_q_in_sums};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::inputs::Misread;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::kernels::formula::probability;
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Pass, World};
 
@@ -129,7 +130,10 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ("label_logits", label.clone()),
             ("log-probabilities", label.iter().zip(lse).map(|(a, b)| a - b).collect()),
             ("nll", label.iter().zip(lse).map(|(a, b)| b - a).collect()),
-            ("probabilities", label.iter().zip(lse).map(|(a, b)| (a - b).exp()).collect()),
+            (
+                "probabilities",
+                label.iter().zip(lse).map(|(&z, &lse)| probability(z, lse)).collect(),
+            ),
         ];
         let counts = |t: &usize| inputs.labels[*t] != IGNORED;
         let is = |values: &Vec<f64>| {
@@ -248,7 +252,7 @@ fn shows(
             for v in 0..inputs.valid_vocab {
                 let (z, slope) = direct.logit(of.raw[t * vocab + v], v);
                 let is_label = inputs.labels[t] as usize == v;
-                let entry = slope * own.entry((z - of.lse[t]).exp(), is_label);
+                let entry = slope * own.entry(probability(z, of.lse[t]), is_label);
                 match key.stage {
                     Stage::Dlogits => row[v] = entry,
                     _ => row

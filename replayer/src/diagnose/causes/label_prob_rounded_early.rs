@@ -19,6 +19,7 @@ use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::direct::Direct;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Roundings, Stage};
+use crate::kernels::formula::probability;
 use crate::kernels::matrix::IGNORED;
 use crate::kernels::policy::Policy;
 use crate::kernels::round::Precision;
@@ -144,7 +145,7 @@ impl World for Twice {
         };
         let rounded = |x: f64| format.round64(Precision::F32.round64(x));
         for (at, &t) in tokens.rows.iter().enumerate() {
-            let (g, p) = (tokens.g[at], (logits[t] - tokens.lse[at]).exp());
+            let (g, p) = (tokens.g[at], probability(logits[t], tokens.lse[at]));
             label[at] = match self.rounds {
                 Rounds::P => g * (rounded(rounded(p) - 1.0) - rounded(p)),
                 Rounds::Gp => rounded(rounded(g * p) - g) - g * p,

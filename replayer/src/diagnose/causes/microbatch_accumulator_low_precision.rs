@@ -111,8 +111,13 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
         false => sum.parts.iter().map(|(_, values)| values.clone()).collect(),
     };
     let (wide, divisors) = (sum.total(), divisors(sum.divisor, addends.len()));
-    let summed =
-        summation_search::Summed { captured, addends: &addends, wide: &wide, divisors: &divisors, ring };
+    let summed = summation_search::Summed {
+        captured,
+        addends: &addends,
+        wide: &wide,
+        divisors: &divisors,
+        ring,
+    };
     let order = summed.in_few_bits()?;
     let mut words = order.steps.words();
     words.extend([("over", over.words().to_string()), ("order", order.order.clone())]);

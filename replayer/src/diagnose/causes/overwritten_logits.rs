@@ -15,6 +15,7 @@ use crate::diagnose::detectors::reference::{Reference, reference};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::kernels::TokenCotangents;
+use crate::kernels::formula::probability;
 use crate::kernels::transform::Transform;
 use crate::replay::world::{Expectation, World};
 
@@ -70,9 +71,9 @@ impl Held {
     ) -> f64 {
         match self {
             Held::Counted if own.lse == 0.0 => 0.0,
-            Held::Difference | Held::Counted => (z - lse).exp() - f64::from(u8::from(label)),
-            Held::Gradient => slope * own.entry((z - lse).exp(), label),
-            Held::Probabilities => (z - lse).exp(),
+            Held::Difference | Held::Counted => probability(z, lse) - f64::from(u8::from(label)),
+            Held::Gradient => slope * own.entry(probability(z, lse), label),
+            Held::Probabilities => probability(z, lse),
             Held::LogProbabilities => z - lse,
         }
     }

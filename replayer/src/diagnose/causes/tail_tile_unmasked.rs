@@ -21,6 +21,7 @@ use crate::diagnose::detectors::direct::{Direct, WORK};
 use crate::diagnose::detectors::implied_lse::{ImpliedLse, implied_lse, median};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
+use crate::kernels::formula::probability;
 use crate::replay::world::{Pass, World};
 
 /// The catalogue's entry.
@@ -121,7 +122,7 @@ fn columns_shown(evidence: &Evidence<'_>, all: usize) -> Option<usize> {
             // What the columns add to the sum of exponentials, relative to it.
             let (wanted, mut sum) = ((of.implied - of.lse).exp_m1(), 0.0);
             for (at, left) in left.iter_mut().enumerate() {
-                sum += (direct.logit_of(&q, valid + at).0 - of.lse).exp();
+                sum += probability(direct.logit_of(&q, valid + at).0, of.lse);
                 *left += (sum - wanted).powi(2);
             }
             before += wanted * wanted;
@@ -144,7 +145,7 @@ fn padded_lse(evidence: &Evidence<'_>, columns: usize) -> Lse {
         let valid = direct.head.valid_vocab;
         let lse_of = |t: usize| {
             let q = direct.q(Row::From(t));
-            let more = |v: usize| (direct.logit_of(&q, v).0 - lse[t]).exp();
+            let more = |v: usize| probability(direct.logit_of(&q, v).0, lse[t]);
             lse[t] + (valid..valid + columns).map(more).sum::<f64>().ln_1p()
         };
         Some((inputs.microbatch, (0..inputs.tokens()).into_par_iter().map(lse_of).collect()))
@@ -288,7 +289,7 @@ fn others(
             }
             let lse = lse_of(evidence, &|lse, own, next| {
                 let sum: f64 =
-                    filling(own, next, lacks, tile).iter().map(|z| (z - lse).exp()).sum();
+                    filling(own, next, lacks, tile).iter().map(|&z| probability(z, lse)).sum();
                 lse + sum.ln_1p()
             });
             let parameters = vec![
@@ -324,7 +325,7 @@ fn shows(
         let row = |t: usize| direct.against(&direct.q(Row::From(t)), &Row::From).logits;
         let own = row(of.token);
         let next = (of.token + 1 < inputs.tokens()).then(|| row(of.token + 1));
-        let sum: f64 = filling(&own, next.as_deref()).iter().map(|z| (z - of.lse).exp()).sum();
+        let sum: f64 = filling(&own, next.as_deref()).iter().map(|&z| probability(z, of.lse)).sum();
         let (wanted, off) = (sum.ln_1p(), of.implied - of.lse);
         if wanted.abs().max(off.abs()) > 1e-3 {
             all += 1.0;

@@ -12,6 +12,7 @@ use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::draw::Draw;
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::formula::probability;
 use crate::kernels::matrix::{IGNORED, TokenCotangents};
 
 /// How many label logits are compared.
@@ -140,7 +141,7 @@ impl FailingTokens<'_> {
         let Some(dq) = &one.dq else { return Some(0.0) };
         let upstream = dq.cotangents;
         let dense = |lse: f64| -> f64 {
-            let entry = |v: usize| logits[v].1 * upstream.dense((z[v] - lse).exp());
+            let entry = |v: usize| logits[v].1 * upstream.dense(probability(z[v], lse));
             (0..valid).map(|v| entry(v) * at(&dq.rows, v)).sum()
         };
         let of_label = |row: f64, product: f64, label: usize| {

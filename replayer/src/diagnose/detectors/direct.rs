@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::head::MicrobatchInputs;
+use crate::kernels::formula::{log_sum_exp, probability};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::reference;
 use crate::kernels::{NoProgress, Progress, Tiles, TokenCotangents};
@@ -108,7 +109,7 @@ impl<'a> Direct<'a> {
         is_label: bool,
     ) -> f64 {
         let (z, slope) = self.logit_of(q, class);
-        slope * own.entry((z - lse).exp(), is_label)
+        slope * own.entry(probability(z, lse), is_label)
     }
 
     /// The logits of a row of q with all valid classes, where class v reads the row `k(v)` of k.
@@ -125,11 +126,8 @@ impl<'a> Direct<'a> {
 
     /// Log-sum-exp of a row of logits of the valid classes.
     pub fn lse(&self, logits: &[f64]) -> f64 {
-        let padded = (self.head.k.rows - self.head.valid_vocab) as f64;
-        let mask = self.head.mask.filter(|_| padded > 0.0);
-        let max = logits.iter().copied().chain(mask).fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = logits.iter().map(|z| (z - max).exp()).sum();
-        max + (sum + mask.map_or(0.0, |mask| padded * (mask - max).exp())).ln()
+        let padded = self.head.k.rows - self.head.valid_vocab;
+        log_sum_exp(logits, self.head.mask.map(|mask| (mask, padded)))
     }
 
     /// lse of all tokens in f64, of the declared head.

@@ -16,6 +16,7 @@ use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::inputs::{Misread, Scores};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
+use crate::kernels::formula::probability;
 use crate::kernels::matrix::IGNORED;
 use crate::replay::world::{Pass, World};
 
@@ -136,7 +137,7 @@ impl<'a> FailingTokens<'a> {
         for (v, z) in row.logits.iter().enumerate() {
             let k_row = self.direct.k(k(v));
             let slope = self.direct.logit(super::direct::dot(&q_row, &k_row), v).1;
-            let entry = slope * own.dense((z - lse).exp());
+            let entry = slope * own.dense(probability(z, lse));
             dense.iter_mut().zip(&k_row).for_each(|(sum, k)| *sum += entry * k);
         }
         if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {

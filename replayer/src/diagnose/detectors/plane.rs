@@ -8,6 +8,7 @@ use super::captured::Values;
 use super::direct::{Direct, SCALAR, dot};
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
+use crate::kernels::formula::probability;
 use crate::kernels::matrix::IGNORED;
 
 /// A unit is small up to this many multiply-adds of one product.
@@ -116,7 +117,7 @@ impl Plane {
         let entries = |i: usize| -> (Vec<f64>, Vec<f64>) {
             let entry = |class: usize| {
                 let (z, slope) = direct.logit(dot(q.row(i), k.row(class)), class);
-                let p = (z - unit.lse[i]).exp();
+                let p = probability(z, unit.lse[i]);
                 (p, slope * (a[i] * p + c[i]))
             };
             (0..v).map(entry).unzip()

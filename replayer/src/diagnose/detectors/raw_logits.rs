@@ -10,6 +10,7 @@ use super::direct::dot;
 use crate::diagnose::evidence::Evidence;
 use crate::head::step::{matrix, numbers};
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::formula::{log_sum_exp, probability};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::transform::Transform;
 
@@ -124,7 +125,7 @@ impl<'a> RawLogits<'a> {
             let lse = token.lse?;
             let mut sum = 0.0;
             for (error, raw) in errors.iter_mut().zip(&token.raw) {
-                sum += (transform.value(*raw) - lse).exp();
+                sum += probability(transform.value(*raw), lse);
                 *error += f64::ln(sum).powi(2);
             }
         }
@@ -220,11 +221,8 @@ fn captured(
 fn logits(token: &Token, head: &HeadInputs<'_>, transform: Transform) -> (Vec<f64>, f64) {
     let z: Vec<f64> = token.raw.iter().map(|&x| transform.value(x)).collect();
     let masked = head.k.rows.max(token.raw.len()) - token.raw.len();
-    let mask = head.mask.filter(|_| masked > 0);
-    let max = z.iter().copied().chain(mask).fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = z.iter().map(|x| (x - max).exp()).sum();
-    let sum = sum + mask.map_or(0.0, |mask| masked as f64 * (mask - max).exp());
-    (z, max + sum.ln())
+    let lse = log_sum_exp(&z, head.mask.map(|mask| (mask, masked)));
+    (z, lse)
 }
 
 /// Squared distance of a row of dq, in the used columns, from the nearest multiple of `Σ (p -
@@ -240,7 +238,7 @@ fn off_any_multiple(
     for ((v, &z), k) in z.iter().enumerate().zip(used.k.chunks(dq.len().max(1))) {
         let slope = transform.slope_at(z);
         let onehot = if v == token.label { 1.0 } else { 0.0 };
-        let entry = ((z - lse).exp() - onehot) * slope;
+        let entry = (probability(z, lse) - onehot) * slope;
         model.iter_mut().zip(k).for_each(|(x, k)| *x += entry * k);
     }
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();

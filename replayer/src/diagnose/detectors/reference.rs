@@ -8,6 +8,7 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::formula::probability;
 use crate::kernels::{Cotangents, TokenCotangents};
 use crate::replay::trial::{Rows as Sample, counted_trial};
 use crate::replay::world::{Expectation, Pass, Read, UnitTokens, World};
@@ -51,7 +52,7 @@ impl Reference {
     ) -> Option<f64> {
         let c = self.cotangents.get(&microbatch)?.get(&token)?.lse;
         let lse = *self.lse.get(&microbatch)?.get(token)?;
-        Some(c * slope * (logit - lse).exp()).filter(|x| x.is_finite())
+        Some(c * slope * probability(logit, lse)).filter(|x| x.is_finite())
     }
 
     /// The rows of a stage from all units of a microbatch, of which each is a comparison of its

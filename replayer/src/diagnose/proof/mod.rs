@@ -151,11 +151,13 @@ pub(super) fn prove(
     }
     // A cause that only rounds intermediates is no fault where the bounds allow it and the job does
     // not declare otherwise.
-    let declared = reproduction.fail || plausible_policies::points(&reproduction.roundings).is_empty();
+    let declared =
+        reproduction.fail || plausible_policies::points(&reproduction.roundings).is_empty();
     let roundings = &reproduction.roundings;
     let provable = move |cause: &dyn Cause, hypothesis: &Hypothesis| {
         let policy = hypothesis.world.policy(roundings);
-        let says = policy.is_some_and(|(policy, _)| plausible_policies::contradicts(&policy, roundings));
+        let says =
+            policy.is_some_and(|(policy, _)| plausible_policies::contradicts(&policy, roundings));
         // Numbers for every token may merely fit the job's own rounding of each.
         !hypothesis.per_token && (declared || !cause.may_be_right() || says)
     };

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use crate::head::{MicrobatchInputs, Stage, Unit};
+use crate::kernels::formula::probability;
 use crate::kernels::matrix::Cotangents;
 use crate::kernels::reference::{self, Keep, TermNoise};
 use crate::kernels::{policy, span_of};
@@ -146,7 +147,7 @@ impl Replay<'_> {
                         Stage::Logits => to.copy_from_slice(&logits[from]),
                         Stage::Dlogits => to.copy_from_slice(&dlogits[from]),
                         _ => {
-                            let p = |x: &f64| libm::exp(x - lse[row]);
+                            let p = |&x: &f64| probability(x, lse[row]);
                             to.iter_mut().zip(&logits[from]).for_each(|(to, x)| *to = p(x));
                         }
                     }
