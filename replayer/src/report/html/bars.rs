@@ -1,9 +1,9 @@
 //! Bars as inline SVG: a line of text, a bar, a number. Every bar has its value beside it, so
 //! that none has to be measured or told apart by its colour.
 
-use std::fmt::Write;
+use askama::Template;
 
-use super::escape::esc;
+use super::{Markup, markup};
 
 /// One line of a drawing.
 pub(super) struct Bar {
@@ -23,47 +23,56 @@ pub(super) struct Bar {
 /// Widths of the label, of the bars and of the values.
 pub(super) struct Widths(pub(super) i32, pub(super) i32, pub(super) i32);
 
+/// Height of a line.
 const LINE: i32 = 20;
 
+/// Bars that are drawn, and what they show in words.
+pub(super) struct Drawing {
+    pub(super) about: String,
+    pub(super) bars: Markup,
+}
+
+#[derive(Template)]
+#[template(path = "bars.html")]
+struct Bars<'a> {
+    about: &'a str,
+    width: i32,
+    height: i32,
+    /// Widths of the labels, of the values and the height of a line.
+    label: i32,
+    value: i32,
+    line: i32,
+    bars: Vec<Placed>,
+}
+
+struct Placed {
+    of: Bar,
+    y: i32,
+    from: f64,
+    length: f64,
+    mark: Option<f64>,
+}
+
 /// A drawing of bars, one below the other.
-pub(super) fn draw(out: &mut String, about: &str, bars: &[Bar], widths: &Widths) {
+pub(super) fn draw(about: String, bars: Vec<Bar>, widths: &Widths) -> Drawing {
     let Widths(label, room, value) = *widths;
-    let (width, height) = (label + room + value, bars.len() as i32 * LINE + 4);
-    let _ = writeln!(
-        out,
-        "<div class=\"bt-scroll\"><svg class=\"bt-bars\" role=\"img\" aria-label=\"{}\" \
-         viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\">",
-        esc(about)
-    );
     let x = |share: f64| f64::from(label) + share.clamp(0.0, 1.0) * f64::from(room);
-    for (at, bar) in bars.iter().enumerate() {
-        let y = at as i32 * LINE + 2;
-        let (from, to) = (x(bar.from.min(bar.to)), x(bar.from.max(bar.to)));
-        let _ = write!(
-            out,
-            "<text x=\"{}\" y=\"{}\" class=\"bt-label\">{}</text>\
-             <rect class=\"{}\" x=\"{from:.1}\" y=\"{}\" width=\"{:.1}\" height=\"{}\"/>",
-            label - 8,
-            y + 14,
-            esc(&bar.label),
-            bar.class,
-            y + 3,
-            (to - from).max(1.5),
-            LINE - 6
-        );
-        if let Some(mark) = bar.mark {
-            let _ =
-                write!(out, "<path class=\"bt-mark\" d=\"M{:.1} {}v{}\"/>", x(mark), y, LINE - 1);
-        }
-        let _ = writeln!(
-            out,
-            "<text x=\"{}\" y=\"{}\" class=\"bt-value\">{}</text>",
-            label + room + 8,
-            y + 14,
-            esc(&bar.value)
-        );
-    }
-    out.push_str("</svg></div>\n");
+    let place = |(at, of): (usize, Bar)| {
+        let (from, to) = (x(of.from.min(of.to)), x(of.from.max(of.to)));
+        let (y, mark) = (at as i32 * LINE + 2, of.mark.map(x));
+        Placed { of, y, from, length: (to - from).max(1.5), mark }
+    };
+    let drawn = Bars {
+        about: &about,
+        width: label + room + value,
+        height: bars.len() as i32 * LINE + 4,
+        label,
+        value,
+        line: LINE,
+        bars: bars.into_iter().enumerate().map(place).collect(),
+    };
+    let bars = markup(&drawn);
+    Drawing { about, bars }
 }
 
 /// Shares of the width on a logarithmic scale over the decades that these values need; what

@@ -1,91 +1,84 @@
 //! The cause beside the graph: what it is, what cures it, and what is left of the divergence
 //! when it is emulated.
 
-use std::fmt::Write;
+use askama::Template;
 
-use super::Page;
-use super::bars::{Bar, Widths, decades, draw};
-use super::escape::esc;
+use super::bars::{Bar, Drawing, Widths, decades, draw};
+use super::{Markup, Page, markup};
 use crate::diagnose::{Found, StageResidual, Standing};
 use crate::number::{error, plural};
 use crate::report::causes::figures;
-use crate::report::schema::Verdict;
+use crate::report::schema::{FirstDivergence, Verdict};
 use crate::report::text::place;
 
-impl Page<'_> {
-    pub(super) fn causes(&self, out: &mut String) {
-        self.section(out, "causes", "Divergence and cause");
-        match &self.report.first_divergence {
-            Some(first) => {
-                let at = place(first.microbatch, first.rank);
-                let at = if at.is_empty() { at } else { format!(" ({at})") };
-                let _ = writeln!(
-                    out,
-                    "<p>First divergence: <strong>{}</strong>, tensor {}, run {}{at}: {}.</p>",
-                    esc(&first.stage),
-                    esc(&first.tensor),
-                    esc(&first.run),
-                    esc(&first.reason)
-                );
-            }
-            None if self.report.verdict == Verdict::Incomplete => {
-                out.push_str(
-                    "<p>Nothing diverges in what could be judged; the rest has no verdict.</p>\n",
-                );
-            }
-            None => out.push_str("<p>Nothing diverges.</p>\n"),
-        }
-        let own = &self.report.causes;
-        own.iter().take(self.detail.items).for_each(|cause| one(out, cause, ""));
-        let other = self.report.against.as_ref().map(|against| &against.causes[..]);
-        for cause in other.unwrap_or_default().iter().take(self.detail.items) {
-            one(out, cause, "the other run: ");
-        }
-        self.variants(out);
-        out.push_str("</section>\n");
-    }
+#[derive(Template)]
+#[template(path = "causes.html")]
+struct Causes<'a> {
+    id: &'a str,
+    first: Option<&'a FirstDivergence>,
+    /// Its microbatch and rank.
+    at: String,
+    /// What is said where nothing diverges.
+    nothing: &'static str,
+    causes: Vec<Cause<'a>>,
+    /// What the user's own functions came to, as the text has it.
+    variants: String,
+}
 
-    fn variants(&self, out: &mut String) {
-        let all = &self.report.variants;
-        if all.is_empty() {
-            return;
+struct Cause<'a> {
+    whose: &'static str,
+    found: &'a Found,
+    standing: &'static str,
+    figures: String,
+    residuals: Option<Drawing>,
+    parameters: String,
+}
+
+impl Page<'_> {
+    pub(super) fn causes(&self) -> Markup {
+        let report = self.report;
+        let first = report.first_divergence.as_ref();
+        let at = first.map(|first| place(first.microbatch, first.rank)).unwrap_or_default();
+        let nothing = match report.verdict {
+            Verdict::Incomplete => {
+                "Nothing diverges in what could be judged; the rest has no verdict."
+            }
+            _ => "Nothing diverges.",
+        };
+        let other = report.against.as_ref().map(|against| &against.causes[..]).unwrap_or_default();
+        let own = self.shown(&report.causes).iter().map(|found| cause(found, ""));
+        let other = self.shown(other).iter().map(|found| cause(found, "the other run: "));
+        let mut variants = String::new();
+        if !report.variants.is_empty() {
+            crate::report::causes::variants(&mut variants, &report.variants);
         }
-        let mut text = String::new();
-        crate::report::causes::variants(&mut text, all);
-        let _ = writeln!(out, "<h3>Your own functions</h3><pre>{}</pre>", esc(&text));
+        markup(&Causes {
+            id: &self.id,
+            first,
+            at: if at.is_empty() { at } else { format!(" ({at})") },
+            nothing,
+            causes: own.chain(other).collect(),
+            variants,
+        })
     }
 }
 
-fn one(out: &mut String, cause: &Found, whose: &str) {
-    let standing = match cause.standing {
+fn cause<'a>(found: &'a Found, whose: &'static str) -> Cause<'a> {
+    let standing = match found.standing {
         Standing::Named => "named",
         Standing::Tied => "TIED: the captured tensors cannot tell it from another",
         Standing::Unknown => "nothing in the catalogue explains it",
     };
-    let _ = writeln!(
-        out,
-        "<article class=\"bt-cause\"><h3>{whose}{} <small>{standing}</small></h3>",
-        esc(&cause.id)
-    );
-    let figures = figures(cause);
-    if !figures.is_empty() {
-        let _ = writeln!(out, "<p>It{}.</p>", esc(&figures));
-    }
-    let _ = writeln!(out, "<p>{}.</p>", esc(&cause.evidence));
-    residuals(out, &cause.residuals);
-    if !cause.parameters.is_empty() {
-        let of: Vec<String> =
-            cause.parameters.iter().map(|(name, value)| format!("{name}: {value}")).collect();
-        let _ = writeln!(out, "<p class=\"bt-note\">{}</p>", esc(&of.join("; ")));
-    }
-    let _ = writeln!(out, "<p><strong>To do:</strong> {}.</p></article>", esc(&cause.advice));
+    let of: Vec<String> =
+        found.parameters.iter().map(|(name, value)| format!("{name}: {value}")).collect();
+    let residuals = residuals(&found.residuals);
+    Cause { whose, found, standing, figures: figures(found), residuals, parameters: of.join("; ") }
 }
 
 /// Two bars a stage: the error that is there, and the error that is left.
-fn residuals(out: &mut String, all: &[StageResidual]) {
+fn residuals(all: &[StageResidual]) -> Option<Drawing> {
     if all.is_empty() {
-        out.push_str("<p class=\"bt-note\">No residual is drawn: nothing was emulated that explains it.</p>\n");
-        return;
+        return None;
     }
     let values = all.iter().flat_map(|of| [of.before, of.after, of.floor]);
     let scale = decades(values);
@@ -109,8 +102,7 @@ fn residuals(out: &mut String, all: &[StageResidual]) {
          what the declared precision explains",
         plural(comparisons as u64, "failing comparison")
     );
-    let _ = writeln!(out, "<h4>Residual before and after</h4><p class=\"bt-note\">{about}</p>");
-    draw(out, &about, &bars, &Widths(140, 170, 150));
+    Some(draw(about, bars, &Widths(140, 170, 150)))
 }
 
 fn left(x: f64) -> String {

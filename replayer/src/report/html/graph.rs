@@ -1,11 +1,10 @@
 //! The graph of the head's stages, forward above and backward below, with the stage
 //! at which the gradients diverge first. Each box leads to its stage.
 
-use std::fmt::Write;
+use askama::Template;
 
-use super::Page;
-use super::escape::esc;
-use super::stages::glyph;
+use super::stages::{class, glyph};
+use super::{Markup, Page, markup};
 use crate::head::Stage;
 use crate::number::ratio;
 use crate::replay::outcome::Status;
@@ -49,59 +48,67 @@ const WIDTH: i32 = 6 * PITCH.0;
 /// Room above the first row.
 const TOP: i32 = 18;
 
+#[derive(Template)]
+#[template(path = "graph.html")]
+struct Graph<'a> {
+    id: &'a str,
+    width: i32,
+    height: i32,
+    /// Of a box.
+    size: (i32, i32),
+    edges: Vec<Edge>,
+    nodes: Vec<Node<'a>>,
+    /// Where the first divergence is.
+    words: &'static str,
+}
+
 struct Node<'a> {
     stage: Stage,
     report: &'a StageReport,
     row: i32,
     x: i32,
     y: i32,
+    /// Whether the gradients diverge here first.
+    first: bool,
+    class: &'static str,
+    /// Which element of the page says more of it.
+    target: &'static str,
+    mark: &'static str,
+    status: String,
+    /// All of it in a sentence.
+    about: String,
+}
+
+struct Edge {
+    class: &'static str,
+    from: (i32, i32),
+    to: (i32, i32),
+    bend: i32,
 }
 
 impl Page<'_> {
-    pub(super) fn graph(&self, out: &mut String) {
-        self.section(out, "graph", "Stage graph");
-        let nodes = self.nodes();
-        if nodes.is_empty() {
-            out.push_str("<p>No head was replayed: there is no graph of its stages.</p>\n");
-            out.push_str("</section>\n");
-            return;
-        }
+    pub(super) fn graph(&self) -> Markup {
         let first = self.report.first_divergence.as_ref().map(|first| first.stage.as_str());
-        let marked = first.and_then(|name| nodes.iter().find(|node| node.report.name == name));
-        let height = nodes.iter().map(|node| node.y).max().unwrap_or(0) + BOX.1 + 6;
-        let _ = writeln!(
-            out,
-            "<div class=\"bt-scroll\"><svg class=\"bt-graph\" role=\"group\" \
-             aria-label=\"stages of the head, inputs first\" viewBox=\"0 0 {WIDTH} {height}\" \
-             width=\"{WIDTH}\" height=\"{height}\">"
-        );
+        let nodes = self.nodes(first);
+        let mut edges = Vec::new();
         for node in &nodes {
             let parents = nodes.iter().filter(|other| node.stage.parents().contains(&other.stage));
-            for parent in parents {
-                edge(out, parent, node, marked.is_some_and(|of| of.stage == node.stage));
-            }
+            edges.extend(parents.map(|parent| edge(parent, node)));
         }
-        for node in &nodes {
-            self.node(out, node, marked.is_some_and(|of| of.stage == node.stage));
-        }
-        out.push_str("</svg></div>\n");
-        let words = match (first, marked) {
-            (Some(_), Some(_)) => {
+        let words = match first {
+            Some(_) if nodes.iter().any(|node| node.first) => {
                 "The double frame marks the first divergence; the lines into it are what it is computed from."
             }
-            (Some(_), None) => {
+            Some(_) => {
                 "The first divergence is no stage of the head: it is among the tensors of both runs below."
             }
-            (None, _) => "No stage diverges.",
+            None => "No stage diverges.",
         };
-        let _ = writeln!(
-            out,
-            "<p class=\"bt-note\">{words} ✓ pass, ! warn, ✕ fail, with error over floor; ○ an input; \
-             dashed: not compared.</p>\n</section>"
-        );
+        let height = nodes.iter().map(|node| node.y).max().unwrap_or(0) + BOX.1 + 6;
+        markup(&Graph { id: &self.id, width: WIDTH, height, size: BOX, edges, nodes, words })
     }
 
-    fn nodes(&self) -> Vec<Node<'_>> {
+    fn nodes(&self, first: Option<&str>) -> Vec<Node<'_>> {
         let stages = &self.report.stages;
         let of = |stage: &Stage| stages.iter().find(|one| one.name == stage.name());
         let mut nodes = Vec::new();
@@ -115,69 +122,40 @@ impl Page<'_> {
             for (at, &&stage) in shown.iter().enumerate() {
                 let Some(report) = of(&stage) else { continue };
                 let (x, y) = (room / 2 + at as i32 * PITCH.0, TOP + row * PITCH.1);
-                nodes.push(Node { stage, report, row, x, y });
+                nodes.push(node((stage, report), row, (x, y), first == Some(report.name)));
             }
             row += i32::from(!shown.is_empty());
         }
         nodes
     }
+}
 
-    fn node(&self, out: &mut String, node: &Node<'_>, first: bool) {
-        let Node { stage, report, x, y, .. } = node;
-        let status = match (report.status, report.worst.is_some(), stage.is_input()) {
-            (Status::Skip, ..) => "not compared".to_string(),
-            (Status::Pass, false, true) => "input".into(),
-            (of, true, _) => {
-                let ratio = report.worst.as_ref().map_or(f64::NAN, |worst| worst.ratio);
-                format!("{} {}x", word(of), ratio_of(ratio))
-            }
-            (of, ..) => word(of).into(),
-        };
-        let class = match report.status {
-            Status::Pass => "bt-pass",
-            Status::Warn => "bt-warn",
-            Status::Fail => "bt-fail",
-            Status::Skip => "bt-skip",
-        };
-        let target = if report.worst.is_some() { "stage" } else { "row" };
-        let mark = glyph(report.status, stage.is_input() && report.worst.is_none());
-        let said = if first { "; the first divergence" } else { "" };
-        let about = format!("{}: {status}{said}. {}", report.name, stage.words());
-        let _ = writeln!(
-            out,
-            "<a href=\"#{}-{target}-{}\" class=\"bt-node {class}\" aria-label=\"{}\"><title>{}</title>",
-            self.id,
-            report.name,
-            esc(&about),
-            esc(&about),
-        );
-        if first {
-            let _ = writeln!(
-                out,
-                "<rect class=\"bt-first\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" rx=\"7\"/>\
-                 <text class=\"bt-flag\" x=\"{}\" y=\"{}\">first divergence</text>",
-                x - 4,
-                y - 4,
-                BOX.0 + 8,
-                BOX.1 + 8,
-                x + BOX.0 / 2,
-                y - 8
-            );
-        }
-        let _ = writeln!(
-            out,
-            "<rect class=\"bt-box\" x=\"{x}\" y=\"{y}\" width=\"{}\" height=\"{}\" rx=\"4\"/>\
-             <text class=\"bt-name\" x=\"{}\" y=\"{}\">{}</text>\
-             <text class=\"bt-word\" x=\"{}\" y=\"{}\">{mark} {}</text></a>",
-            BOX.0,
-            BOX.1,
-            x + BOX.0 / 2,
-            y + 15,
-            report.name,
-            x + BOX.0 / 2,
-            y + 29,
-            esc(&status)
-        );
+/// A stage at its place on the drawing.
+fn node<'a>(
+    (stage, report): (Stage, &'a StageReport),
+    row: i32,
+    (x, y): (i32, i32),
+    first: bool,
+) -> Node<'a> {
+    let status = match (report.status, &report.worst, stage.is_input()) {
+        (Status::Skip, ..) => "not compared".to_string(),
+        (Status::Pass, None, true) => "input".into(),
+        (of, Some(worst), _) => format!("{} {}x", word(of), ratio_of(worst.ratio)),
+        (of, ..) => word(of).into(),
+    };
+    let said = if first { "; the first divergence" } else { "" };
+    Node {
+        stage,
+        report,
+        row,
+        x,
+        y,
+        first,
+        class: class(report.status),
+        target: if report.worst.is_some() { "stage" } else { "row" },
+        mark: glyph(report.status, stage.is_input() && report.worst.is_none()),
+        about: format!("{}: {status}{said}. {}", report.name, stage.words()),
+        status,
     }
 }
 
@@ -187,21 +165,15 @@ fn ratio_of(x: f64) -> String {
 }
 
 /// From the foot of one box to the head of another; what passes other rows is faint.
-fn edge(out: &mut String, from: &Node<'_>, to: &Node<'_>, marked: bool) {
-    let (x1, y1) = (from.x + BOX.0 / 2, from.y + BOX.1);
-    let (x2, y2) = (to.x + BOX.0 / 2, to.y);
-    let bend = (y2 - y1) / 2;
-    let class = match (marked, to.row - from.row) {
+fn edge(from: &Node<'_>, to: &Node<'_>) -> Edge {
+    let class = match (to.first, to.row - from.row) {
         (true, _) => "bt-edge bt-into",
         (false, 1) => "bt-edge",
         _ => "bt-edge bt-far",
     };
-    let _ = writeln!(
-        out,
-        "<path class=\"{class}\" d=\"M{x1} {y1}C{x1} {} {x2} {} {x2} {y2}\"/>",
-        y1 + bend,
-        y2 - bend
-    );
+    let (foot, head) = (from.y + BOX.1, to.y);
+    let bend = (head - foot) / 2;
+    Edge { class, from: (from.x + BOX.0 / 2, foot), to: (to.x + BOX.0 / 2, head), bend }
 }
 
 #[cfg(test)]

@@ -8,11 +8,13 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use askama::Template;
+use askama::filters::Safe;
+use base64::prelude::{BASE64_STANDARD, Engine};
 use serde::Serialize;
 
-use super::Page;
-use super::escape::{base64, esc};
 use super::picture::{CLASSES, Drawn, ENDS, picture};
+use super::{Markup, Page, markup};
 use crate::compare::Cell;
 use crate::number::{count, plural, ratio, short};
 use crate::replay::maps::{Map, Source, Strip};
@@ -54,72 +56,80 @@ struct StripData {
     blocks: String,
 }
 
+/// Whether there is a map.
+enum State {
+    NotGathered,
+    Nothing,
+    Drawn,
+}
+
+#[derive(Template)]
+#[template(path = "maps.html")]
+struct Maps<'a> {
+    id: &'a str,
+    state: State,
+    /// What the classes of colours are called.
+    legend: Vec<String>,
+    maps: Vec<MapShown>,
+    /// Items of a list that are shown.
+    items: usize,
+}
+
+/// One map; tensors of several shapes are figures of their own.
+struct MapShown {
+    name: String,
+    of_tokens: bool,
+    figures: Vec<Figure>,
+    all_figures: usize,
+}
+
+struct Figure {
+    id: String,
+    caption: String,
+    /// The worst block.
+    words: String,
+    bands: usize,
+    across: usize,
+    picture: Markup,
+    /// The worst blocks that are not equal, a line of a table each.
+    worst: Vec<Vec<String>>,
+}
+
 impl Page<'_> {
-    /// The section of the maps; what the script needs of them comes back.
-    pub(super) fn maps(&self, out: &mut String) -> String {
-        self.section(out, "maps", "Heat maps of dq and dk");
-        let mut data = Data { maps: Vec::new() };
+    /// The section of the maps, and what the script needs of them.
+    pub(super) fn maps(&self) -> (Markup, String) {
         let own = self.report.drawings.as_ref().map(|drawn| &drawn.maps[..]);
         let other = self.report.against.as_ref().and_then(|against| against.drawings.as_ref());
         let other = other.map(|drawn| &drawn.maps[..]).unwrap_or_default();
-        match own {
-            None => {
-                out.push_str("<p>Not gathered: <code>replay --report</code> gathers them.</p>\n")
-            }
-            Some([]) if other.is_empty() => out.push_str(
-                "<p>There is none: no dq and no dk was compared element by element. \
-                 What was not checked, and why, is below.</p>\n",
-            ),
-            Some(_) => self.explained(out),
-        }
+        let state = match own {
+            None => State::NotGathered,
+            Some([]) if other.is_empty() => State::Nothing,
+            Some(_) => State::Drawn,
+        };
+        let mut data = Data { maps: Vec::new() };
+        let mut maps = Vec::new();
         for map in own.unwrap_or_default() {
-            self.map(out, map, "", &mut data);
+            maps.push(self.map(map, "", &mut data));
         }
         for map in other {
-            self.map(out, map, "the other run's ", &mut data);
+            maps.push(self.map(map, "the other run's ", &mut data));
         }
-        out.push_str("</section>\n");
-        serde_json::to_string(&data).unwrap_or_default()
+        let (legend, items) = ((0..CLASSES).map(colour).collect(), self.detail.items);
+        let section = markup(&Maps { id: &self.id, state, legend, maps, items });
+        (section, serde_json::to_string(&data).unwrap_or_default())
     }
 
-    fn explained(&self, out: &mut String) {
-        let _ = writeln!(
-            out,
-            "<p class=\"bt-note\" id=\"{}-how\">A block's colour is its worst element: |error| over the \
-             standard deviation σ that rounding explains. A dot: an element beyond its bound. A \
-             cross: a value that is no number. The ring: the worst block. Lines: tiles. Point at a \
-             block, or focus a map and use the arrow keys, Home, End, Page Up, Page Down; W goes to \
-             the worst block, + and - change the size.</p>",
-            self.id
-        );
-        let _ = write!(out, "<p class=\"bt-legend\" aria-label=\"colours\">");
-        for class in 0..CLASSES {
-            let name = match class {
-                0 => "equal".to_string(),
-                1 => "below 1 σ".into(),
-                at if at < CLASSES - 1 => format!("{} to {} σ", ENDS[at - 2], ENDS[at - 1]),
-                _ => format!("{} σ and more", ENDS[ENDS.len() - 1]),
-            };
-            let _ = write!(
-                out,
-                "<span><svg width=\"18\" height=\"12\" aria-hidden=\"true\"><path class=\"bt-c{class}\" \
-                 stroke-width=\"12\" d=\"M0 6h18\"/></svg> {name}</span> "
-            );
-        }
-        out.push_str("</p>\n");
-    }
-
-    fn map(&self, out: &mut String, map: &Map, whose: &str, data: &mut Data) {
-        // Tokens stand beside each other; tensors of several shapes are drawings of their own.
+    fn map(&self, map: &Map, whose: &str, data: &mut Data) -> MapShown {
+        // Tokens stand beside each other.
         let groups: Vec<&[Strip]> = match map.of_tokens {
             true => vec![&map.strips[..]],
             false => map.strips.chunks(1).collect(),
         };
-        let all = groups.len();
-        for strips in groups.into_iter().take(self.detail.items) {
+        let mut figures = Vec::new();
+        for strips in self.shown(&groups) {
             let mut x = 0;
             let mut drawn = Vec::new();
-            for strip in strips {
+            for strip in *strips {
                 let halvings = 0..self.detail.halvings;
                 let chart = halvings
                     .fold(Cow::Borrowed(&strip.chart), |chart, _| Cow::Owned(chart.halved()));
@@ -128,20 +138,14 @@ impl Page<'_> {
                 x += across + 1;
             }
             if x > 0 {
-                self.figure(out, map, (&drawn, x - 1), whose, data);
+                figures.push(self.figure(map, (&drawn, x - 1), data));
             }
         }
-        self.more(out, all, "shapes of this map");
+        let (name, of_tokens) = (format!("{whose}{}", map.stage), map.of_tokens);
+        MapShown { name, of_tokens, figures, all_figures: groups.len() }
     }
 
-    fn figure(
-        &self,
-        out: &mut String,
-        map: &Map,
-        (drawn, across): (&[Drawn<'_>], usize),
-        whose: &str,
-        data: &mut Data,
-    ) {
+    fn figure(&self, map: &Map, (drawn, across): (&[Drawn<'_>], usize), data: &mut Data) -> Figure {
         let id = format!("{}-map-{}", self.id, data.maps.len());
         let bands = drawn.iter().map(|of| of.chart.size.0).max().unwrap_or(0);
         let worst = worst_of(drawn);
@@ -150,35 +154,26 @@ impl Page<'_> {
             Some((_, cell)) if equal(cell) => "every element is equal".into(),
             Some((of, cell)) => format!("worst: {}", sentence(map, of.strip, cell)),
         };
-        // The line stands before the map: it is read while the pointer is on the map.
-        let _ = writeln!(
-            out,
-            "<figure class=\"bt-figure\"><figcaption><strong>{}{}</strong>: {}</figcaption>\n\
-             <output class=\"bt-status\" id=\"{id}-status\" aria-live=\"polite\">{}</output>\n\
-             <div class=\"bt-grid\" id=\"{id}\" role=\"grid\" tabindex=\"0\" aria-rowcount=\"{bands}\" \
-             aria-colcount=\"{across}\" aria-label=\"heat map of {}{}\" aria-describedby=\"{}-how\">",
-            esc(whose),
-            map.stage,
-            esc(&caption(map, drawn)),
-            esc(&words),
-            esc(whose),
-            map.stage,
-            self.id
-        );
-        picture(out, map, drawn, (bands, across));
-        let _ = writeln!(
-            out,
-            "<div role=\"row\" class=\"bt-read\"><span role=\"gridcell\" id=\"{id}-cell\"></span></div></div>"
-        );
-        let off: Vec<_> = worst.into_iter().filter(|(_, cell)| !equal(cell)).collect();
-        if !off.is_empty() {
-            listed(out, map, &off);
-        }
-        out.push_str("</figure>\n");
+        let mut svg = String::new();
+        picture(&mut svg, map, drawn, (bands, across));
         let rows = if map.of_tokens { "token" } else { "row" };
         let strips = drawn.iter().map(|of| of.data(map)).collect();
         let (stage, tile, hits) = (map.stage.name(), map.tile, !map.hits.is_empty());
-        data.maps.push(MapData { id, stage, rows, tile, bands, hits, strips });
+        data.maps.push(MapData { id: id.clone(), stage, rows, tile, bands, hits, strips });
+        let off = worst.into_iter().filter(|(_, cell)| !equal(cell));
+        let worst = off.map(|(of, cell)| listed(map, of.strip, cell)).collect();
+        let caption = caption(map, drawn);
+        Figure { id, caption, words, bands, across, picture: Safe(svg), worst }
+    }
+}
+
+/// What a class of colours is called.
+fn colour(class: usize) -> String {
+    match class {
+        0 => "equal".into(),
+        1 => "below 1 σ".into(),
+        at if at < CLASSES - 1 => format!("{} to {} σ", ENDS[at - 2], ENDS[at - 1]),
+        _ => format!("{} σ and more", ENDS[ENDS.len() - 1]),
     }
 }
 
@@ -274,32 +269,20 @@ fn hits_of(map: &Map, cell: &Cell) -> Option<u32> {
     map.hits.get(cell.worst.index.0 as usize).copied()
 }
 
-fn listed(out: &mut String, map: &Map, worst: &[(&Drawn<'_>, &Cell)]) {
-    out.push_str("<div class=\"bt-scroll\"><table class=\"bt-worst-blocks\"><caption>worst blocks</caption><thead><tr><th scope=\"col\">element</th>\
-         <th scope=\"col\">captured</th><th scope=\"col\">reference</th><th scope=\"col\">|error|</th>\
-         <th scope=\"col\">beyond bound</th><th scope=\"col\">where</th>");
-    if !map.of_tokens {
-        out.push_str("<th scope=\"col\">label hits</th>");
-    }
-    out.push_str("</tr></thead><tbody>\n");
-    for (of, cell) in worst {
-        let (row, column) = cell.worst.index;
-        let mut texts = vec![
-            format!("[{row}, {column}]"),
-            short(cell.worst.captured),
-            short(cell.worst.reference),
-            off(cell),
-            format!("{} of {}", count(cell.exceeding), count(cell.elements)),
-            whose(source_of(of.strip, cell)),
-        ];
-        texts.extend(
-            (!map.of_tokens).then(|| hits_of(map, cell).map_or("-".into(), |n| count(n.into()))),
-        );
-        let cells: Vec<String> =
-            texts.iter().map(|text| format!("<td class=\"bt-num\">{}</td>", esc(text))).collect();
-        let _ = writeln!(out, "<tr>{}</tr>", cells.concat());
-    }
-    out.push_str("</tbody></table></div>\n");
+/// One block as a line of a table.
+fn listed(map: &Map, strip: &Strip, cell: &Cell) -> Vec<String> {
+    let (row, column) = cell.worst.index;
+    let mut texts = vec![
+        format!("[{row}, {column}]"),
+        short(cell.worst.captured),
+        short(cell.worst.reference),
+        off(cell),
+        format!("{} of {}", count(cell.exceeding), count(cell.elements)),
+        whose(source_of(strip, cell)),
+    ];
+    let hits = || hits_of(map, cell).map_or("-".into(), |n| count(n.into()));
+    texts.extend((!map.of_tokens).then(hits));
+    texts
 }
 
 impl Drawn<'_> {
@@ -335,6 +318,6 @@ impl Drawn<'_> {
             bytes.extend(number.to_le_bytes());
         }
         let (bands, columns) = self.chart.size;
-        StripData { x: self.x, columns, bands, sources, blocks: base64(&bytes) }
+        StripData { x: self.x, columns, bands, sources, blocks: BASE64_STANDARD.encode(&bytes) }
     }
 }

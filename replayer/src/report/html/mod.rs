@@ -1,8 +1,9 @@
 //! The report as one page: no network, nothing beside it, readable without a script and on
 //! paper. Plain data in, HTML out.
 //!
-//! Tables, texts and drawings are made here; the script adds the theme, and values under
-//! the pointer and the arrow keys. The page's policy lets nothing else run or load.
+//! The templates have the tables and texts, and escape all that they are given; the script adds
+//! the theme, and values under the pointer and the arrow keys. The page's policy lets nothing else
+//! run or load.
 
 mod against;
 mod bars;
@@ -17,10 +18,11 @@ mod rest;
 mod stages;
 mod top;
 
-use std::fmt::Write;
+use askama::Template;
+use askama::filters::Safe;
 
 use super::schema::Report;
-use escape::{esc, id, json};
+use escape::{id, json};
 
 /// Bytes that no page exceeds, whatever was dumped.
 pub const MAX_BYTES: usize = 3_000_000;
@@ -29,6 +31,14 @@ const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 /// SHA-256 of the script in base 64: the one script that the page's policy lets run.
 const SCRIPT_HASH: &str = "sha256-alHzb0BV2+J0aKuQDzkb+LmZofIRDLzKTsvGWcr1X10=";
+
+/// HTML that stands in a page as it is: made by a template, or by us of numbers and escaped text.
+type Markup = Safe<String>;
+
+/// What a template makes of its data.
+fn markup(template: &impl Template) -> Markup {
+    Safe(template.render().expect("memory can be written to"))
+}
 
 /// How much of what there is a page shows.
 #[derive(Clone, Copy)]
@@ -59,22 +69,46 @@ struct Page<'a> {
     detail: Detail,
 }
 
+/// What stands around the article.
+#[derive(Template)]
+#[template(path = "page.html")]
+struct Whole<'a> {
+    title: String,
+    script_hash: &'static str,
+    body: Safe<&'a str>,
+}
+
+#[derive(Template)]
+#[template(path = "article.html")]
+struct Article<'a> {
+    id: &'a str,
+    verdict: &'static str,
+    style: Safe<&'static str>,
+    script: Safe<&'static str>,
+    top: Markup,
+    graph: Markup,
+    causes: Markup,
+    stages: Markup,
+    against: Markup,
+    maps: Markup,
+    norm: Markup,
+    ranks: Markup,
+    rest: Markup,
+    /// What the script is told of the maps.
+    drawn: Markup,
+    /// The report itself, for programs that are given the page alone.
+    report: Option<Markup>,
+}
+
 /// The whole report as one HTML file of at most [`MAX_BYTES`].
 pub fn page(report: &Report) -> String {
     let title = format!("backtape: {} step {}", report.dump.run, report.step);
-    let head = format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; \
-         style-src 'unsafe-inline'; script-src '{SCRIPT_HASH}'; base-uri 'none'; \
-         form-action 'none'\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <meta name=\"referrer\" content=\"no-referrer\">\n\
-         <title>{}</title>\n</head>\n<body class=\"backtape-page\">\n",
-        esc(&title)
-    );
-    let end = "</body>\n</html>\n";
-    let body = fragment_within(report, "bt", MAX_BYTES - head.len() - end.len());
-    head + &body + end
+    let mut whole = Whole { title, script_hash: SCRIPT_HASH, body: Safe("") };
+    // A template ends without the newline of its file.
+    let around = markup(&whole).0.len() + 1;
+    let body = fragment_within(report, "bt", MAX_BYTES - around);
+    whole.body = Safe(&body);
+    markup(&whole).0 + "\n"
 }
 
 /// The same drawing to be put into another page, such as a notebook's: no `<html>`, all styles
@@ -88,7 +122,7 @@ fn fragment_within(report: &Report, prefix: &str, most: usize) -> String {
     for detail in DETAILS {
         let prefix = id(prefix);
         let id = if prefix.is_empty() { "bt".into() } else { prefix };
-        text = Page { report, id, detail }.article();
+        text = Page { report, id, detail }.article().0;
         if text.len() <= most {
             break;
         }
@@ -97,68 +131,70 @@ fn fragment_within(report: &Report, prefix: &str, most: usize) -> String {
 }
 
 impl Page<'_> {
-    fn article(&self) -> String {
-        let mut out = format!("<style>\n{STYLE}</style>\n");
-        let _ = writeln!(
-            out,
-            "<article class=\"backtape\" id=\"{}\" data-verdict=\"{}\">",
-            self.id,
-            top::verdict_word(self.report.verdict)
-        );
-        self.top(&mut out);
-        out.push_str("<div class=\"bt-front\">\n");
-        self.graph(&mut out);
-        self.causes(&mut out);
-        out.push_str("</div>\n");
-        self.stages(&mut out);
-        self.against(&mut out);
-        let drawn = self.maps(&mut out);
-        self.norm(&mut out);
-        self.ranks(&mut out);
-        self.rest(&mut out);
-        let _ = writeln!(
-            out,
-            "<script type=\"application/json\" class=\"bt-data\">{}</script>",
-            json(&drawn)
-        );
-        self.data(&mut out);
-        out.push_str("</article>\n");
-        let _ = writeln!(out, "<script>{SCRIPT}</script>");
-        out
+    fn article(&self) -> Markup {
+        let (maps, drawn) = self.maps();
+        let report = serde_json::to_string(self.report).unwrap_or_default();
+        markup(&Article {
+            id: &self.id,
+            verdict: top::verdict_word(self.report.verdict),
+            style: Safe(STYLE),
+            script: Safe(SCRIPT),
+            top: self.top(),
+            graph: self.graph(),
+            causes: self.causes(),
+            stages: self.stages(),
+            against: self.against(),
+            maps,
+            norm: self.norm(),
+            ranks: self.ranks(),
+            rest: self.rest(),
+            drawn: Safe(json(&drawn)),
+            report: (report.len() <= self.detail.json).then(|| Safe(json(&report))),
+        })
     }
 
-    /// The report itself, for programs that are given the page alone.
-    fn data(&self, out: &mut String) {
-        let text = serde_json::to_string(self.report).unwrap_or_default();
-        if text.len() <= self.detail.json {
-            let _ = writeln!(
-                out,
-                "<script type=\"application/json\" class=\"bt-report\">{}</script>",
-                json(&text)
-            );
-        }
+    /// As many of a list as the page shows.
+    fn shown<'l, T>(&self, all: &'l [T]) -> &'l [T] {
+        &all[..all.len().min(self.detail.items)]
     }
+}
 
-    /// Opens a section with its heading.
-    fn section(&self, out: &mut String, name: &str, heading: &str) {
-        let _ = writeln!(
-            out,
-            "<section id=\"{}-{name}\" aria-labelledby=\"{}-{name}-h\">\n<h2 id=\"{}-{name}-h\">{}</h2>",
-            self.id,
-            self.id,
-            self.id,
-            esc(heading)
-        );
-    }
+#[cfg(test)]
+mod tests {
+    use base64::prelude::{BASE64_STANDARD, Engine};
+    use sha2::{Digest, Sha256};
 
-    /// Says how many items of a list are not on the page.
-    fn more(&self, out: &mut String, all: usize, what: &str) {
-        if all > self.detail.items {
-            let _ = writeln!(
-                out,
-                "<p class=\"bt-note\">{} more {what} are not shown; <code>--json</code> names all.</p>",
-                all - self.detail.items
-            );
-        }
+    use super::*;
+
+    /// Goal: the policy names the script that stands in the page, or no browser runs it. Method:
+    /// the hash of all that stands between the script's tags, as browsers compute it.
+    #[test]
+    fn the_policy_lets_the_script_of_the_page_run() {
+        let nothing = || Safe(String::new());
+        let article = markup(&Article {
+            id: "bt",
+            verdict: "agreed",
+            style: Safe(STYLE),
+            script: Safe(SCRIPT),
+            top: nothing(),
+            graph: nothing(),
+            causes: nothing(),
+            stages: nothing(),
+            against: nothing(),
+            maps: nothing(),
+            norm: nothing(),
+            ranks: nothing(),
+            rest: nothing(),
+            drawn: nothing(),
+            report: None,
+        });
+        let title = "</title><script>".to_string();
+        let body = Safe(&article.0[..]);
+        let page = markup(&Whole { title, script_hash: SCRIPT_HASH, body }).0;
+        let script = page.split("<script>").nth(1).and_then(|rest| rest.split_once("</script>"));
+        let (script, _) = script.expect("one script runs");
+        let hash = format!("sha256-{}", BASE64_STANDARD.encode(Sha256::digest(script)));
+        assert!(page.contains(&format!("script-src '{hash}';")), "{hash}");
+        assert_eq!(page.matches("<script>").count(), 1, "a title opens none");
     }
 }

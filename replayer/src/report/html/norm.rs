@@ -1,11 +1,10 @@
 //! The gap of grad_norm as a waterfall: from the norm with the reference to the norm that the
 //! job reported, one step for each part. The parts of one kind add up to the gap.
 
-use std::fmt::Write;
+use askama::Template;
 
-use super::Page;
 use super::bars::{Bar, Widths, draw};
-use super::escape::esc;
+use super::{Markup, Page, markup};
 use crate::replay::outcome::{GradNorm, Share};
 use crate::report::norm;
 
@@ -21,42 +20,43 @@ const KINDS: [(&str, &str); 6] = [
     ("vocabulary", "by tile of the vocabulary"),
 ];
 
+#[derive(Template)]
+#[template(path = "norm.html")]
+struct Norm<'a> {
+    id: &'a str,
+    facts: Vec<String>,
+    own: Option<Gap>,
+    /// What the declared precision explains of it.
+    explained: f64,
+    other: Option<Gap>,
+}
+
+/// A gap, and how it comes about: a drawing for each kind of parts.
+struct Gap {
+    gap: f64,
+    drawings: Vec<(&'static str, Markup)>,
+}
+
 impl Page<'_> {
-    pub(super) fn norm(&self, out: &mut String) {
-        self.section(out, "norm", "grad_norm");
+    pub(super) fn norm(&self) -> Markup {
         let own = &self.report.grad_norm;
         let against = self.report.against.as_ref();
-        let other = against.and_then(|against| against.grad_norm.captured);
-        for line in norm::facts(own, other) {
-            let _ = writeln!(out, "<p>{}.</p>", esc(&line));
-        }
-        match (own.gap, end(own)) {
-            (Some(gap), Some(end)) if !own.shares.is_empty() => {
-                let names = match own.captured {
-                    Some(_) => ("with reference dk", "as reported"),
-                    None => ("reference dk", "captured dk"),
-                };
-                let explained = own.floor.unwrap_or(f64::NAN);
-                let _ = writeln!(
-                    out,
-                    "<p>The gap is {gap:+.3e}; the declared precision explains {explained:+.1e}.</p>\n\
-                     <p class=\"bt-note\">Each drawing leads from one norm to the other; the axis does not begin at \
-                     zero. Filled: a step up; hollow: a step down.</p>"
-                );
-                waterfalls(out, &own.shares, (end - gap, end), names);
-            }
-            _ => out.push_str(
-                "<p class=\"bt-note\">No gap is drawn: it takes dk after the reduction over ranks, and a replay of all \
-                 of its addends.</p>\n",
-            ),
-        }
-        if let Some((gap, ours)) =
-            against.and_then(|against| Some((against.norm_gap.as_ref()?, end(own)?)))
-        {
-            let _ = writeln!(out, "<h3>To the other run: {:+.3e}</h3>", gap.gap);
-            waterfalls(out, &gap.shares, (ours - gap.gap, ours), ("the other run", "this run"));
-        }
-        out.push_str("</section>\n");
+        let names = match own.captured {
+            Some(_) => ("with reference dk", "as reported"),
+            None => ("reference dk", "captured dk"),
+        };
+        let end = end(own);
+        let gap_of = |gap, shares, names| end.map(|end| waterfalls(gap, shares, end, names));
+        let of_own = own.gap.filter(|_| !own.shares.is_empty());
+        let of_other = against.and_then(|against| against.norm_gap.as_ref());
+        markup(&Norm {
+            id: &self.id,
+            facts: norm::facts(own, against.and_then(|against| against.grad_norm.captured)),
+            own: of_own.and_then(|gap| gap_of(gap, &own.shares, names)),
+            explained: own.floor.unwrap_or(f64::NAN),
+            other: of_other
+                .and_then(|of| gap_of(of.gap, &of.shares, ("the other run", "this run"))),
+        })
     }
 }
 
@@ -65,18 +65,15 @@ fn end(norm: &GradNorm) -> Option<f64> {
     norm.captured.or(norm.dk_captured)
 }
 
-fn waterfalls(out: &mut String, shares: &[Share], ends: (f64, f64), names: (&str, &str)) {
-    out.push_str("<div class=\"bt-cards\">\n");
-    for (kind, words) in KINDS {
+/// The gap that ends at a norm, by the kinds of its parts.
+fn waterfalls(gap: f64, shares: &[Share], end: f64, names: (&str, &str)) -> Gap {
+    let drawing = |(kind, words): (&str, &'static str)| {
         let parts: Vec<&Share> = shares.iter().filter(|share| share.kind == kind).collect();
-        if !parts.is_empty() {
-            let _ = writeln!(out, "<div class=\"bt-card\"><h4>Gap {words}</h4>");
-            let about = format!("waterfall of the gap of grad_norm {words}");
-            draw(out, &about, &steps(&parts, ends, names), &Widths(168, 190, 168));
-            out.push_str("</div>\n");
-        }
-    }
-    out.push_str("</div>\n");
+        let about = format!("waterfall of the gap of grad_norm {words}");
+        let bars = || draw(about, steps(&parts, (end - gap, end), names), &Widths(168, 190, 168));
+        (!parts.is_empty()).then(|| (words, bars().bars))
+    };
+    Gap { gap, drawings: KINDS.into_iter().filter_map(drawing).collect() }
 }
 
 /// What a part is called: a number alone says nothing.

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::fmt::Write;
 
-use super::escape::esc;
+use super::escape::escaped;
 use super::maps::whose;
 use crate::compare::{Cell, Chart};
 use crate::number::count;
@@ -177,7 +177,7 @@ fn axes(out: &mut String, map: &Map, drawn: &[Drawn<'_>], (kx, ky): (f64, f64)) 
                 out,
                 "<text class=\"bt-axis\" x=\"{x:.0}\" y=\"{}\">{}</text>",
                 TOP - 8.0,
-                esc(&words)
+                escaped(&words)
             );
             free = x + width + 8.0;
         }

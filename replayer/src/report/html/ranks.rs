@@ -4,94 +4,110 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::Page;
-use super::escape::esc;
+use askama::Template;
+
+use super::{Markup, Page, markup};
 use crate::number::{bytes, count, plural};
 use crate::report::drawings::{Drawings, FAULTS, Held, RankDrawn};
+use crate::verify::TensorVerdict;
 
 /// Ranks of one host that are drawn one by one.
 const OF_HOST: usize = 64;
 
+#[derive(Template)]
+#[template(path = "ranks.html")]
+struct Ranks<'a> {
+    id: &'a str,
+    /// Whether what is drawn of this run was gathered.
+    gathered: bool,
+    /// Of this run and of the other.
+    dumps: Vec<Dump<'a>>,
+    /// Items of a list that are shown.
+    items: usize,
+}
+
+struct Dump<'a> {
+    whose: &'static str,
+    counts: String,
+    replicas: String,
+    hosts: Vec<Host<'a>>,
+    all_hosts: usize,
+    tensors: Vec<Tensor<'a>>,
+    all_tensors: usize,
+}
+
+struct Host<'a> {
+    name: &'a str,
+    ranks: Vec<Rank>,
+    /// How many ranks are not drawn, where there are such.
+    left: String,
+    shards: String,
+    bytes: String,
+    coverage: String,
+    agreement: String,
+    faults: String,
+}
+
+struct Rank {
+    class: &'static str,
+    glyph: &'static str,
+    number: u32,
+    about: String,
+}
+
+struct Tensor<'a> {
+    drawn: &'a TensorVerdict,
+    shards: String,
+    /// Coverage and agreement.
+    state: String,
+}
+
 impl Page<'_> {
-    pub(super) fn ranks(&self, out: &mut String) {
-        self.section(out, "ranks", "Ranks by hosts");
-        match &self.report.drawings {
-            Some(drawn) => self.dump(out, drawn, ""),
-            None => {
-                out.push_str("<p>Not gathered: <code>replay --report</code> gathers them.</p>\n")
-            }
-        }
+    pub(super) fn ranks(&self) -> Markup {
+        let own = self.report.drawings.as_ref();
         let other = self.report.against.as_ref().and_then(|against| against.drawings.as_ref());
-        if let Some(drawn) = other {
-            out.push_str("<h3>The other run</h3>\n");
-            self.dump(out, drawn, "other ");
-        }
-        out.push_str("</section>\n");
+        let both = own.map(|drawn| (drawn, "")).into_iter();
+        let both = both.chain(other.map(|drawn| (drawn, "other ")));
+        markup(&Ranks {
+            id: &self.id,
+            gathered: own.is_some(),
+            dumps: both.map(|(drawn, whose)| self.dump(drawn, whose)).collect(),
+            items: self.detail.items,
+        })
     }
 
-    fn dump(&self, out: &mut String, drawn: &Drawings, whose: &str) {
+    fn dump<'a>(&self, drawn: &'a Drawings, whose: &'static str) -> Dump<'a> {
         let mut hosts: BTreeMap<(&str, bool), Vec<&RankDrawn>> = BTreeMap::new();
         for rank in &drawn.ranks {
             let unnamed = rank.host.is_empty();
             let name = if unnamed { "no host is named" } else { &rank.host };
             hosts.entry((name, unnamed)).or_default().push(rank);
         }
-        let of: Vec<_> = hosts.into_iter().map(|((name, _), ranks)| (name, ranks)).collect();
-        let mut order: Vec<usize> = (0..of.len()).collect();
+        let mut hosts: Vec<_> = hosts.into_iter().map(|((name, _), ranks)| (name, ranks)).collect();
         // Hosts with something to say first: the others are many in a large job.
-        order.sort_by_key(|&at| of[at].1.iter().all(|rank| rank.is_clean()));
-        let _ = writeln!(
-            out,
-            "<p>{} on {}. {}</p>\n<p class=\"bt-note\">✓ recorded, and nothing speaks against it; ✕ a fault; \
-             – closed its part with nothing in it; ? nothing of it is there.</p>",
-            plural(drawn.ranks.len() as u64, "rank"),
-            plural(of.len() as u64, "host"),
-            esc(&replicas(&drawn.ranks))
-        );
-        let _ = writeln!(
-            out,
-            "<div class=\"bt-scroll\"><table class=\"bt-hosts\"><caption>{whose}ranks by hosts</caption><thead><tr><th scope=\"col\">host</th>\
-             <th scope=\"col\">ranks</th><th scope=\"col\">shards</th><th scope=\"col\">bytes</th>\
-             <th scope=\"col\">coverage</th><th scope=\"col\">replicas</th><th scope=\"col\">faults</th></tr></thead><tbody>"
-        );
-        for &at in order.iter().take(self.detail.items) {
-            let (name, ranks) = &of[at];
-            host(out, name, ranks);
-        }
-        out.push_str("</tbody></table></div>\n");
-        self.more(out, of.len(), "hosts");
-        self.tensors(out, drawn, whose);
-    }
-
-    fn tensors(&self, out: &mut String, drawn: &Drawings, whose: &str) {
+        hosts.sort_by_key(|(_, ranks)| ranks.iter().all(|rank| rank.is_clean()));
         let mut tensors: Vec<_> = drawn.tensors.iter().collect();
         tensors.sort_by_key(|tensor| tensor.unusable.is_none());
-        let _ = writeln!(
-            out,
-            "<div class=\"bt-scroll\"><table class=\"bt-tensors\"><caption>{whose}tensors</caption><thead><tr><th scope=\"col\">tensor</th>\
-             <th scope=\"col\">dtype</th><th scope=\"col\">shape</th><th scope=\"col\">shards</th>\
-             <th scope=\"col\">coverage and agreement</th></tr></thead><tbody>"
-        );
-        for tensor in tensors.iter().take(self.detail.items) {
-            let state = match (&tensor.unusable, tensor.partial) {
-                (Some(why), _) => format!("✕ {why}"),
-                (None, Some(_)) => "✓ every addend is there".into(),
-                (None, None) => "✓ every element is there, and its holders agree".into(),
-            };
-            let _ = writeln!(
-                out,
-                "<tr><th scope=\"row\">{}</th><td>{}</td><td class=\"bt-num\">{}</td>\
-                 <td class=\"bt-num\">{}</td><td>{}</td></tr>",
-                esc(&tensor.key.to_string()),
-                tensor.dtype,
-                esc(&format!("{:?}", tensor.shape)),
-                count(tensor.shards),
-                esc(&state)
-            );
+        let ranks = plural(drawn.ranks.len() as u64, "rank");
+        Dump {
+            whose,
+            counts: format!("{ranks} on {}", plural(hosts.len() as u64, "host")),
+            replicas: replicas(&drawn.ranks),
+            hosts: self.shown(&hosts).iter().map(|(name, ranks)| host(name, ranks)).collect(),
+            all_hosts: hosts.len(),
+            tensors: self.shown(&tensors).iter().map(|drawn| tensor(drawn)).collect(),
+            all_tensors: tensors.len(),
         }
-        out.push_str("</tbody></table></div>\n");
-        self.more(out, tensors.len(), "tensors");
     }
+}
+
+fn tensor(drawn: &TensorVerdict) -> Tensor<'_> {
+    let state = match (&drawn.unusable, drawn.partial) {
+        (Some(why), _) => format!("✕ {why}"),
+        (None, Some(_)) => "✓ every addend is there".into(),
+        (None, None) => "✓ every element is there, and its holders agree".into(),
+    };
+    Tensor { drawn, shards: count(drawn.shards), state }
 }
 
 impl RankDrawn {
@@ -106,6 +122,11 @@ impl RankDrawn {
             (Held::Nothing, true) => ("bt-skip", "–"),
             (Held::Recorded, true) => ("bt-pass", "✓"),
         }
+    }
+
+    fn shown(&self) -> Rank {
+        let (class, glyph) = self.glyph();
+        Rank { class, glyph, number: self.rank, about: self.about() }
     }
 
     fn about(&self) -> String {
@@ -128,23 +149,10 @@ impl RankDrawn {
     }
 }
 
-fn host(out: &mut String, name: &str, ranks: &[&RankDrawn]) {
+fn host<'a>(name: &'a str, ranks: &[&RankDrawn]) -> Host<'a> {
     let sum = |of: fn(&RankDrawn) -> u64| ranks.iter().map(|rank| of(rank)).sum::<u64>();
-    let _ = write!(out, "<tr><th scope=\"row\">{}</th><td class=\"bt-ranks\">", esc(name));
-    let mut order: Vec<&&RankDrawn> = ranks.iter().collect();
+    let mut order: Vec<&RankDrawn> = ranks.to_vec();
     order.sort_by_key(|rank| rank.is_clean());
-    for rank in order.iter().take(OF_HOST) {
-        let (class, glyph) = rank.glyph();
-        let _ = write!(
-            out,
-            "<span class=\"bt-rank {class}\" title=\"{}\">{}<b>{glyph}</b></span>",
-            esc(&rank.about()),
-            rank.rank
-        );
-    }
-    if ranks.len() > OF_HOST {
-        let _ = write!(out, " and {} more", count((ranks.len() - OF_HOST) as u64));
-    }
     let coverage = sum(|rank| rank.faults[2]) + sum(|rank| u64::from(rank.held == Held::Missing));
     let coverage = match coverage {
         0 => "✓ nothing is missing".to_string(),
@@ -162,15 +170,17 @@ fn host(out: &mut String, name: &str, ranks: &[&RankDrawn]) {
         .map(|(kind, n)| format!("{} {n}", FAULTS[kind]))
         .collect();
     let faults = if faults.is_empty() { "none".into() } else { faults.join(", ") };
-    let _ = writeln!(
-        out,
-        "</td><td class=\"bt-num\">{}</td><td class=\"bt-num\">{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
-        count(sum(|rank| rank.shards)),
-        bytes(sum(|rank| rank.bytes)),
-        esc(&coverage),
-        esc(&agreement),
-        esc(&faults)
-    );
+    let left = ranks.len().saturating_sub(OF_HOST);
+    Host {
+        name,
+        ranks: order.into_iter().take(OF_HOST).map(RankDrawn::shown).collect(),
+        left: if left > 0 { count(left as u64) } else { String::new() },
+        shards: count(sum(|rank| rank.shards)),
+        bytes: bytes(sum(|rank| rank.bytes)),
+        coverage,
+        agreement,
+        faults,
+    }
 }
 
 fn replicas(ranks: &[RankDrawn]) -> String {

@@ -1,11 +1,11 @@
 //! The head of the page: the verdict in one sentence, what was read, where to go on.
 
-use std::fmt::Write;
+use askama::Template;
 
-use super::Page;
-use super::escape::esc;
-use crate::diagnose::Standing;
+use super::{Markup, Page, markup};
+use crate::diagnose::{Found, Standing};
 use crate::number::{bytes, plural};
+use crate::report::Report;
 use crate::report::schema::{DumpSummary, Verdict};
 use crate::report::text;
 
@@ -29,35 +29,31 @@ fn glyph(verdict: Verdict) -> &'static str {
     }
 }
 
+#[derive(Template)]
+#[template(path = "top.html")]
+struct Top<'a> {
+    report: &'a Report,
+    id: &'a str,
+    word: &'static str,
+    glyph: &'static str,
+    sentence: String,
+    /// Another declaration by which the job would be right.
+    declaration: Option<String>,
+    /// The causes in a line, with what to do: whoever is woken reads no further.
+    causes: &'a [Found],
+    said: String,
+    facts: Vec<(&'static str, String)>,
+    /// Sections of the page, and what they are called.
+    parts: Vec<(&'static str, &'static str)>,
+}
+
 impl Page<'_> {
-    pub(super) fn top(&self, out: &mut String) {
-        let (report, dump, id) = (self.report, &self.report.dump, &self.id);
-        let _ = writeln!(
-            out,
-            "<header>\n<div class=\"bt-bar\"><h1>Run {}, step {}</h1>\
-             <button type=\"button\" class=\"bt-theme\" hidden>theme: system</button></div>",
-            esc(&dump.run),
-            report.step
-        );
-        let word = verdict_word(report.verdict);
-        let sentence = text::verdict(report);
-        let _ = writeln!(
-            out,
-            "<p class=\"bt-verdict bt-{word}\"><span class=\"bt-glyph\" aria-hidden=\"true\">{}</span> \
-             <strong>{}</strong></p>",
-            glyph(report.verdict),
-            esc(&sentence)
-        );
-        self.because(out);
-        out.push_str("<dl class=\"bt-facts\">\n");
-        facts(out, "run", dump);
-        if let Some(against) = &report.against {
-            facts(out, "against", &against.dump);
-        }
-        out.push_str("</dl>\n");
-        let _ = write!(out, "<nav aria-label=\"parts of this report\">");
+    pub(super) fn top(&self) -> Markup {
+        let report = self.report;
+        let mut facts = facts("run", &report.dump);
         let mut parts = vec![("graph", "Graph"), ("causes", "Cause"), ("stages", "Stages")];
-        if report.against.is_some() {
+        if let Some(against) = &report.against {
+            facts.extend(self::facts("against", &against.dump));
             parts.push(("against", "Both runs"));
         }
         parts.extend([
@@ -66,51 +62,48 @@ impl Page<'_> {
             ("ranks", "Ranks"),
             ("unchecked", "Not checked"),
         ]);
-        for (name, words) in parts {
-            let _ = write!(out, "<a href=\"#{id}-{name}\">{words}</a> ");
-        }
-        out.push_str("</nav>\n</header>\n");
+        let other = report.other_declaration.as_ref();
+        markup(&Top {
+            report,
+            id: &self.id,
+            word: verdict_word(report.verdict),
+            glyph: glyph(report.verdict),
+            sentence: text::verdict(report),
+            declaration: other
+                .map(|other| format!("{}; to tell, look at {}", other.sentence(), other.look)),
+            causes: self.shown(&report.causes),
+            said: said(&report.causes),
+            facts,
+            parts,
+        })
     }
 }
 
-impl Page<'_> {
-    /// The cause in a line, with what to do: whoever is woken reads no further.
-    fn because(&self, out: &mut String) {
-        if let Some(other) = &self.report.other_declaration {
-            let words = format!("{}; to tell, look at {}", other.sentence(), other.look);
-            let _ = writeln!(out, "<p class=\"bt-because\">Declaration: {}.</p>", esc(&words));
+/// What is said of all causes together.
+fn said(causes: &[Found]) -> String {
+    match causes {
+        [] => String::new(),
+        [first, ..] if first.standing == Standing::Unknown => {
+            "nothing in the catalogue explains it".into()
         }
-        let (causes, id) = (&self.report.causes, &self.id);
-        let Some(first) = causes.first() else { return };
-        let all: Vec<String> = causes.iter().map(|cause| esc(&cause.id)).collect();
-        let said = match first.standing {
-            Standing::Unknown => "nothing in the catalogue explains it".to_string(),
-            Standing::Tied => "the captured tensors cannot tell them apart".to_string(),
-            Standing::Named if causes.len() > 1 => "each explains a part of it".to_string(),
-            Standing::Named => format!("to do: {}", esc(&first.advice)),
-        };
-        let _ = writeln!(
-            out,
-            "<p class=\"bt-because\">Cause: <a href=\"#{id}-causes\"><strong>{}</strong></a>: {said}.</p>",
-            all.iter().take(self.detail.items).cloned().collect::<Vec<_>>().join(", ")
-        );
+        [first, ..] if first.standing == Standing::Tied => {
+            "the captured tensors cannot tell them apart".into()
+        }
+        [only] => format!("to do: {}", only.advice),
+        _ => "each explains a part of it".into(),
     }
 }
 
-fn facts(out: &mut String, label: &str, dump: &DumpSummary) {
-    let mut line = |name: &str, text: String| {
-        let _ = writeln!(out, "<div><dt>{name}</dt><dd>{}</dd></div>", esc(&text));
-    };
+fn facts(label: &'static str, dump: &DumpSummary) -> Vec<(&'static str, String)> {
     let of = format!("{}, attempt {}, step {}", dump.run, dump.attempt, dump.step);
-    line(label, format!("{of} ({}); read from {}", dump.ranks, dump.path));
     let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
     let where_to_look = if dump.proved { "" } else { ": see the ranks below" };
-    line("dump", format!("{}; {size}; {}{where_to_look}", dump.state, dump.proof()));
-    line("head", dump.head.clone());
-    if let Some(trigger) = &dump.trigger {
-        line("trigger", trigger.clone());
-    }
-    if let Some(selection) = &dump.selection {
-        line("selection", selection.clone());
-    }
+    let mut facts = vec![
+        (label, format!("{of} ({}); read from {}", dump.ranks, dump.path)),
+        ("dump", format!("{}; {size}; {}{where_to_look}", dump.state, dump.proof())),
+        ("head", dump.head.clone()),
+    ];
+    facts.extend(dump.trigger.clone().map(|trigger| ("trigger", trigger)));
+    facts.extend(dump.selection.clone().map(|selection| ("selection", selection)));
+    facts
 }
