@@ -1,5 +1,5 @@
-//! Connections as they are accepted: a bounded number, each says something soon, and strangers
-//! take turns.
+//! Accepted connections: their number is limited, each must send its first bytes within a deadline,
+//! and bytes of strangers (connections without an authorised call yet) are read in turns.
 
 use std::io;
 use std::pin::Pin;
@@ -19,36 +19,37 @@ use tonic::transport::server::{Connected, TcpIncoming};
 use super::limits::{ACCEPT_PAUSE, HANDSHAKE, STRANGERS_FREE_BYTES};
 use super::strangers::{Hosts, Standing};
 
-/// Bytes with which HTTP/2 begins, its first frame included (RFC 9113, 3.4).
+/// Bytes of the HTTP/2 preface with the header of its first frame (RFC 9113, 3.4).
 const PREFACE_BYTES: usize = 33;
-/// Bytes of a stranger that are read at a time, before others have their turn: of small frames
-/// more would be work of a millisecond.
+/// Bytes of a stranger that are read at a time, before other connections get their turn: handling
+/// more bytes of small frames would take about a millisecond.
 const TURN_BYTES: usize = 1024;
 
-/// A connection that has one of the places.
+/// A connection that counts towards the limit.
 pub(super) struct Accepted {
     stream: TcpStream,
-    /// Until its first bytes are there: afterwards keepalive finds who is gone.
+    /// The deadline for its first bytes; `None` once they are read, since from then on keepalive
+    /// detects a dead peer.
     silence: Option<Pin<Box<Sleep>>>,
     read: usize,
     standing: Standing,
-    /// What is read before the next turn, and when that is.
+    /// How many bytes are read before the next turn, and a timer for that turn.
     allowed: usize,
     turn: Option<Pin<Box<Sleep>>>,
-    /// Something was read, and nobody else ran since.
+    /// The last poll read bytes: the next one yields to other tasks first.
     ran: bool,
     _place: OwnedSemaphorePermit,
 }
 
-/// Connections, of which `most` are open at a time; further ones are closed at once, and an
-/// honest caller tries again.
+/// Accepts connections, of which `most` may be open at a time; further ones are closed at once, and
+/// a rank tries again.
 pub(super) struct Door {
     incoming: TcpIncoming,
     places: Arc<Semaphore>,
     hosts: Arc<Hosts>,
-    /// Strangers whose turn is still to come.
+    /// Connections that wait for their turn.
     waiting: JoinSet<Option<Accepted>>,
-    /// After an error.
+    /// A pause after an error.
     pause: Option<Pin<Box<Sleep>>>,
 }
 
@@ -58,7 +59,8 @@ impl Door {
         Door { incoming, places, hosts: Arc::default(), waiting: JoinSet::new(), pause: None }
     }
 
-    /// One that has a place, and how long it waits for its turn.
+    /// Counts a connection towards the limit and says how long it waits for its turn; `None` if it
+    /// is refused.
     fn take_in(&self, stream: TcpStream) -> Option<(Accepted, Duration)> {
         let place = self.places.clone().try_acquire_owned().ok()?;
         let (standing, wait) = self.hosts.arrive(stream.peer_addr().ok()?.ip(), Instant::now())?;
@@ -70,7 +72,8 @@ impl Door {
     }
 }
 
-/// True where the next call would fail too; other errors are those of one connection.
+/// True for an error of the whole process (no file descriptors, no memory), after which the next
+/// call would fail too; other errors concern one connection.
 fn is_want(error: &io::Error) -> bool {
     let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     wants.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
@@ -119,7 +122,7 @@ impl Stream for Door {
 }
 
 impl Accepted {
-    /// False once the other side has hung up: it is not worth the work of a connection.
+    /// False once the peer has closed the connection.
     async fn is_open(&self) -> bool {
         let peeked = std::future::poll_fn(|context| {
             let mut byte = [0; 1];
@@ -128,7 +131,7 @@ impl Accepted {
         !matches!(peeked.await, Poll::Ready(Ok(0) | Err(_)))
     }
 
-    /// Reads a stranger: a first call's bytes at once, what goes beyond in turns.
+    /// Reads from a stranger: the bytes of a first call at once, further ones in turns.
     fn poll_stranger(
         &mut self,
         context: &mut Context<'_>,

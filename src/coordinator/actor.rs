@@ -1,5 +1,5 @@
-//! The thread that owns the runs and their journals. Requests come through a
-//! bounded channel; all that wait share one fsync.
+//! The thread that owns the runs and their journals. Requests arrive through a bounded channel; all
+//! that are waiting share one fsync.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,19 +19,19 @@ use crate::identity::Step;
 use crate::manifest::FileRecord;
 use crate::store::Backend;
 
-/// Sends requests to the actor; it ends when the last handle is gone.
+/// Sends requests to the actor, which ends when the last handle is dropped.
 #[derive(Clone)]
 pub struct Handle {
     requests: mpsc::Sender<Request>,
 }
 
 impl Handle {
-    /// Steps that are not committed, for whoever wants to wait for them.
+    /// The steps that are not committed.
     pub async fn unsettled(&self) -> Result<Vec<Unsettled>, Refusal> {
         self.ask(Request::Unsettled).await
     }
 
-    /// What the store holds, in numbers.
+    /// The totals over the newest attempt of each run.
     pub(crate) async fn totals(&self) -> Result<Totals, Refusal> {
         self.ask(Request::Totals).await
     }
@@ -51,14 +51,13 @@ impl Handle {
         answered.unwrap_or(Err(Refusal::Deadline(REQUEST_DEADLINE.as_secs())))
     }
 
-    /// Lets the actor look at its deadlines. A full queue can do without: the
-    /// next tick comes soon.
+    /// Has the actor check its deadlines. Dropped if the queue is full: the next tick comes soon.
     pub(crate) fn tick(&self) {
         let _ = self.requests.try_send(Request::Tick);
     }
 }
 
-/// Loads the store and starts the thread; the receiver fires when it ended.
+/// Loads the store and starts the thread; the receiver completes when the thread has ended.
 pub(crate) fn start(
     config: &Config,
     backend: &Backend,
@@ -69,14 +68,14 @@ pub(crate) fn start(
     let thread = std::thread::Builder::new().name("backtape-journal".into());
     let body = move || {
         serve(runs, inbox);
-        // Dropped by a panic instead, it tells the same.
+        // A panic drops `ended`, which completes the receiver too.
         let _ = ended.send(());
     };
     thread.spawn(body).map_err(StartError::Thread)?;
     Ok((Handle { requests }, end))
 }
 
-/// Answers what is held back until the batch is durable.
+/// Sends one request's answer; called once the batch is durable.
 pub(super) type Answer = Box<dyn FnOnce(&mut Runs)>;
 
 fn serve(mut runs: Runs, mut inbox: mpsc::Receiver<Request>) {
@@ -118,7 +117,8 @@ pub(super) fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
             let admissions: Vec<_> =
                 claims.iter().map(|claim| admit(runs, &member, step, claim)).collect();
             answer(reply, move |runs| {
-                // What was known may be of this very batch: durable or nothing.
+                // A file that is known may have been reported in this batch: if its flush failed,
+                // this fails.
                 runs.log(&member.run, member.attempt).map(|_| admissions)
             })
         }
@@ -127,8 +127,8 @@ pub(super) fn handle(runs: &mut Runs, request: Request, now_ms: u64) -> Answer {
                 let shards = file.shards.len() as u64;
                 runs.submit(&member, Event::Reported { step, file }, now_ms).map(|()| shards)
             };
-            // A store that does not take one of them for now is asked again for all: by the time
-            // of the answer it may be well, and the rank would take its no for the last word.
+            // If the store cannot take one of the files for now, the whole request is refused, so
+            // that the rank sends it again: a refusal of a single file would be final.
             let for_now = |staged: Result<u64, Refusal>| match staged {
                 Err(refusal @ Refusal::Storage(_)) => Err(refusal),
                 outcome => Ok(outcome),
@@ -187,7 +187,7 @@ fn answer<T: 'static>(
     reply: Reply<T>,
     judge: impl FnOnce(&mut Runs) -> Result<T, Refusal> + 'static,
 ) -> Answer {
-    // A caller that gave up has dropped its end: nobody to tell.
+    // Sending fails only if the caller gave up.
     Box::new(move |runs| drop(reply.send(judge(runs))))
 }
 

@@ -1,56 +1,56 @@
-//! Which processes of a run were alive at the same time, as far as that can be known without a
-//! clock: pure.
+//! Which processes of a run were alive at the same time, as far as that follows without a clock.
+//! Pure.
 //!
-//! Each process that asks to enter is an arrival and has a number. Every answer names the newest
-//! arrival, and who says that number again was alive after it. Two processes of which each was
-//! alive after the other came were alive together. A launcher ends one launch before it starts
-//! the next, so they are of one launch, whatever was killed meanwhile and however long a request
-//! was under way.
+//! The first request of each process to enter is an arrival and gets a number. Every answer
+//! contains the number of the newest arrival, and a process that sends that number back was alive
+//! after that arrival. If each of two processes was alive after the other's arrival, they were
+//! alive at the same time. A launcher ends one launch before it starts the next, so that the two
+//! belong to the same launch, whatever was killed meanwhile and however long a request took.
 //!
-//! None of it is durable: processes arrive again when the coordinator was restarted. Its numbers
-//! begin at a place of their own then, so that what was heard before means nothing.
+//! Arrivals are not durable: after a restart of the coordinator processes arrive again. Its numbers
+//! then begin at a new random value, so that numbers from before are recognised and ignored.
 
 use std::collections::BTreeMap;
 
 use crate::identity::{LaunchName, Rank};
 
-/// Processes that are kept of one rank: some that were killed, and the one that lives.
+/// Most processes that are remembered per rank: the living one and some that were killed.
 const KEPT_PER_RANK: usize = 4;
 
-/// One process.
+/// A process: its rank and its incarnation.
 pub(crate) type Process = (Rank, u64);
 
-/// The arrivals at one run.
+/// The arrivals of processes at one run.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Arrivals {
     begin: u64,
     count: u64,
-    /// Those of a rank in the order in which they came.
+    /// The processes of each rank, in the order of their arrival.
     known: BTreeMap<Rank, Vec<Arrived>>,
 }
 
 #[derive(Clone, Debug)]
 struct Arrived {
     incarnation: u64,
-    /// What the launcher calls its launch.
+    /// The launcher's name of its launch.
     launch: Option<LaunchName>,
     number: u64,
-    /// The newest arrival that it said again.
+    /// The newest arrival whose number it has sent back.
     heard: u64,
 }
 
 impl Arrivals {
-    /// None yet; `begin` is drawn anew whenever the coordinator starts.
+    /// No arrivals; the coordinator draws `begin` at random when it starts.
     pub(crate) fn begin(begin: u64) -> Arrivals {
         Arrivals { begin, ..Arrivals::default() }
     }
 
-    /// The newest arrival, as processes are told it.
+    /// The number of the newest arrival, which answers contain.
     pub(crate) fn newest(&self) -> u64 {
         self.begin.wrapping_add(self.count)
     }
 
-    /// Takes in that a process asks, of which launch it is, and what it has heard.
+    /// Records a request of a process: its launch, and the newest arrival that it was told.
     pub(crate) fn note(
         &mut self,
         (rank, incarnation): Process,
@@ -74,21 +74,21 @@ impl Arrivals {
         of_rank.push(Arrived { incarnation, launch, number, heard: 0 });
     }
 
-    /// True when the process asked again after it had arrived: a first request may have been
-    /// sent by one that is dead by now.
+    /// True when the process sent a second request after its arrival. A first request alone may be
+    /// from a process that has died since.
     pub(crate) fn came_back(&self, process: Process) -> bool {
         self.get(process).is_some_and(|own| own.heard >= own.number)
     }
 
-    /// True when both were alive at one time.
+    /// True when both are known to have been alive at the same time.
     pub(crate) fn together(&self, one: Process, other: Process) -> bool {
         let both = self.get(one).zip(self.get(other));
         both.is_some_and(|(a, b)| a.heard >= b.number && b.heard >= a.number)
     }
 
-    /// True when a process of the same rank arrived after this one and asked again, and is not
-    /// known to be of another launch: who arrives after the coordinator was restarted may be
-    /// left over.
+    /// True when a later process of the same rank and the same launch name asked twice: then this
+    /// one is dead or left over. The launch must be the same, because after a restart of the
+    /// coordinator left-over processes of older launches may arrive later.
     pub(crate) fn is_followed(&self, process: Process) -> bool {
         let Some(own) = self.get(process) else { return false };
         let later = |other: &&Arrived| other.number > own.number && other.launch == own.launch;
@@ -116,7 +116,7 @@ mod tests {
         assert!(arrivals.came_back(zero));
         arrivals.note(one, None, 0);
         let both = arrivals.newest();
-        // Only one of the two has shown that it outlived the other's arrival.
+        // So far only one of the two has shown that it was alive after the other's arrival.
         arrivals.note(one, None, both);
         assert!(!arrivals.together(zero, one) && !arrivals.together(one, zero));
         arrivals.note(zero, None, both);

@@ -1,10 +1,10 @@
-//! One attempt with its journal: state in memory, the same events on disk.
+//! One attempt with its journal: its state in memory, and the events that lead to it on disk.
 //!
-//! Events of one batch are applied as they are checked, so that each is judged
-//! by what came before it; they become durable together and are answered after
-//! that. When the journal fails, memory is ahead of it, and nothing of that memory
-//! is answered: a file's failure poisons the attempt for good; a batch that a bucket
-//! did not take is put again, the same bytes, before anything else is heard.
+//! The events of a batch are checked and applied one after the other, so that each is checked
+//! against the state after the ones before it. They become durable together and are then answered.
+//! If the journal cannot be written, the state in memory is ahead of it, and nothing is answered
+//! from it: a failed file poisons the attempt for good; a batch that a bucket refused is put again
+//! with the same bytes before any other request is served.
 
 use std::io;
 
@@ -21,11 +21,11 @@ use crate::manifest::{Manifest, RunRecord};
 use crate::store::layout::RUN_RECORD;
 use crate::store::{AttemptDir, Backend};
 
-/// An attempt that takes events.
+/// An attempt that accepts events.
 pub(crate) struct AttemptLog {
     pub(crate) directory: AttemptDir,
     pub(crate) state: AttemptState,
-    /// Where its ranks are; no part of the state, as it is not journalled.
+    /// How far its ranks are, from heartbeats; not journalled and therefore not part of the state.
     pub(crate) pulse: Pulse,
     backend: Backend,
     journal: Journal,
@@ -36,14 +36,15 @@ pub(crate) struct AttemptLog {
     run_record: Option<TrustHash>,
 }
 
-/// A batch that a bucket did not take.
+/// A batch that a bucket refused.
 struct Stalled {
     batch: Batch,
     reason: String,
     tried_ms: u64,
 }
 
-/// How long a bucket that failed is left alone: each try holds up every run of this coordinator.
+/// Pause between two tries of a refused batch, because each try blocks all runs of this
+/// coordinator.
 const PAUSE_MS: u64 = 1000;
 
 impl AttemptLog {
@@ -69,7 +70,7 @@ impl AttemptLog {
         }
     }
 
-    /// Loads an attempt; `None` when its launch died before anything was durable.
+    /// Loads an attempt; `None` if its launch died before any event was durable.
     pub(crate) fn load(
         backend: Backend,
         directory: AttemptDir,
@@ -96,8 +97,9 @@ impl AttemptLog {
         Ok(log.map(|log| AttemptLog { journal, ..log }))
     }
 
-    /// Applies an event and, where it was the last of a step whose manifest stands, takes that
-    /// up at once: all steps of a long run do not fit into memory together.
+    /// Applies an event of the journal. If it completes a step whose manifest exists, marks that
+    /// step as committed at once, so that its details can be released: the details of all steps of
+    /// a long run do not fit into memory.
     fn apply_loaded(&mut self, event: Event, at_ms: u64) -> Result<(), String> {
         let step = event.step();
         self.apply_again(event, at_ms)?;
@@ -105,8 +107,8 @@ impl AttemptLog {
         Ok(())
     }
 
-    /// Applies one journalled event. Every one was checked before it was written: one that fails
-    /// the check now means that the journal is not what was written.
+    /// Applies one event of the journal. It passed the check before it was written: if it fails
+    /// now, the journal was altered.
     fn apply_again(&mut self, event: Event, at_ms: u64) -> Result<(), String> {
         let outcome = self.state.check(&event).map_err(|refusal| refusal.to_string())?;
         if outcome == Outcome::New {
@@ -115,8 +117,8 @@ impl AttemptLog {
         Ok(())
     }
 
-    /// Takes up a step whose manifest stands. A store that does not say is asked again by
-    /// [`Self::commit`].
+    /// Marks a complete step as committed if its manifest exists. If the store cannot say,
+    /// [`Self::commit`] asks again.
     fn take_up_committed(&mut self, step: Step) {
         if !self.state.is_ready(step) || faults::seeded("commit-forgotten") {
             return;
@@ -127,8 +129,8 @@ impl AttemptLog {
         } else if self.state.files_of(step) > 0
             && self.backend.is_gone(&directory.path).unwrap_or(false)
         {
-            // Its files were there before they were acknowledged, so somebody made room. A
-            // manifest without them would make `replay` report a damaged step.
+            // Its files were in the store when they were acknowledged, so that somebody has deleted
+            // the step. Writing a manifest without them would make `replay` report a damaged step.
             let path = directory.path.display();
             tracing::info!("step {step} was deleted with all its files: {path} is not made again");
             self.state.set_committed(step);
@@ -136,7 +138,7 @@ impl AttemptLog {
         }
     }
 
-    /// A step's manifest stands at its final name.
+    /// Marks a step as committed: its manifest exists.
     fn take_up(&mut self, step: Step) {
         self.state.set_committed(step);
         self.keep(step);
@@ -148,8 +150,8 @@ impl AttemptLog {
         }
     }
 
-    /// Takes a step that was let go of from its manifest, for something is said of it again:
-    /// a rank that missed an answer may ask late.
+    /// Reads the details of a released step from its manifest, before an event or a question about
+    /// it: a rank that missed an answer may repeat a request late.
     pub(crate) fn recall(&mut self, step: Step) -> Result<(), Refusal> {
         if !self.state.is_released(step) {
             return Ok(());
@@ -177,7 +179,7 @@ impl AttemptLog {
         self.directory.attempt
     }
 
-    /// Why nothing more is taken, if so.
+    /// Refuses if the attempt cannot accept events for now or for good.
     pub(crate) fn usable(&self) -> Result<(), Refusal> {
         if let Some(reason) = &self.poisoned {
             return Err(Refusal::Poisoned {
@@ -192,12 +194,12 @@ impl AttemptLog {
         }
     }
 
-    /// True while a batch waits for its bucket.
+    /// True while a refused batch waits to be put again.
     pub(crate) fn stalled(&self) -> bool {
         self.stalled.is_some()
     }
 
-    /// Checks an event and, when it is new, applies and stages it.
+    /// Checks an event; if it is new, applies it and stages it for the next flush.
     pub(crate) fn submit(&mut self, event: Event, now_ms: u64) -> Result<(), Refusal> {
         self.usable()?;
         event.step().map_or(Ok(()), |step| self.recall(step))?;
@@ -209,7 +211,7 @@ impl AttemptLog {
         Ok(())
     }
 
-    /// Makes staged events durable, or tries again with those that a bucket did not take.
+    /// Writes the staged events durably, or tries a refused batch again.
     pub(crate) fn flush(&mut self, now_ms: u64) {
         if self.poisoned.is_some() {
             return;
@@ -219,7 +221,7 @@ impl AttemptLog {
                 self.stalled = Some(stalled);
                 return;
             }
-            // Nothing was staged meanwhile: all that came was refused.
+            // Nothing else is staged, because events are refused while a batch is stalled.
             Some(stalled) => stalled.batch,
             None if self.staged.is_empty() => return,
             None => Batch { at_ms: now_ms, events: std::mem::take(&mut self.staged) },
@@ -240,7 +242,7 @@ impl AttemptLog {
         }
     }
 
-    /// Writes `run.json`, once, and returns the hash of what stands there.
+    /// Writes `run.json` if it does not exist, and returns the hash of the file.
     pub(crate) fn run_record(&mut self) -> Result<TrustHash, Refusal> {
         if let Some(hash) = self.run_record {
             return Ok(hash);
@@ -267,10 +269,10 @@ impl AttemptLog {
         Ok(*self.run_record.insert(TrustHash::of(&bytes)))
     }
 
-    /// Puts the manifests of complete steps at their final names. One that
-    /// fails is tried again later: each try writes a new file.
+    /// Writes the manifests of complete steps. One that fails is tried again later.
     pub(crate) fn commit(&mut self) {
-        // A manifest never says more than the journal: what is staged may yet be lost.
+        // A manifest must not contain events that are not durable in the journal: staged ones may
+        // still be lost.
         if self.usable().is_err() || !self.staged.is_empty() {
             return;
         }
@@ -294,8 +296,9 @@ impl AttemptLog {
 
     fn write_manifest(&self, step: Step) -> io::Result<()> {
         let directory = self.directory.step(step);
-        // After a restart most are there: to make each anew, only to find its name taken, would
-        // keep the ranks of a long run waiting. A kill may have come before its last sync.
+        // After a restart most manifests exist: creating each only to find its name taken would
+        // delay the ranks of a long run. `settled` also syncs the directory, in case the
+        // coordinator was killed before that.
         if self.backend.settled(&directory.manifest())? {
             return Ok(());
         }
@@ -309,7 +312,7 @@ impl AttemptLog {
     }
 }
 
-/// What the first event of a journal says.
+/// The first event of a journal, which must be `Opened`.
 fn opening(event: Event) -> Result<Opened, String> {
     match event {
         Event::Opened(opened) if opened.format_version > crate::FORMAT_VERSION => Err(format!(

@@ -1,4 +1,4 @@
-//! Which attempt a rank enters: pure, so that every case can be tried.
+//! Which attempt a rank enters. Pure, so that tests can try every case.
 
 use super::arrivals::Arrivals;
 use super::event::Launched;
@@ -6,20 +6,20 @@ use super::refusal::Refusal;
 use super::state::AttemptState;
 use crate::identity::{Attempt, LaunchName, Name, Rank};
 
-/// A rank that asks to enter a run.
+/// A process of a rank that asks to enter a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entrant<'a> {
-    /// Which run.
+    /// The run.
     pub run: &'a Name,
-    /// Who.
+    /// Its rank.
     pub rank: Rank,
-    /// Which process.
+    /// The process's random number.
     pub incarnation: u64,
-    /// The attempt, where the launcher counts restarts itself.
+    /// The attempt, if the launcher counts restarts itself.
     pub explicit: Option<Attempt>,
-    /// What the launcher calls its launch.
+    /// The launcher's name of its launch.
     pub launch: Option<&'a LaunchName>,
-    /// Whether it asks again when it is told to; older ranks do not.
+    /// Whether it asks again when the answer is to wait; ranks of earlier versions do not.
     pub waits: bool,
 }
 
@@ -28,29 +28,30 @@ pub(crate) struct Entrant<'a> {
 pub(crate) struct Latest<'a> {
     /// Its number.
     pub attempt: Attempt,
-    /// What is known of it, or why nothing can be added to it.
+    /// Its state, or why it accepts no events.
     pub state: Result<&'a AttemptState, &'a str>,
 }
 
-/// Whose launch an attempt is. An embedded coordinator is one launch: what it
-/// finds on disk is older, and what it opened itself stays its only one.
+/// Whether the latest attempt belongs to the coordinator's own launch. An embedded coordinator
+/// lives as long as one launch: attempts that it finds on disk are of older launches, and the one
+/// that it opens is its only one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Launch {
-    /// A coordinator that outlives launches cannot know.
+    /// Not known: the coordinator serves several launches.
     #[default]
     Any,
-    /// An earlier one's.
+    /// It belongs to an earlier launch.
     Older,
-    /// This one's.
+    /// It belongs to the coordinator's own launch.
     Own,
 }
 
-/// What becomes of an entrant.
+/// The answer to an entrant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// It enters this attempt; one above the latest is to be opened.
+    /// It enters this attempt, which is opened if it is one above the latest.
     Enter(Attempt),
-    /// It cannot be said yet: it asks again.
+    /// It is not decided yet, with the reason: the entrant must ask again.
     Wait(String),
 }
 
@@ -93,7 +94,7 @@ pub(crate) fn choose(
     }
 }
 
-/// Lets the ranks of one launch meet in the attempt that their rank 0 opened.
+/// Chooses so that all ranks of a launch enter the attempt that their rank 0 opened.
 fn meet(
     entrant: Entrant<'_>,
     latest: Option<Latest<'_>>,
@@ -144,7 +145,7 @@ fn meet(
     Ok(Choice::Enter(attempt))
 }
 
-/// What ranks of earlier versions get, which know nothing of launches.
+/// Chooses for ranks of earlier versions, which send nothing about their launch.
 fn enter_free_place(
     entrant: Entrant<'_>,
     latest: Latest<'_>,
@@ -156,7 +157,7 @@ fn enter_free_place(
         attempt: latest.attempt,
         reason: reason.into(),
     })?;
-    // A job that was relaunched with another size is another launch.
+    // A job with another world size is another launch.
     let taken = state.has_joined(entrant.rank) || state.opened().world_size != world_size;
     Ok(Choice::Enter(if taken { next } else { latest.attempt }))
 }
@@ -166,7 +167,7 @@ impl Entrant<'_> {
         Refusal::OldAttempt { run: self.run.clone(), rank: self.rank, attempt, latest }
     }
 
-    /// Refuses a rank that its launcher counts before the launch that was opened.
+    /// Refuses a rank of a launch that precedes the one that opened the latest attempt.
     fn check_order(&self, launched: Option<&Launched>) -> Result<(), Refusal> {
         let latest = launched.and_then(|launched| launched.name.as_ref());
         match self.launch.zip(latest) {
@@ -180,7 +181,7 @@ impl Entrant<'_> {
         }
     }
 
-    /// Refuses a rank of another launch than the only one of this coordinator.
+    /// Refuses a rank that does not belong to the one launch of this coordinator.
     fn check_launch(&self, latest: Latest<'_>) -> Result<(), Refusal> {
         let opened = latest.state.ok().and_then(|state| state.opened().launch.as_ref());
         match opened {
@@ -237,8 +238,7 @@ mod tests {
         LaunchName::new(text).unwrap()
     }
 
-    /// Who asks: a rank, its process, the attempt that it was given, its launch, and whether it
-    /// can wait.
+    /// An entrant: rank, process, explicit attempt, name of the launch, and whether it can wait.
     struct Asks(u32, u64, Option<u32>, Option<&'static str>, bool);
 
     fn enters(
@@ -330,7 +330,7 @@ mod tests {
         let mut arrivals = Arrivals::begin(7);
         let asks = |rank, process, launch| Asks(rank, process, None, Some(launch), true);
         let (zero, one) = ((Rank(0), 10), (Rank(1), 11));
-        // A rank 0 that was killed after it had opened the attempt is not heard of again.
+        // A rank 0 that was killed after it had opened the attempt sends nothing more.
         for process in [zero, one] {
             arrivals.note(process, None, 0);
             arrivals.note(process, None, arrivals.newest());
@@ -344,7 +344,8 @@ mod tests {
         }
         let old = enters(asks(1, 11, "job/0"), latest, &arrivals);
         assert!(matches!(old, Err(Refusal::OldLaunch { .. })), "{old:?}");
-        // Its place is taken: it is of another launch, whoever lives.
+        // A process of this rank has joined already: this one is of another launch, whichever
+        // processes live.
         arrivals.note((Rank(2), 99), None, 0);
         arrivals.note((Rank(2), 99), None, arrivals.newest());
         arrivals.note(zero, None, arrivals.newest());

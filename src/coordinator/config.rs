@@ -1,4 +1,4 @@
-//! What a coordinator is told, and why it may not start.
+//! The configuration of a coordinator, and the errors of its start.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,35 +10,35 @@ use crate::credentials::Guard;
 use crate::identity::Name;
 use crate::store::backend::ConnectError;
 
-/// How a coordinator runs.
+/// The configuration of a coordinator.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What holds the runs: a directory, or a bucket's URL.
+    /// The store with the runs: a directory, or a bucket's URL.
     pub store: PathBuf,
     /// Ranks that must close a step before it is committed.
     pub world_size: u32,
     /// Serve this run only; `None` serves any run of the store.
     pub run: Option<Name>,
-    /// True when this coordinator is one launch: attempts found on disk are
-    /// older ones, and the first rank opens the next.
+    /// True when this coordinator serves one launch: attempts found on disk are older, and the
+    /// first rank opens the next one.
     pub new_attempt: bool,
-    /// How long a step may take from its first event before it is partial.
+    /// How long after its first event a step that is not complete is called partial.
     pub step_deadline: Duration,
-    /// How often running ranks may be made to record.
+    /// Limits on triggered recordings.
     pub rules: Rules,
     /// Where `/metrics` and `/healthz` are served in plain HTTP; nowhere by default.
     pub metrics: Option<SocketAddr>,
-    /// What is asked of those who call.
+    /// What callers need to authenticate.
     pub guard: Guard,
 }
 
-/// Bounds on triggered recordings: a run that diverged triggers at every step,
-/// and must not fill the disk.
+/// Limits on triggered recordings, because a diverged run would trigger one at every step and fill
+/// the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rules {
     /// Most triggered recordings of a run, over all its attempts.
     pub max_triggers: u32,
-    /// How long after a triggered recording ranks cannot trigger another; a person can.
+    /// How long after a triggered recording ranks cannot trigger another one; people can.
     pub trigger_cooldown: Duration,
 }
 
@@ -49,7 +49,7 @@ impl Default for Rules {
 }
 
 impl Config {
-    /// A coordinator that serves every run of a store and goes on where an
+    /// The configuration of a coordinator that serves every run of a store and continues where an
     /// earlier one stopped.
     pub fn new(store: impl Into<PathBuf>, world_size: u32) -> Config {
         Config {

@@ -1,4 +1,4 @@
-//! What happens to an attempt, as the journal keeps it.
+//! The events of an attempt, as the journal contains them.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +10,8 @@ use crate::manifest::{FileRecord, Omission};
 use crate::placement::Mesh;
 use crate::selection::{Planned, Selection, Trigger};
 
-/// Something that was accepted. Applying the same events in the same order
-/// gives the same state: nothing here depends on a clock or on the disk.
+/// An accepted event. Applying the same events in the same order gives the same state, independent
+/// of clock and disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Event {
@@ -21,35 +21,35 @@ pub(crate) enum Event {
     Joined(Joined),
     /// A file of a rank is durable.
     Reported {
-        /// Of which step.
+        /// The step.
         step: Step,
-        /// What is in it.
+        /// The file's record.
         file: FileRecord,
     },
     /// A rank's part of a step is complete.
     Closed {
-        /// Which step.
+        /// The step.
         step: Step,
-        /// Whose part.
+        /// The rank.
         rank: Rank,
-        /// What it comprises.
+        /// What the rank sent with the close.
         closing: Closing,
     },
-    /// A person gave a plan.
+    /// A person set a plan.
     Planned(Planned),
     /// A rank or a person asked for a recording.
     Triggered(Trigger),
-    /// What the ranks' rings hold in common of a trigger is known.
+    /// It is decided which steps the ranks write from their ring buffers for a trigger.
     RingChosen {
-        /// Of which trigger.
+        /// The trigger's number.
         number: u32,
-        /// Every rank writes these.
+        /// The steps that every rank writes.
         steps: Vec<Step>,
     },
 }
 
 impl Event {
-    /// The step that it adds to.
+    /// The step that it belongs to, if it belongs to one.
     pub(crate) fn step(&self) -> Option<Step> {
         match self {
             Event::Reported { step, .. } | Event::Closed { step, .. } => Some(*step),
@@ -58,60 +58,62 @@ impl Event {
     }
 }
 
-/// What is known when an attempt begins.
+/// The data of an attempt that are fixed when it begins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Opened {
     /// Format of the journal and of the files.
     pub format_version: u32,
-    /// Which run.
+    /// The run.
     pub run: Name,
-    /// Which launch of it.
+    /// The launch of the run.
     pub attempt: Attempt,
     /// Ranks that must close a step.
     pub world_size: u32,
     /// Milliseconds since the epoch, by the coordinator's clock.
     pub started_ms: u64,
-    /// The mesh, as the first rank gave it.
+    /// The job's mesh, from the first rank.
     pub mesh: Mesh,
-    /// The software, as the first rank gave it.
+    /// Versions of the job's software, from the first rank.
     pub versions: BTreeMap<String, String>,
-    /// Whose launch it is; absent where a launcher or an older rank 0 counted the attempt.
+    /// Which launch opened it; absent if the launcher gave the attempt's number, or rank 0 is of an
+    /// earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub launch: Option<Launched>,
 }
 
-/// What tells one launch from another.
+/// Identifies a launch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Launched {
-    /// The process of rank 0 that opened the attempt: there is one in each launch.
+    /// The process of rank 0 that opened the attempt; each launch has one.
     pub opener: u64,
-    /// What the launcher calls it.
+    /// The launcher's name of the launch.
     pub name: Option<LaunchName>,
 }
 
 /// A rank that entered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Joined {
-    /// Who.
+    /// The rank.
     pub rank: Rank,
-    /// Drawn once per process: tells a restart from a repeated request.
+    /// A random number, drawn once per process: distinguishes a restarted rank from a repeated
+    /// request.
     pub incarnation: u64,
-    /// From which machine.
+    /// The rank's machine.
     pub host: Name,
-    /// The mesh as this rank sees it; empty when it does not say.
+    /// The mesh that this rank reported; empty if it reported none.
     pub mesh: Mesh,
 }
 
-/// What a rank says when it closes its part of a step.
+/// What a rank sends when it closes its part of a step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Closing {
-    /// Files it reported, or is about to.
+    /// Number of its files, reported before or after this.
     pub files: u32,
     /// The head it declared.
     pub head: Option<Box<HeadDeclaration>>,
     /// What it did not record.
     pub omissions: Vec<Omission>,
-    /// What it was asked for, where that was not everything.
+    /// What it was to record, if that was not everything.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub selection: Option<Box<Selection>>,
 }

@@ -1,9 +1,9 @@
-//! Reads a journal for whoever proves a dump: is every line what was written, and does it tell
-//! of a step what the step's manifest tells?
+//! Reads a journal to verify a dump: is every line intact, and do its events of a step agree with
+//! the step's manifest?
 //!
-//! It changes nothing and needs no coordinator. Lines are chained by their checksums, so a line
-//! that was altered, dropped or moved is found; lines cut off the end leave a sound chain, and
-//! are found where they held something of a committed step.
+//! It changes nothing and needs no coordinator. The checksums of the lines form a chain, so that an
+//! altered, dropped or moved line is detected. If lines are missing at the end the rest is a valid
+//! chain: that is detected only if they contained events of a committed step.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -17,20 +17,20 @@ use crate::head::HeadDeclaration;
 use crate::identity::{Rank, Step};
 use crate::manifest::Manifest;
 
-/// Longest journal that is read: that of a million steps of a hundred ranks. Beyond, a look at
-/// one step would take longer than anybody waits.
+/// Longest journal that is read: that of a million steps of a hundred ranks. Reading a longer one
+/// would take too long for a check of one step.
 pub const MAX_EXAMINED_BYTES: u64 = 1 << 30;
 
-/// What a journal was found to hold.
+/// What a journal contains of one step.
 #[derive(Debug)]
 pub struct Examined {
-    /// Bytes behind the last sound line: cut off by a crash, or altered.
+    /// Bytes after the last valid line: an incomplete write, or an altered line.
     pub torn_bytes: u64,
-    /// The attempt as far as the step is concerned; `None` when it was never opened.
+    /// The attempt's state from the events of the step; `None` if the journal has no opening event.
     state: Option<AttemptState>,
 }
 
-/// Reads the journal at `path`; of its events those that are about `step` are looked at.
+/// Reads the journal at `path` and applies its events of `step`.
 pub fn examine(path: &Path, step: Step) -> Result<Examined, JournalError> {
     let read = |source| JournalError::Read { path: path.into(), source };
     let file = File::open(path).map_err(read)?;
@@ -42,7 +42,7 @@ pub fn examine(path: &Path, step: Step) -> Result<Examined, JournalError> {
     examine_from(path, BufReader::new(file), step)
 }
 
-/// The same of bytes from anywhere; `path` only names them.
+/// The same from a reader; `path` appears only in errors.
 pub fn examine_from(path: &Path, from: impl BufRead, step: Step) -> Result<Examined, JournalError> {
     let mut examined = Examined { torn_bytes: 0, state: None };
     examined.torn_bytes = journal::read(path, from, |json| examined.take(json, step))?.torn_bytes;
@@ -50,8 +50,8 @@ pub fn examine_from(path: &Path, from: impl BufRead, step: Step) -> Result<Exami
 }
 
 impl Examined {
-    /// Applies what a line says of the step. Others are not parsed: a journal of a long job is
-    /// large, and its checksums are right.
+    /// Applies the events of a line if it mentions the step. Other lines are not parsed, because
+    /// the journal of a long job is large and the checksums already show that they are intact.
     fn take(&mut self, json: &[u8], step: Step) -> Result<(), String> {
         let about = format!("\"step\":{step}");
         let mentioned = json.windows(about.len()).any(|window| window == about.as_bytes());
@@ -86,24 +86,24 @@ impl Examined {
         Ok(())
     }
 
-    /// The manifest of a step, where every rank closed it and every file was reported: what
-    /// stood, or was about to stand, at its final name.
+    /// The manifest that the coordinator would write for a step, if every rank closed it and every
+    /// file was reported.
     pub fn manifest(&self, step: Step) -> Option<Manifest> {
         let bytes = self.state.as_ref()?.manifest(step)?;
         Manifest::from_bytes(&bytes).ok()
     }
 
-    /// Ranks that did not close a step; `None` where nothing is known of its attempt.
+    /// The ranks that did not close a step; `None` if the journal has no attempt.
     pub fn unclosed(&self, step: Step) -> Option<Vec<Rank>> {
         Some(self.state.as_ref()?.unclosed(step))
     }
 
-    /// The head that the ranks declared which closed a step.
+    /// The loss head that the ranks declared when they closed a step.
     pub fn head(&self, step: Step) -> Option<HeadDeclaration> {
         self.state.as_ref()?.head(step).cloned()
     }
 
-    /// Where the journal and the manifest of its step tell different stories.
+    /// The first difference between the journal and the manifest of its step, in words.
     pub fn contradicts(&self, manifest: &Manifest) -> Option<String> {
         let Some(state) = &self.state else {
             return Some("it does not know of its attempt".into());
@@ -112,7 +112,7 @@ impl Examined {
         if (&opened.run, opened.attempt) != (&manifest.run, manifest.attempt) {
             return Some(format!("it is of run {} attempt {}", opened.run, opened.attempt));
         }
-        // A header's hash is of all that the manifest says of the file's shards.
+        // Comparing the headers' hashes is enough: a header contains the records of all its shards.
         let listed = manifest.files.iter();
         let listed = listed.map(|file| ((file.rank, file.name.clone()), file.header_hash));
         match state.complete_files(manifest.step) {

@@ -1,6 +1,6 @@
-//! Goal: of two coordinators that serve one directory, one writes its journal, and what that one
-//! acknowledged stays. Method: a second loads the same journal, as after a restart of a process
-//! that was not dead; both go on.
+//! Goal: if two coordinators serve one directory, only one writes the journal, and nothing that it
+//! acknowledged is lost. Method: a second coordinator loads the same journal, as if the first had
+//! been restarted without being dead; both continue.
 
 use super::actor::handle;
 use super::attempt_log::AttemptLog;
@@ -15,14 +15,14 @@ use crate::identity::{Name, Rank, Step};
 use crate::store::Backend;
 use crate::store::layout::JOURNAL;
 
-/// Later than a journal that was not taken is left alone.
+/// A time after the pause between two tries of a refused batch.
 const LATER_MS: u64 = 60_000;
 
 fn loaded(store: &std::path::Path) -> AttemptLog {
     AttemptLog::load(Backend::Directory, directory(store)).unwrap().unwrap()
 }
 
-/// Takes an event in; whether it may be acknowledged.
+/// Submits an event and flushes; says whether it may be acknowledged.
 fn taken(log: &mut AttemptLog, step: u64, now_ms: u64) -> Result<(), Refusal> {
     log.submit(report(step, 0, 0), now_ms)?;
     log.flush(now_ms);
@@ -40,7 +40,7 @@ fn a_second_coordinator_cuts_nothing_off_that_the_first_acknowledged() {
     let said = taken(&mut second, 101, 0).unwrap_err().to_string();
     assert!(said.contains("another coordinator is writing it"), "{said}");
     assert_eq!(std::fs::read(&path).unwrap(), before, "what was acknowledged was cut off");
-    // The first is gone: what it wrote meanwhile, the second never read.
+    // The first has ended, but the second has not read what it wrote in the meantime.
     drop(first);
     let said = taken(&mut second, 102, LATER_MS).unwrap_err().to_string();
     assert!(said.contains("another coordinator"), "{said}");
@@ -60,7 +60,7 @@ fn a_second_coordinator_goes_on_where_the_first_stopped_once_that_is_gone() {
     let first = job(store.path());
     let mut second = loaded(store.path());
     let refused = taken(&mut second, 100, 0).unwrap_err();
-    // Ranks come back for it.
+    // The refusal tells ranks to try again.
     assert!(matches!(refused, Refusal::Storage(_)), "{refused}");
     drop(first);
     second.flush(LATER_MS);
@@ -71,8 +71,8 @@ fn a_second_coordinator_goes_on_where_the_first_stopped_once_that_is_gone() {
     assert_eq!(loaded(store.path()).state.files(Step(100), Rank(0)).len(), 1);
 }
 
-/// Goal: a report that comes in the moment in which the store heals is not refused for good. Method:
-/// the request that has the journal written is the one that was refused by it.
+/// Goal: a report that arrives just when the store works again is not refused for good. Method: the
+/// request whose flush writes the stalled journal is one that was refused because of it.
 #[test]
 fn a_report_that_the_store_did_not_take_for_now_is_told_to_come_back_whole() {
     let store = tempfile::tempdir().unwrap();
@@ -82,13 +82,13 @@ fn a_report_that_the_store_did_not_take_for_now_is_told_to_come_back_whole() {
     let mut second = Served::open(store.path());
     assert!(matches!(second.report(&member, 1, 0), Err(Refusal::Storage(_))));
     drop(first);
-    // By its answer the journal is well; the file itself was not taken.
+    // When it is answered the journal is written, but this file is not in it.
     let healing = second.report(&member, 2, LATER_MS);
     assert!(matches!(healing, Err(Refusal::Storage(_))), "{healing:?}");
     assert!(second.report(&member, 2, LATER_MS).unwrap()[0].is_ok());
 }
 
-/// What the actor does, one request at a time.
+/// Serves one request at a time, as the actor does.
 struct Served(Runs);
 
 impl Served {

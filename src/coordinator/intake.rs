@@ -1,9 +1,9 @@
-//! Looks at a reported file before it is believed: in place when the rank wrote
-//! it into the store, or as it arrives when the rank sends it.
+//! Checks a reported file before it is accepted: in the store if the rank wrote it there, or while
+//! it arrives if the rank uploads it.
 //!
-//! Names are checked [`Name`]s and no link is followed, so nothing outside the
-//! step's directory is read or written: it is held by its descriptor, as a path
-//! may be another's by the next call.
+//! Nothing outside the step's directory is read or written: names are checked [`Name`]s, no
+//! symbolic link is followed, and the directory is kept open by its descriptor, since its path
+//! could be replaced between two calls.
 
 use std::io;
 use std::path::PathBuf;
@@ -23,10 +23,10 @@ use crate::store::pieces::Pieces;
 use crate::store::shard_file::{Description, describe, describe_header};
 use crate::store::{AttemptDir, Backend, HeldDirectory, durable};
 
-/// A file of no more than this is not asked how long its header is.
+/// Files up to this length count as all header, without a look at the length of their header.
 const SMALL_BYTES: u64 = 1 << 20;
 
-/// A file that a member claims, and where it belongs.
+/// A file that a member says it wrote, and where in the store it belongs.
 #[derive(Clone, Debug)]
 pub(crate) struct Claimed {
     pub(crate) backend: Backend,
@@ -38,7 +38,7 @@ pub(crate) struct Claimed {
 }
 
 impl FileClaim {
-    /// Whether [`Claimed::weight`] looks into the file.
+    /// Whether [`Claimed::weight`] reads from the file.
     pub(crate) fn is_asked(&self) -> bool {
         self.length > SMALL_BYTES
     }
@@ -61,7 +61,7 @@ impl Claimed {
         self.bad(format!("its header has {header} bytes, at most {MAX_ONLINE_HEADER} are accepted"))
     }
 
-    /// Bytes of header that a look at the file reads at most; its own errors come from the look.
+    /// The most bytes of header that [`Claimed::look`] will read. Errors are left to that call.
     pub(crate) fn weight(&self) -> u64 {
         if !self.claim.is_asked() {
             return self.claim.length;
@@ -96,17 +96,17 @@ impl Claimed {
         Ok(Box::new(directory.open_file(self.claim.name.as_str())?))
     }
 
-    /// Holds the file against the claim and against who claims it.
+    /// Checks the file against the claim and against the member that makes it.
     fn compare(&self, file: &dyn ReadAt) -> Result<(FileRecord, Description), Refusal> {
         faults::point("intake.read").map_err(|error| self.bad(error))?;
         let mut prefix = [0; 8];
-        // A file that is too short says so below.
+        // `describe` below reports a file that is too short.
         if file.read_exact_at(&mut prefix, 0).is_ok() {
             let header = u64::from_le_bytes(prefix);
             if header > MAX_ONLINE_HEADER {
                 return Err(self.too_large(header));
             }
-            // Its seat is for what was said.
+            // Memory was reserved for the claimed length only.
             if header > self.claim.length {
                 let said = self.claim.length;
                 return Err(self.bad(format!("its header has {header} bytes, it {said} in all")));
@@ -148,26 +148,27 @@ impl Claimed {
     }
 }
 
-/// A file that is arriving, under a scratch name in its step's directory, or on its way to a
-/// bucket among this host's temporary files. It is hashed as it arrives: reading it again
-/// would take as long as sending it.
-/// Dropped before it is published, it leaves nothing.
+/// A file that is being uploaded by a rank. It is written under a temporary name in its step's
+/// directory, or, if the store is a bucket, in this host's temporary directory. It is hashed while
+/// it arrives, because reading it again would take as long as the upload. If it is dropped before
+/// it is published, it removes the temporary file.
 pub(crate) struct Arrival {
     claimed: Claimed,
     looks: Looks,
     pieces: Pieces,
-    /// Where it lies until it has its name; nowhere any more once it has.
+    /// Where the temporary file is; `None` once it is published.
     place: Option<Place>,
     received: u64,
     looked: Looked,
 }
 
-/// How far an arriving file is understood.
+/// How much of an arriving file's header is known.
 enum Looked {
-    /// Its header is not all here.
+    /// The part of the header that has arrived.
     Header(Vec<u8>),
-    /// Its header said where each shard lies. The rest of it is read again once all is here: a
-    /// large one takes many megabytes, and its file may take an hour.
+    /// The header has arrived: the positions and hashes of the shards are known. The rest of the
+    /// header is dropped and read again at the end, because it may take many megabytes and the
+    /// upload an hour.
     Shards(Box<Expected>),
 }
 
@@ -179,11 +180,11 @@ struct Expected {
     hashing: Hashing,
 }
 
-/// Where a file lies that is arriving.
+/// Where the temporary file of an upload is.
 enum Place {
-    /// Under this name beside where it belongs.
+    /// Under this name in the step's directory.
     Beside(HeldDirectory, String),
-    /// On this host, to be sent to a bucket.
+    /// On this host, to be uploaded to a bucket.
     Here(PathBuf),
 }
 
@@ -206,7 +207,7 @@ impl Arrival {
                 (durable::create_private(&scratch).map_err(storage)?, Place::Here(scratch))
             }
         };
-        // What goes on to a bucket is read again at once.
+        // A file for a bucket is read again soon, which the page cache makes faster.
         let direct = matches!(place, Place::Beside(..));
         let (pieces, looked) = (Pieces::new(file, 0, direct), Looked::Header(Vec::new()));
         Ok(Arrival { claimed, looks, pieces, place: Some(place), received: 0, looked })
@@ -224,7 +225,7 @@ impl Arrival {
         written.map_err(|error| self.storage(&error))
     }
 
-    /// Keeps the header until it is whole; hashes what follows it.
+    /// Collects the header until it is complete; then hashes the shards' bytes.
     fn look(&mut self, at: u64, chunk: &[u8]) -> Result<(), Refusal> {
         let header = match &mut self.looked {
             Looked::Header(header) => header,
@@ -242,7 +243,7 @@ impl Arrival {
         }
         let length = 8 + said as usize;
         if header.len() < length {
-            // Not twice as much as it says.
+            // Reserves exactly: growing by doubling would take up to twice the memory.
             header.reserve_exact(length - header.len());
             return Ok(());
         }
@@ -267,14 +268,14 @@ impl Arrival {
         Ok(())
     }
 
-    /// Checks every byte, then gives the file its name. A transfer is where
-    /// bytes change, so every shard is hashed again.
+    /// Checks the hash of every shard, since a transfer may damage bytes, and then publishes the
+    /// file.
     pub(crate) fn finish(mut self) -> Result<(FileRecord, Seat), Refusal> {
         self.pieces.finish().map_err(|torn| self.storage(&torn.error))?;
         let looked = std::mem::replace(&mut self.looked, Looked::Header(Vec::new()));
         let expected = match looked {
             Looked::Shards(expected) if self.received == self.claimed.claim.length => expected,
-            // It ended early, which the look at the file says in its words.
+            // The upload ended early: `compare` says what is missing.
             _ => {
                 let _seat = self.looks.wait(self.received)?;
                 self.claimed.compare(self.pieces.file())?;
@@ -303,13 +304,14 @@ impl Arrival {
         let seat = self.looks.wait(header)?;
         let record = match created {
             true => self.claimed.compare(self.pieces.file())?.0,
-            // It was sent before and its acknowledgement lost: the same or a conflict.
+            // A file of this name exists, perhaps because the acknowledgement of an earlier upload
+            // was lost: it must be the same.
             false => self.claimed.look()?,
         };
         Ok((record, seat))
     }
 
-    /// Says which shard is not what was sent.
+    /// The refusal that names the shard whose bytes changed.
     fn changed(&self, shard: usize, header: u64) -> Refusal {
         let compared =
             self.looks.wait(header).and_then(|_| self.claimed.compare(self.pieces.file()));
@@ -337,7 +339,7 @@ impl Drop for Arrival {
     }
 }
 
-/// The hashes of spans that follow each other, of bytes that come in any pieces.
+/// Hashes consecutive spans of a stream of bytes that arrives in pieces of any length.
 #[derive(Default)]
 struct Hashing {
     hasher: XxHash3_128,
@@ -358,7 +360,7 @@ impl Hashing {
         }
     }
 
-    /// Of all spans; those that never came are of no bytes.
+    /// The hash of each span; a span of which nothing arrived counts as empty.
     fn finish(mut self, spans: &[(u64, u64)]) -> Vec<ContentHash> {
         self.done.resize(spans.len(), ContentHash::of(&[]));
         self.done
@@ -371,7 +373,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Goal: a shard's hash does not depend on how the network cut its file.
+        /// Goal: a shard's hash does not depend on the chunks in which its file arrives.
         #[test]
         fn hashes_are_of_the_shards_however_the_bytes_arrive(
             lengths in proptest::collection::vec(0usize..700, 0..8),

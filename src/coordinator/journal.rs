@@ -1,21 +1,21 @@
-//! The journal of one attempt: what was accepted, durable before it is answered.
+//! The journal of one attempt: the accepted events, which are durable before they are answered.
 //!
 //! ```text
 //! 5d3b…9a {"at_ms":1767225600000,"events":[{"joined":{"rank":3,…}}]}
 //! ```
 //!
-//! One line is one group commit: all events that one fsync made durable. Its
-//! checksum (xxh3-128) covers the checksum before it, so that a line cannot be
-//! changed, dropped or moved unseen. A write that was cut off can only have
-//! hurt the last line, and nothing of that line was answered: it is dropped. A
-//! bad line before the last is damage to what was acknowledged: an error.
+//! A line is a group commit: all events that one fsync made durable. Its checksum (xxh3-128) covers
+//! the previous line's checksum, so that a changed, dropped or moved line is detected. An
+//! interrupted write can only damage the last line, whose events were not acknowledged: that line
+//! is dropped. A bad line before the last is damage to acknowledged events: an error.
 //!
-//! After a failed write or fsync the descriptor is never used again (fsyncgate).
-//! A bucket cannot append: there each line is an object of its own.
+//! After a failed write or fsync the descriptor is never used again (fsyncgate). A bucket cannot
+//! append: there each line is a separate object.
 //!
-//! One coordinator writes a journal: who appends holds a lock on it until it ends, however it
-//! ends, and cuts off no more than what it found torn. A second one that has read it too (a
-//! restart of a process that was not dead) waits, and stops where the first has gone on.
+//! Only one coordinator writes a journal: it holds a file lock until its process ends, and
+//! truncates only the incomplete last line that it found. A second coordinator that has read the
+//! same journal (a restart while the first was not dead) waits for the lock, and stops if the first
+//! has appended since.
 
 mod lines;
 mod reading;
@@ -38,34 +38,34 @@ use crate::hash::ContentHash;
 use crate::store::layout::JOURNAL;
 use crate::store::{Backend, durable};
 
-/// Hexadecimal digits of a checksum, before the blank.
+/// Hexadecimal digits of a checksum, before the space.
 const CHECKSUM_DIGITS: usize = 32;
 
 /// Events that became durable together.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Batch {
-    /// When, in milliseconds since the epoch.
+    /// When they were staged, in milliseconds since the epoch.
     pub at_ms: u64,
-    /// What, in order.
+    /// The events, in order.
     pub events: Vec<Event>,
 }
 
-/// A journal that is being written. Opened lazily: an attempt that is only
-/// looked at is not touched.
+/// A journal that is being written. The first append opens it, so that an attempt that is only read
+/// is not touched.
 #[derive(Debug)]
 pub(crate) struct Journal {
     medium: Medium,
     chain: ContentHash,
 }
 
-/// What the lines are appended to.
+/// Where the lines are written: a file, or objects in a bucket.
 #[derive(Debug)]
 enum Medium {
     File { path: PathBuf, file: Option<File>, good_bytes: u64, torn_bytes: u64 },
     Objects(Lines),
 }
 
-/// Why a journal cannot be believed.
+/// Why a journal cannot be trusted.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum JournalError {
@@ -80,19 +80,20 @@ pub enum JournalError {
 /// Why a batch is not known to be durable.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AppendError {
-    /// A bucket did not take it, or did not say so: the same line at the same name can be put
-    /// again, as it is made once. Or another coordinator has the file, and nothing was written.
+    /// A bucket refused it or did not answer: the same line may be put again under the same name,
+    /// since an object is created only once. Or another coordinator holds the lock, and nothing was
+    /// written.
     #[error("{0}")]
     Again(io::Error),
-    /// Nothing may follow: a descriptor whose write failed is not used again (fsyncgate), and
-    /// where another coordinator has written, this one is replaced.
+    /// Nothing may be appended any more: a descriptor whose write failed is not used again
+    /// (fsyncgate), or another coordinator has written and replaces this one.
     #[error("{0}")]
     Final(io::Error),
 }
 
-/// Reads every durable batch of an attempt, in order, and goes on after the last; an error of
-/// `each` is damage of the line that the batch is. Bytes of a last line that a crash cut off are
-/// told: they are dropped.
+/// Passes every durable batch of an attempt to `each`, in order, and returns the journal to
+/// continue after the last; if `each` fails, the batch's line counts as damaged. Also returns the
+/// number of bytes of an incomplete last line, which is dropped.
 pub(crate) fn load(
     backend: &Backend,
     attempt: &Path,
@@ -107,7 +108,8 @@ pub(crate) fn load(
     let path = lines.directory().to_path_buf();
     let end = reading::read(&path, BufReader::new(lines.reader()), parsed(each))?;
     if end.torn_bytes > 0 {
-        // An object is put whole or not at all: no crash cuts one off.
+        // An object is created atomically: unlike a file's last line it cannot be incomplete after
+        // a crash.
         let (line, detail) = (end.lines + 1, "it is not what was put".into());
         return Err(JournalError::Damaged { path, line, detail });
     }
@@ -146,21 +148,21 @@ impl Journal {
         }
     }
 
-    /// A file that does not exist yet.
+    /// A journal in a file that does not exist yet.
     pub(crate) fn new(path: PathBuf) -> Journal {
         let medium = Medium::File { path, file: None, good_bytes: 0, torn_bytes: 0 };
         Journal { medium, chain: chain_start() }
     }
 
-    /// Goes on after what was read from a file.
+    /// Continues a file after the lines that were read from it.
     pub(crate) fn after(path: PathBuf, end: &End) -> Journal {
         let (good_bytes, torn_bytes) = (end.good_bytes, end.torn_bytes);
         let medium = Medium::File { path, file: None, good_bytes, torn_bytes };
         Journal { medium, chain: end.chain }
     }
 
-    /// Makes a batch durable. The error says whether the same batch may be appended again;
-    /// another one never may.
+    /// Makes a batch durable. The error says whether the same batch may be appended again. After an
+    /// error no other batch may be.
     pub(crate) fn append(&mut self, batch: &Batch) -> Result<(), AppendError> {
         let json = serde_json::to_vec(batch).map_err(|error| AppendError::Final(error.into()))?;
         let chain = link(self.chain, &json);
@@ -184,7 +186,7 @@ impl Journal {
     }
 }
 
-/// Appends a line, durable.
+/// Appends a line durably.
 fn write(file: &mut File, line: &[u8]) -> io::Result<()> {
     faults::write_all("journal.write", file, line)?;
     let synced = faults::point("journal.sync").and_then(|()| sync(file));
@@ -205,11 +207,11 @@ fn sync(file: &File) -> io::Result<()> {
     file.sync_data()
 }
 
-/// Opens a journal to append after its good bytes; what a crash left behind
-/// them is cut off, durably, before anything is written there.
+/// Opens a journal to append after its valid bytes. An incomplete last line is truncated durably
+/// before anything is written.
 fn open(path: &Path, good_bytes: u64, torn_bytes: u64) -> Result<File, AppendError> {
     let file = create(path).map_err(AppendError::Final)?;
-    // Before its length is looked at: nobody else writes from here on.
+    // Before its length is read, so that nobody else can append after that.
     lock(&file)?;
     make_ready(path, &file, good_bytes, torn_bytes).map_err(AppendError::Final)?;
     Ok(file)
@@ -228,8 +230,8 @@ fn create(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Until the descriptor is closed, which a kill does too. File systems without locks are left to
-/// whoever starts coordinators.
+/// Locks the file until the descriptor is closed, which the kernel also does when the process is
+/// killed. On file systems without locks nothing prevents a second coordinator.
 fn lock(file: &File) -> Result<(), AppendError> {
     match flock(file, FlockOperation::NonBlockingLockExclusive) {
         Err(Errno::WOULDBLOCK) => {
@@ -244,11 +246,11 @@ fn make_ready(path: &Path, file: &File, good_bytes: u64, torn_bytes: u64) -> io:
     let found = file.metadata()?.len();
     if found != good_bytes {
         let refuse = |what| Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
-        // A journal that nobody loaded is never cut off: what is in it was acknowledged.
+        // A journal that was not loaded is never truncated: its lines were acknowledged.
         if good_bytes == 0 && !read_file(path, |_| Ok(())).is_ok_and(|end| end.lines == 0) {
             return refuse("it holds an older record");
         }
-        // Nor is what came after it was read.
+        // Nor are lines that were appended after it was loaded.
         if good_bytes > 0 && found != good_bytes + torn_bytes {
             return refuse(
                 "another coordinator has written it since: restart this one once that is gone",

@@ -1,5 +1,5 @@
-//! Seats for headers that are read and understood: what that takes in memory is several times
-//! their size, whoever sent them.
+//! Limits the memory for parsing headers: callers reserve ("take a seat") for the bytes of a
+//! header, whose parsing takes several times its size.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::limits::{LOOKED_AT_BYTES, MAX_ONLINE_HEADER};
 use super::refusal::Refusal;
 
-/// What one permit stands for.
+/// Bytes of header per permit of the semaphore.
 const UNIT: u64 = 1 << 10;
 
-/// The seats of one coordinator.
+/// The limit of one coordinator.
 #[derive(Clone)]
 pub(crate) struct Looks(Arc<Semaphore>);
 
-/// Taken until it is dropped: once what was understood is journalled.
+/// A reservation, released when it is dropped: once the header's shards are journalled.
 pub(crate) struct Seat(#[allow(dead_code)] OwnedSemaphorePermit);
 
 impl Looks {
@@ -24,15 +24,15 @@ impl Looks {
         Looks(Arc::new(Semaphore::new((LOOKED_AT_BYTES / UNIT) as usize)))
     }
 
-    /// A seat for headers of so many bytes together.
+    /// Waits until headers of so many bytes together may be parsed, and reserves for them.
     pub(crate) async fn seat(&self, bytes: u64) -> Result<Seat, Refusal> {
         let units = bytes.clamp(UNIT, MAX_ONLINE_HEADER).div_ceil(UNIT);
-        // Never closed: an error cannot come.
+        // The semaphore is never closed, so that this cannot fail.
         let taken = self.0.clone().acquire_many_owned(units as u32).await;
         taken.map(Seat).map_err(|_| Refusal::Stopping)
     }
 
-    /// The same on a thread of the runtime that may block.
+    /// The same, blocking, on a blocking thread of the runtime.
     pub(crate) fn wait(&self, bytes: u64) -> Result<Seat, Refusal> {
         Handle::current().block_on(self.seat(bytes))
     }

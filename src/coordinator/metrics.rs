@@ -1,4 +1,4 @@
-//! What a coordinator does, in numbers: for Prometheus, and for whoever asks whether it lives.
+//! A coordinator's metrics for Prometheus, and its health check.
 
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicU64;
@@ -17,10 +17,10 @@ use tonic::Code;
 use super::actor::Handle;
 use super::scrapes::Scrapes;
 
-/// Of the text that is served (OpenMetrics 1.0).
+/// The content type of the metrics (OpenMetrics 1.0).
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Counters that calls move; its clones are one.
+/// Counters of calls; clones share them.
 #[derive(Clone, Default)]
 pub(super) struct Metrics {
     calls: Family<Call, Counter>,
@@ -33,7 +33,7 @@ struct Call {
     code: String,
 }
 
-/// What the store holds of the newest attempts.
+/// Totals over the newest attempt of each run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
     pub(crate) runs: u64,
@@ -45,17 +45,17 @@ pub(crate) struct Totals {
 }
 
 impl Metrics {
-    /// A call was answered.
+    /// Counts an answered call.
     pub(super) fn answered(&self, method: &'static str, code: Code) {
         self.calls.get_or_create(&Call { method, code: format!("{code:?}") }).inc();
     }
 
-    /// Bytes of an upload came.
+    /// Counts received bytes of an upload.
     pub(super) fn received(&self, bytes: usize) {
         self.received.inc_by(bytes as u64);
     }
 
-    /// All of it as text; the totals as they are now.
+    /// All metrics as text, with these totals.
     fn text(&self, totals: Totals) -> String {
         let mut registry = Registry::with_prefix("backtape");
         registry.register("calls", "Calls that were answered", self.calls.clone());
@@ -95,7 +95,8 @@ pub(super) async fn serve(
             Err(refusal) => (StatusCode::SERVICE_UNAVAILABLE, refusal.to_string()).into_response(),
         }
     };
-    // Alive is who still answers a question: not a process whose journal hangs.
+    // The coordinator counts as healthy if the actor answers, which it does not if its journal
+    // hangs.
     let alive = move || async move {
         match handle.totals().await {
             Ok(_) => {
@@ -108,7 +109,7 @@ pub(super) async fn serve(
     axum::serve(Scrapes::new(listener), routes).await
 }
 
-/// Opens the address for them.
+/// Listens on the metrics' address.
 pub(super) async fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
     TcpListener::bind(address).await
 }

@@ -4,11 +4,11 @@
 //! service (gRPC) -> actor (one thread) -> state (pure) -> journal (fsync) -> answer
 //! ```
 //!
-//! `state`, `attempts` and `arrivals` know neither clock nor disk; `actor` owns them and the
-//! journals, and answers only what is durable; `service` and `wire` alone name
-//! wire types. `orders` (durable) and `pulse` (from heartbeats, forgotten) choose
-//! what running ranks are asked to record. It holds no tensor bytes: a file that is sent goes to disk in
-//! chunks.
+//! `state`, `attempts` and `arrivals` are pure: they use neither clock nor disk. `actor` owns them
+//! and the journals, and answers a request only when its events are durable. Only `service` and
+//! `wire` use wire types. `orders` (durable) and `pulse` (from heartbeats, not durable) choose what
+//! running ranks are told to record. The coordinator holds no tensors in memory: uploaded files go
+//! to disk in chunks.
 
 mod accepted;
 mod actor;

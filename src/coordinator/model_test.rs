@@ -47,16 +47,16 @@ enum Op {
         number: u32,
         record: u64,
     },
-    /// The choice of what the rings write.
+    /// The choice of the steps that ranks write from their ring buffers.
     Ring {
         number: u32,
         step: u64,
     },
-    /// Put the manifests of complete steps at their final names.
+    /// Write the manifests of complete steps.
     Commit,
-    /// Let go of what is committed.
+    /// Release the details of committed steps.
     Release,
-    /// Look at the deadlines.
+    /// Check the deadlines.
     Tick,
     /// Kill the coordinator and load its journal.
     Restart,
@@ -151,7 +151,7 @@ fn shard(rank: u32, microbatch: Microbatch) -> crate::shard::ShardRecord {
     serde_json::from_value(json).unwrap()
 }
 
-/// What was acknowledged, and the rules in their simplest form.
+/// The model: what was acknowledged, with the rules in their simplest form.
 #[derive(Clone, Default)]
 struct Model {
     files: BTreeMap<(u64, u32, u32), u8>,
@@ -163,7 +163,8 @@ struct Model {
 }
 
 impl Model {
-    /// Files, shards and bytes of a step, one by one: a file with a microbatch has a shard.
+    /// Files, shards and bytes of a step, counted one by one: a file with a microbatch has one
+    /// shard.
     fn sums(&self, step: u64) -> (u64, u64, u64) {
         let own = self.files.keys().filter(|(s, ..)| *s == step);
         own.fold((0, 0, 0), |(files, shards, bytes), (.., file)| {
@@ -172,7 +173,7 @@ impl Model {
         })
     }
 
-    /// Ranks that owe a step something.
+    /// Ranks from which a step still needs a close or files.
     fn owing(&self, step: u64) -> Vec<u32> {
         let owes = |rank: &u32| {
             self.closed.get(&(step, *rank)).is_none_or(|n| self.count(step, *rank) < *n)
@@ -234,7 +235,7 @@ impl Model {
         }
     }
 
-    /// The trigger that a step is in the dump for, and whether out of the rings.
+    /// The trigger that had a step recorded, and whether from the ring buffers.
     fn trigger_of(&self, step: u64) -> Option<(u32, bool)> {
         let ours = |(record, ring): &(u64, Option<u64>)| *record == step || *ring == Some(step);
         let at = self.triggers.iter().position(ours)?;
@@ -268,7 +269,7 @@ fn manifest(state: &AttemptState, step: u64) -> Option<Manifest> {
     state.manifest(Step(step)).map(|bytes| Manifest::from_bytes(&bytes).unwrap())
 }
 
-/// Commits what is complete; those steps with their manifests.
+/// Commits the complete steps and returns them with their manifests.
 fn commit(state: &mut AttemptState) -> BTreeMap<u64, Manifest> {
     let ready = state.uncommitted().into_iter();
     let one = |step: Step| {
@@ -283,7 +284,7 @@ fn release(state: &mut AttemptState, committed: &BTreeMap<u64, Manifest>) {
     committed.keys().for_each(|&step| state.release(Step(step)));
 }
 
-/// Holds what is kept as events come against the same, counted one by one.
+/// Compares the sums that the state updates with each event with sums counted from scratch.
 fn compare_sums(state: &AttemptState, model: &Model) {
     let late = |state: &&StepState| state.overdue && !state.committed;
     let partial = state.steps.values().filter(late).count() as u64;
@@ -329,10 +330,10 @@ proptest! {
                         let (batches, sound) = load(&path).unwrap();
                         let mut again = rebuild(&batches).unwrap();
                         model.committed.keys().for_each(|&step| again.set_committed(Step(step)));
-                        // Of what was recalled, less is known.
+                        // A recalled step has fewer details: both states release theirs.
                         release(&mut again, &model.committed);
                         release(&mut state, &model.committed);
-                        // What is overdue is found again by the next tick.
+                        // After a restart the next tick finds overdue steps again.
                         state.forget_overdue();
                         prop_assert_eq!(&again, &state);
                         (state, journal) = (again, Journal::after(path.clone(), &sound));
@@ -368,7 +369,7 @@ proptest! {
                 prop_assert_eq!(manifest.files.len() as u64, model.sums(step).0);
             }
         }
-        // A crash at any byte: every line that was complete is there, no other.
+        // After a crash at any byte exactly the complete lines are read.
         drop(journal);
         let bytes = std::fs::read(&path).unwrap();
         let end = (bytes.len() as f64 * cut) as usize;
@@ -383,7 +384,7 @@ proptest! {
     }
 }
 
-/// Every durable batch, and where they end.
+/// Loads every durable batch and where the valid lines end.
 fn load(path: &Path) -> Result<(Vec<Batch>, End), JournalError> {
     let mut batches = Vec::new();
     let end = journal::read_file(path, |batch| {
@@ -410,7 +411,7 @@ fn a_changed_line_before_the_end_is_an_error_and_a_changed_last_line_is_dropped(
         let found = load(&path).ok().map(|(batches, _)| batches.len());
         assert_eq!(found, dropped, "byte {at}");
     }
-    // A line that is left out breaks the chain even though each is sound alone.
+    // A missing line breaks the chain of checksums, although each line is valid by itself.
     let without = [&good[..line], &good[2 * line..], b"\n"].concat();
     std::fs::write(&path, without).unwrap();
     assert!(load(&path).unwrap_err().to_string().contains("line 2"));
@@ -433,7 +434,7 @@ fn a_journal_that_was_not_loaded_is_never_cut_off() {
     let good = std::fs::read(&path).unwrap();
     assert!(Journal::new(path.clone()).append(&batch).is_err());
     assert_eq!(std::fs::read(&path).unwrap(), good);
-    // Of an opening that was cut off nothing was acknowledged.
+    // Nothing of an incomplete first line was acknowledged.
     std::fs::write(&path, &good[..good.len() / 2]).unwrap();
     Journal::new(path.clone()).append(&batch).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), good);

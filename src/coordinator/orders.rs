@@ -1,5 +1,5 @@
-//! What an attempt's ranks were asked to record while they ran: plans and
-//! triggers, in the order in which they were journalled. Pure, like all of the state.
+//! What an attempt's ranks were told to record while they ran: plans and triggers, in the order of
+//! the journal. Pure, like the rest of the state.
 
 use super::limits::{MAX_PLANS, MAX_REASON_BYTES, MAX_RING_STEPS};
 use super::refusal::Refusal;
@@ -23,7 +23,7 @@ impl Orders {
         self.plans.last()
     }
 
-    /// Every trigger, the first accepted first.
+    /// Every trigger, in the order in which they were accepted.
     pub(crate) fn triggers(&self) -> &[Trigger] {
         &self.triggers
     }
@@ -43,16 +43,16 @@ impl Orders {
         number_after(self.triggers.len())
     }
 
-    /// Why a step was recorded that nobody had selected.
+    /// The trigger that had a step recorded, if there is one.
     pub(crate) fn trigger_of(&self, step: Step) -> Option<TriggerRecord> {
         let ring = |trigger: &Trigger| trigger.ring.as_ref().is_some_and(|r| r.contains(&step));
-        let found = self.triggers.iter().find(|t| t.record == step || ring(t))?;
+        let trigger = self.triggers.iter().find(|t| t.record == step || ring(t))?;
         Some(TriggerRecord {
-            number: found.number,
-            reason: found.reason.clone(),
-            rank: found.rank,
-            seen: found.seen,
-            ring: ring(found),
+            number: trigger.number,
+            reason: trigger.reason.clone(),
+            rank: trigger.rank,
+            seen: trigger.seen,
+            ring: ring(trigger),
         })
     }
 

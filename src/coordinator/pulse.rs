@@ -1,5 +1,5 @@
-//! Where the ranks of an attempt are, from their heartbeats. Pure, and not
-//! durable: after a restart the next heartbeats say it again.
+//! How far the ranks of an attempt are, from their heartbeats. Pure, and not durable: after a
+//! restart the next heartbeats repeat it.
 //!
 //! ```text
 //!            rank r, last heard at step 100, 0.8 s ago, 2.5 steps/s, period 1 s
@@ -17,40 +17,40 @@ use super::refusal::Refusal;
 use crate::identity::{Rank, Step};
 use crate::selection::Trigger;
 
-/// Longest pause between two heartbeats, in periods: they are jittered.
+/// Longest time between two heartbeats, in periods: ranks add jitter.
 const PERIOD_STRETCH: f64 = 1.25;
 
-/// What a rank says of itself, checked by the adapter.
+/// A rank's heartbeat; the `wire` module has checked it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Beat {
     /// The newest step it has begun.
     pub step: Option<Step>,
     /// Rate of its fastest recent step.
     pub steps_per_second: f64,
-    /// How often it asks.
+    /// Time between two heartbeats.
     pub period_ms: u64,
     /// The newest plan it knows.
     pub plan_version: u32,
-    /// Triggers that are settled for it.
+    /// How many triggers it has settled.
     pub triggers_settled: u32,
-    /// What went wrong there.
+    /// A watched condition that it found.
     pub report: Option<Report>,
-    /// What its ring holds.
+    /// Which steps its ring buffer holds.
     pub ring: Option<RingReport>,
-    /// Its recorder is being closed.
+    /// True while its recorder is being closed.
     pub leaving: bool,
 }
 
-/// A condition that a rank was told to watch for.
+/// A condition that a rank was to watch for and found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Report {
-    /// In which step.
+    /// The step.
     pub step: Step,
-    /// What was seen, in words.
+    /// What it found, in words.
     pub reason: String,
 }
 
-/// What a ring holds, frozen for a trigger.
+/// The steps in a rank's ring buffer, which it keeps until the trigger is settled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RingReport {
     /// The trigger's number.
@@ -63,12 +63,13 @@ pub(crate) struct RingReport {
 #[derive(Debug, Default)]
 pub(crate) struct Pulse {
     ranks: BTreeMap<Rank, Seen>,
-    /// Rings frozen for a trigger, by its number and rank.
+    /// The steps in the ranks' ring buffers, by number of the trigger and rank.
     rings: BTreeMap<u32, BTreeMap<Rank, Vec<Step>>>,
-    /// When the first heartbeat came: before, silence means nothing.
+    /// When the first heartbeat arrived: the silence of other ranks counts from then on.
     since_ms: Option<u64>,
-    /// Who was found staying last, and whose ring was found missing, by the trigger's number: of
-    /// 10,000 ranks that wait for one, each would look at all, ten times a second.
+    /// The rank that was found last not to be leaving, and, per trigger, the one whose ring report
+    /// was found missing. Searches begin there: otherwise, while 10,000 ranks wait for one, each of
+    /// their heartbeats, ten per second, would search all ranks.
     stays: Option<Rank>,
     missing: BTreeMap<u32, Rank>,
 }
@@ -86,7 +87,7 @@ struct Seen {
 }
 
 impl Pulse {
-    /// Takes a heartbeat in.
+    /// Records a heartbeat.
     pub(crate) fn note(&mut self, rank: Rank, beat: &Beat, now_ms: u64) -> Result<(), Refusal> {
         self.since_ms.get_or_insert(now_ms);
         let (mut window_ms, mut beats) = (now_ms, 1);
@@ -104,7 +105,7 @@ impl Pulse {
         let seen = Seen {
             at_ms: now_ms,
             step,
-            // NaN and negative rates say nothing.
+            // NaN and negative rates are ignored.
             steps_per_second: if rate > 0.0 { rate.min(MAX_STEP_RATE) } else { 0.0 },
             period_ms: beat.period_ms.min(millis(MAX_BEAT_PERIOD)),
             leaving: beat.leaving,
@@ -115,7 +116,7 @@ impl Pulse {
         Ok(())
     }
 
-    /// Keeps what a rank's ring holds for a trigger that is still open.
+    /// Records which steps a rank's ring buffer holds, for a trigger that is not settled.
     pub(crate) fn hold(&mut self, rank: Rank, ring: RingReport) {
         self.rings.entry(ring.trigger).or_default().insert(rank, ring.steps);
     }
@@ -125,22 +126,22 @@ impl Pulse {
         self.ranks.values().filter_map(|seen| seen.step).max()
     }
 
-    /// The first step that every rank will have heard of before it gets there;
-    /// `None` when no rank has begun one.
+    /// The first step that no rank can begin before it has received the next answer to its
+    /// heartbeats; `None` if no rank has begun a step.
     pub(crate) fn reach(&self, now_ms: u64) -> Option<Step> {
-        let one = |seen: &Seen| {
-            // A rank that fell silent has not gone on for ever.
+        let next_of_rank = |seen: &Seen| {
+            // A rank that fell silent is assumed to have stopped after its silence limit.
             let age = now_ms.saturating_sub(seen.at_ms).min(seen.silence_ms()) as f64;
             let hearing = seen.period_ms as f64 * PERIOD_STRETCH + millis(HEARING_SLACK) as f64;
             let begun = (age + hearing) / 1000.0 * seen.steps_per_second;
-            // Rates and times are capped: far below 2^53. One more step may
-            // begin at once, and the one after it is the first to ask for.
+            // Rates and times are capped, so that this is far below 2^53. The rank may begin one
+            // more step right away; the one after that is the first that can be asked for.
             seen.step.map(|step| Step(step.0.saturating_add(begun.floor() as u64 + 2)))
         };
-        self.ranks.values().filter_map(one).max()
+        self.ranks.values().filter_map(next_of_rank).max()
     }
 
-    /// True when nobody waits for this rank: it said that it leaves, or is gone.
+    /// True when this rank has been silent for too long, so that nobody waits for it.
     fn absent(&self, rank: Rank, now_ms: u64) -> bool {
         match self.ranks.get(&rank) {
             Some(seen) => now_ms.saturating_sub(seen.at_ms) >= seen.silence_ms(),
@@ -151,9 +152,9 @@ impl Pulse {
         }
     }
 
-    /// True when every rank that is there is being closed. One that did not come
-    /// yet is waited for: of a job of few steps the last ranks find the
-    /// coordinator when it is over, and rank 0 would have taken it away by then.
+    /// True when every rank that is not absent is leaving. Ranks that have not sent a heartbeat yet
+    /// are waited for: in a job of few steps the last ranks find the coordinator only after the
+    /// others are done, and rank 0 must not end it before.
     pub(crate) fn all_leaving(&mut self, world_size: u32, now_ms: u64) -> bool {
         let stays = |rank: Rank| {
             let leaving = self.ranks.get(&rank).is_some_and(|seen| seen.leaving);
@@ -163,9 +164,9 @@ impl Pulse {
         self.stays.is_none()
     }
 
-    /// What every rank shall write of its ring, once all that are there have
-    /// said what they hold: the steps that all of them hold, and the step the
-    /// trigger is about where any of them does.
+    /// The steps that every rank must write from its ring buffer, once all ranks that are not
+    /// absent have reported theirs: the steps that all of them hold, and the step that caused the
+    /// trigger if any rank holds it.
     pub(crate) fn ring_choice(
         &mut self,
         trigger: &Trigger,
@@ -189,20 +190,19 @@ impl Pulse {
         if held.values().any(|list| list.contains(&trigger.seen)) {
             common.insert(trigger.seen);
         }
-        // What will be recorded by itself is not asked of the rings too.
+        // The trigger's own step will be recorded anyway.
         common.remove(&trigger.record);
         Some(common.into_iter().collect())
     }
 
-    /// Nothing more is to be chosen for this trigger.
+    /// Drops the reports for a trigger that is settled.
     pub(crate) fn forget(&mut self, trigger: u32) {
         self.rings.remove(&trigger);
         self.missing.remove(&trigger);
     }
 }
 
-/// A rank of which this is true: the one that was found last if it still is, else the next, around
-/// all of them.
+/// A rank for which `is` holds. The search begins at the one found last and wraps around.
 fn first_from(known: Option<Rank>, world_size: u32, is: impl Fn(Rank) -> bool) -> Option<Rank> {
     let from = known.map_or(0, |rank| rank.0);
     (from..world_size).chain(0..from).map(Rank).find(|&rank| is(rank))
@@ -248,8 +248,8 @@ mod tests {
         }
     }
 
-    /// Goal: no rank that keeps its pace passes the step before it has heard.
-    /// Method: walk every rank to the latest moment at which it hears.
+    /// Goal: no rank that keeps its speed passes the step before it has received the order. Method:
+    /// advance every rank to the latest moment at which it receives it.
     #[test]
     fn the_chosen_step_is_ahead_of_every_rank_when_it_hears() {
         for rate in [0.0, 0.05, 0.4, 1.0, 7.3, 250.0] {
@@ -307,9 +307,9 @@ mod tests {
         assert_eq!(some, steps(18..19), "what went wrong is kept by whoever holds it");
     }
 
-    /// Goal: a job of thousands of ranks that waits for one does not keep its coordinator from
-    /// everything else: each asks ten times a second. Method: the looks are counted, while the ranks
-    /// answer in order and then ask again and again for the last.
+    /// Goal: thousands of ranks that wait for one, each asking ten times a second, do not overload
+    /// the coordinator. Method: count the examined ranks while the ranks report in order and then
+    /// ask repeatedly for the last one.
     #[test]
     fn ranks_that_wait_for_one_are_answered_without_a_look_at_all_of_them() {
         const WORLD: u32 = 1000;

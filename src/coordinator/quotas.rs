@@ -1,5 +1,5 @@
-//! What one rank may bring and ask for: an honest one comes nowhere near, and one that is not
-//! can neither fill the coordinator's memory nor keep it from the others.
+//! Limits on what one rank may send and ask for: far above what an unmodified rank needs, and low
+//! enough that a faulty one can neither fill the coordinator's memory nor starve the others.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -21,12 +21,12 @@ use super::state::AttemptState;
 use crate::identity::{Name, Rank, Step};
 use crate::manifest::FileRecord;
 
-/// What the smallest event takes in memory.
+/// Memory of the smallest event, in bytes.
 const EVENT_BYTES: u64 = 256;
 
 impl AttemptState {
-    /// Refuses a new event that is more than a rank may bring. Apart from [`Self::check`]: a
-    /// journal that was written under other quotas is still read.
+    /// Refuses a new event that exceeds a rank's limits. Separate from [`Self::check`], so that a
+    /// journal that was written under other limits can still be read.
     pub(crate) fn check_quota(&self, event: &Event) -> Result<(), Refusal> {
         match event {
             Event::Reported { step, file } => {
@@ -80,14 +80,14 @@ fn refuse(said: String) -> Result<(), Refusal> {
     Err(Refusal::Quota(said))
 }
 
-/// What a close takes in memory.
+/// Memory of a close, in bytes.
 pub(super) fn weight(closing: &Closing) -> u64 {
     let texts = closing.omissions.iter().map(|one| one.tensor.len() + one.reason.len() + 96);
     let declared = PARSED * (text_length(&closing.head) + text_length(&closing.selection));
     EVENT_BYTES + declared + texts.sum::<usize>() as u64
 }
 
-/// What is parsed takes that much more than its text: maps of short names.
+/// How many times the size of its text a parsed value takes in memory, for maps of short names.
 const PARSED: u64 = 16;
 
 fn text_length(part: &Option<impl Serialize>) -> u64 {
@@ -95,16 +95,16 @@ fn text_length(part: &Option<impl Serialize>) -> u64 {
     text.map_or(0, |text| text.len() as u64)
 }
 
-/// Requests of each rank in the second that runs, in a table that does not grow whoever asks:
-/// two ranks may share a place, which the limit is wide enough for.
+/// Counts the requests of each rank in the current second, in a hash table of fixed size. Two ranks
+/// may share a place, for which the limit leaves room.
 pub(super) struct Rates {
     hasher: RandomState,
     began: Instant,
-    /// The second that a place counts for, and its count.
+    /// For each place the second that it counts and the number of requests.
     places: Mutex<Vec<(u64, u32)>>,
 }
 
-/// Places of the table.
+/// Number of places in the table.
 const PLACES: usize = 1 << 14;
 
 impl Default for Rates {
@@ -115,7 +115,7 @@ impl Default for Rates {
 }
 
 impl Rates {
-    /// Counts a request of a member; refuses it where it is one too many.
+    /// Counts a request of a member; refuses it if there are too many.
     pub(super) fn count(&self, member: &Member) -> Result<(), Refusal> {
         let at = self.hasher.hash_one((member.run.as_str(), member.rank.0)) as usize % PLACES;
         let second = self.began.elapsed().as_secs();
@@ -129,9 +129,9 @@ impl Rates {
     }
 }
 
-/// Uploads that are open. One rank must not take the places of all, and one that sends a file
-/// again takes the place of its first try: that came over a connection that broke, and may not
-/// have noticed.
+/// The open uploads. Their number is limited, also per rank. If a rank sends a file again, the new
+/// upload replaces the first one, whose connection broke, perhaps without the coordinator having
+/// noticed yet.
 #[derive(Clone)]
 pub(super) struct OpenUploads {
     places: Arc<Semaphore>,
@@ -148,7 +148,7 @@ struct Open {
     _place: OwnedSemaphorePermit,
 }
 
-/// One open upload; gives its place back when it is dropped.
+/// One open upload; dropping it frees its place.
 pub(super) struct OpenUpload {
     uploads: OpenUploads,
     whose: (Name, Rank),
@@ -163,7 +163,7 @@ impl Default for OpenUploads {
 }
 
 impl OpenUploads {
-    /// Opens one, or refuses it at once: one that waited would hold its window meanwhile.
+    /// Opens an upload, or refuses it at once: a waiting one would occupy its flow-control window.
     pub(super) fn open(&self, member: &Member, file: (Step, Name)) -> Result<OpenUpload, Refusal> {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let whose = (member.run.clone(), member.rank);
@@ -188,7 +188,7 @@ impl OpenUploads {
 }
 
 impl OpenUpload {
-    /// Ends when the same file is sent again.
+    /// Completes when the same file is sent again.
     pub(super) async fn replaced(&self) -> Refusal {
         self.replaced.notified().await;
         Refusal::SentAgain

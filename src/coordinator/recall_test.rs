@@ -1,6 +1,6 @@
-//! Goal: a step that was let go of is still judged as if it were known. Method: more steps are
-//! committed than are kept, then everything is said again, to the coordinator that committed them
-//! and to one that loads its journal.
+//! Goal: events of a step whose details were released are checked as if the details were in memory.
+//! Method: more steps are committed than are kept, then every request is repeated, to the
+//! coordinator that committed them and to one that loads its journal.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ use crate::selection::Selection;
 use crate::store::{AttemptDir, Backend, layout};
 
 const WORLD: u32 = 2;
-/// More than are kept, with a file of each rank.
+/// Number of steps: with a file of each rank more files than are kept.
 const STEPS: u64 = KEPT_FILES;
 
 fn opened() -> Opened {
@@ -176,8 +176,8 @@ fn a_step_that_was_deleted_is_not_made_again_by_a_restart_and_one_whose_manifest
     assert!(log.submit(report(2, 0, 0), 1).unwrap_err().to_string().contains("step 2"));
 }
 
-/// Goal: memory does not grow with the steps of a job that has nothing to record, or could not.
-/// Method: steps without files, each with a reason, or with none.
+/// Goal: memory does not grow with the steps of a job that records no files. Method: steps without
+/// files, each with a reason, or without one.
 #[test]
 fn steps_without_files_are_let_go_of_like_others() {
     for reason in [0, 4096] {
@@ -205,8 +205,9 @@ fn steps_without_files_are_let_go_of_like_others() {
     }
 }
 
-/// Goal: what a rank says as it closes steps that others never close is bounded, whichever part of
-/// it is large. Method: heads and selections as large as they may be, until one is refused.
+/// Goal: the memory for a rank's closes of steps that other ranks never close is limited, whichever
+/// part of a close is large. Method: heads and selections of the largest allowed size, until one is
+/// refused.
 #[test]
 fn a_rank_cannot_fill_the_memory_with_what_it_declares() {
     let selection = Selection {

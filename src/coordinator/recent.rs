@@ -1,30 +1,30 @@
-//! Committed steps that are still known file by file.
+//! The committed steps whose details are still in memory.
 
 use std::collections::VecDeque;
 
 use super::limits::{KEPT_BYTES, KEPT_FILES};
 use crate::identity::Step;
 
-/// Steps with what they take, by when they were committed or recalled.
+/// Steps with the memory that they take, in the order in which they were committed or recalled.
 #[derive(Default)]
 pub(crate) struct Recent {
     steps: VecDeque<(Step, Taken)>,
     all: Taken,
 }
 
-/// What a step takes in memory.
+/// The memory that a step takes.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Taken {
-    /// Its files, or the ranks that closed it where those are more: one without files takes
-    /// memory too.
+    /// The larger of the number of its files and of the ranks that closed it, since a step without
+    /// files takes memory too.
     pub(crate) entries: u64,
-    /// Bytes of what its ranks said as they closed it.
+    /// Bytes of its ranks' closes.
     pub(crate) bytes: u64,
 }
 
 impl Recent {
-    /// Takes a step up; those that are to be let go of for it. It stays itself, however many
-    /// files it has: its ranks are about to ask.
+    /// Adds a step and returns the older steps that must be released for it. The new step itself
+    /// always stays, however many files it has, because its ranks are about to ask for it.
     pub(crate) fn push(&mut self, step: Step, taken: Taken) -> Vec<Step> {
         self.steps.push_back((step, taken));
         self.all.entries += taken.entries;

@@ -1,4 +1,4 @@
-//! What the adapters ask of the actor, in domain types.
+//! The requests that the gRPC service sends to the actor, in domain types.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use crate::placement::Mesh;
 use crate::selection::{Changes, Planned, Trigger};
 use crate::store::AttemptDir;
 
-/// Which process of which launch a request speaks for.
+/// The process of a launch that sends a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Member {
     /// The run.
@@ -45,29 +45,30 @@ pub(crate) struct Join {
     pub versions: BTreeMap<String, String>,
     /// What the launcher calls its launch.
     pub launch: Option<LaunchName>,
-    /// The newest arrival that it was told of; absent from ranks that know of none.
+    /// The number of the newest arrival that it was told; absent in ranks of earlier versions.
     pub heard: Option<u64>,
 }
 
-/// What a rank that asked to enter is told.
+/// The answer to a rank that asks to enter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Answered {
-    /// The newest arrival of a process.
+    /// The number of the newest arrival.
     pub arrivals: u64,
-    /// Inside, or why not yet.
+    /// The attempt that it entered, or why it must wait.
     pub entry: Result<Entry, String>,
 }
 
-/// What a rank that entered is told.
+/// The answer to a rank that entered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     /// Its attempt.
     pub attempt: Attempt,
-    /// Where the attempt lies, as the coordinator sees it.
+    /// The attempt's directory, as the coordinator sees it.
     pub directory: PathBuf,
     /// Hash of the `run.json` there.
     pub run_record: TrustHash,
-    /// It opened the attempt, and ranks have yet to enter: it goes on saying that it lives.
+    /// True if it opened the attempt and not all ranks have entered: it must repeat its request, to
+    /// show that it is alive.
     pub vouch: bool,
 }
 
@@ -82,24 +83,24 @@ pub(crate) struct FileClaim {
     pub header_hash: TrustHash,
 }
 
-/// What an adapter may do about a claimed file.
+/// What the service may do with a claimed file.
 pub(crate) enum Admission {
     /// It was reported before, with this many shards.
     Known(u64),
-    /// It may be looked at, or received, in this attempt of this world size.
+    /// It may be checked in place, or received, in this attempt of this world size.
     Wanted(AttemptDir, u32),
 }
 
-/// What a heartbeat is answered.
+/// The answer to a heartbeat.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Orders {
-    /// A plan that the rank did not know.
+    /// A plan that the rank does not know yet.
     pub plan: Option<Planned>,
-    /// Triggers that are not settled for it.
+    /// Triggers that the rank has not settled.
     pub triggers: Vec<Trigger>,
     /// Why its report triggered nothing.
     pub report_refused: Option<String>,
-    /// Every rank that is there is being closed.
+    /// True when every rank that is not absent is leaving.
     pub all_leaving: bool,
 }
 
@@ -108,29 +109,29 @@ pub(crate) struct Orders {
 pub(crate) struct PlanAsk {
     /// What it replaces.
     pub changes: Changes,
-    /// This many steps from the first that every rank can hear of.
+    /// If set, this many steps are recorded, from the first that every rank can still be told of.
     pub next: Option<u64>,
 }
 
-/// A wish to record.
+/// A request to trigger a recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TriggerAsk {
-    /// Who saw something; `None`: a person.
+    /// The rank that asks; `None` if a person does.
     pub rank: Option<Rank>,
-    /// What, in words.
+    /// The reason, in words.
     pub reason: String,
-    /// Where it was seen; `None`: wherever the job is.
+    /// The step that caused it; `None`: the newest step that a rank has begun.
     pub seen: Option<Step>,
-    /// Which step to record; `None`: the next that every rank can hear of.
+    /// The step to record; `None`: the next that every rank can still be told of.
     pub record: Option<Step>,
 }
 
 /// A question about a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepAsk {
-    /// Which.
+    /// The step.
     pub step: Step,
-    /// Without the lists of ranks.
+    /// True: without the lists of ranks.
     pub brief: bool,
 }
 
@@ -138,9 +139,9 @@ pub(crate) type Reply<T> = oneshot::Sender<Result<T, Refusal>>;
 
 pub(crate) enum Request {
     Join(Join, Reply<Answered>),
-    /// May these files be looked at? One answer for each.
+    /// Asks whether these files may be checked or received: one answer for each.
     Admit(Member, Step, Vec<FileClaim>, Reply<Vec<Result<Admission, Refusal>>>),
-    /// These files are durable; the shards of each.
+    /// Reports files that are durable; the answer has the number of shards of each.
     Report(Member, Step, Vec<FileRecord>, Reply<Vec<Result<u64, Refusal>>>),
     Close(Member, Step, Closing, Reply<bool>),
     Status(Name, Attempt, StepAsk, Reply<StepStatus>),
@@ -150,7 +151,7 @@ pub(crate) enum Request {
     Trigger(Name, TriggerAsk, Reply<Trigger>),
     Unsettled(Reply<Vec<Unsettled>>),
     Totals(Reply<Totals>),
-    /// Where a member's attempt lies, and of how many ranks it is.
+    /// The directory of a member's attempt, and its world size.
     Place(Member, Reply<(AttemptDir, u32)>),
     Tick,
 }

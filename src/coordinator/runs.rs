@@ -1,4 +1,4 @@
-//! Every run of the store and its attempts; finds the one a request means.
+//! All runs of the store with their attempts; finds the one that a request concerns.
 
 mod steering;
 
@@ -22,7 +22,7 @@ use crate::faults;
 use crate::identity::{Attempt, Name, Rank};
 use crate::store::{AttemptDir, Backend, layout};
 
-/// The store as the coordinator knows it.
+/// The runs of a store, and the coordinator's configuration.
 pub(crate) struct Runs {
     backend: Backend,
     store: PathBuf,
@@ -32,30 +32,30 @@ pub(crate) struct Runs {
     step_deadline: Duration,
     rules: Rules,
     runs: BTreeMap<Name, Run>,
-    /// Drawn anew whenever a coordinator starts.
+    /// A random number, drawn when the coordinator starts.
     arrivals_begin: u64,
-    /// Attempts that took an event since the last flush.
+    /// Attempts that have staged events since the last flush.
     touched: BTreeSet<(Name, Attempt)>,
 }
 
 #[derive(Default)]
 struct Run {
     attempts: BTreeMap<Attempt, AttemptLog>,
-    /// Attempts whose journal cannot be believed, and why.
+    /// Attempts whose journal is damaged, with the reason.
     damaged: BTreeMap<Attempt, String>,
     launch: Launch,
-    /// Who asked to enter; forgotten with this process.
+    /// The processes that asked to enter; not durable.
     arrivals: Arrivals,
 }
 
 impl Runs {
-    /// Loads what the store holds and proves that it can be written.
+    /// Tests that the store can be written and loads its runs.
     pub(crate) fn open(config: &Config, backend: &Backend) -> Result<Runs, StartError> {
         let unusable = |source: io::Error| StartError::Store { path: config.store.clone(), source };
         backend.prove_writable(&config.store).map_err(unusable)?;
         let mut runs = Runs {
             backend: backend.clone(),
-            // Ranks are told where to write: they may have other working directories.
+            // Ranks receive this path and may have other working directories: it must be absolute.
             store: match backend {
                 Backend::Directory => std::fs::canonicalize(&config.store).map_err(unusable)?,
                 Backend::Bucket(_) => config.store.clone(),
@@ -78,7 +78,7 @@ impl Runs {
         Ok(runs)
     }
 
-    /// Enters a rank into a run and stages what that changes; or says why it waits.
+    /// Enters a rank into a run and stages the events for it, or says why it must wait.
     pub(crate) fn join(&mut self, join: Join, now_ms: u64) -> Result<Choice, Refusal> {
         self.check_join(&join)?;
         let directory = self.store.join(join.run.as_str());
@@ -148,7 +148,7 @@ impl Runs {
         Ok(())
     }
 
-    /// What a rank that asked to enter is told, once that is durable.
+    /// The answer to a rank that asked to enter, once its events are durable.
     pub(crate) fn answer(
         &mut self,
         run: &Name,
@@ -174,7 +174,7 @@ impl Runs {
         Ok(Answered { arrivals, entry: Ok(entry) })
     }
 
-    /// An attempt that is usable, whoever asks.
+    /// An attempt, if it is usable.
     pub(crate) fn log(&mut self, run: &Name, attempt: Attempt) -> Result<&mut AttemptLog, Refusal> {
         let unknown = || Refusal::UnknownRun { run: run.clone() };
         let known = self.runs.get_mut(run).ok_or_else(unknown)?;
@@ -186,7 +186,7 @@ impl Runs {
         Ok(log)
     }
 
-    /// The attempt that a member may still add to.
+    /// The attempt of a member, if the member may still add events to it.
     pub(crate) fn member(&mut self, member: &Member) -> Result<&mut AttemptLog, Refusal> {
         let latest = self.runs.get(&member.run).and_then(Run::newest);
         let superseded = |latest: &Attempt| member.attempt < *latest;
@@ -215,8 +215,8 @@ impl Runs {
         Ok(())
     }
 
-    /// Makes everything staged durable, one fsync for each attempt, and commits
-    /// the steps that became complete.
+    /// Makes all staged events durable, with one fsync per attempt, and commits the steps that
+    /// became complete.
     pub(crate) fn flush(&mut self, now_ms: u64) {
         for (run, attempt) in std::mem::take(&mut self.touched) {
             let known = self.runs.get_mut(&run);
@@ -224,7 +224,7 @@ impl Runs {
                 log.flush(now_ms);
                 log.commit();
                 if log.stalled() {
-                    // Whatever comes next, a tick at the latest, tries again.
+                    // The next flush, at the latest that of the next tick, tries again.
                     self.touched.insert((run, attempt));
                 }
             }
@@ -239,7 +239,7 @@ impl Runs {
         logs.for_each(AttemptLog::commit);
     }
 
-    /// Names steps that took too long, and tries failed commits again.
+    /// Tries failed commits again and logs steps whose deadline has passed.
     pub(crate) fn tick(&mut self, now_ms: u64) {
         self.commit_all();
         let deadline_ms = u64::try_from(self.step_deadline.as_millis()).unwrap_or(u64::MAX);
@@ -263,7 +263,7 @@ impl Runs {
         Ok(Overview { directory: log.directory.path.clone(), ..log.state.overview() })
     }
 
-    /// The newest attempts, in numbers.
+    /// The totals over the newest attempt of each run.
     pub(crate) fn totals(&self) -> Totals {
         let newest = self.runs.values().filter_map(|run| run.attempts.values().next_back());
         newest.fold(Totals { runs: self.runs.len() as u64, ..Totals::default() }, |sum, log| {
@@ -275,7 +275,7 @@ impl Runs {
     pub(crate) fn unsettled(&self) -> Vec<Unsettled> {
         let newest = self.runs.values().filter_map(|run| run.attempts.values().next_back());
         let unsettled = |log: &AttemptLog| match log.usable() {
-            // Nothing that is waited for comes any more.
+            // A poisoned attempt accepts no events: its steps will not be completed.
             Err(Refusal::Poisoned { reason, .. }) => {
                 let given_up = |step| Unsettled { partial: true, missing: reason.clone(), ..step };
                 log.state.unsettled().into_iter().map(given_up).collect()
@@ -287,12 +287,12 @@ impl Runs {
 }
 
 impl Run {
-    /// A run that nothing is known of.
+    /// A new run.
     fn begin(arrivals_begin: u64) -> Run {
         Run { arrivals: Arrivals::begin(arrivals_begin), ..Run::default() }
     }
 
-    /// Which attempt a rank enters, if that can be said yet.
+    /// Chooses the attempt that a rank enters, or has it wait.
     fn choose(&mut self, join: &Join, world_size: u32) -> Result<Choice, Refusal> {
         if let Some(heard) = join.heard {
             self.arrivals.note((join.rank, join.incarnation), join.launch.as_ref(), heard);
@@ -307,7 +307,7 @@ impl Run {
         };
         let entered = self.entered(join.rank, join.incarnation);
         match (entered.filter(|_| join.attempt.is_none()), self.newest()) {
-            // A process enters once, and asks again where it missed the answer.
+            // A process enters only one attempt; it repeats its request if it missed the answer.
             (Some(entered), Some(newest)) if entered < newest => {
                 Err(entrant.superseded(entered, newest))
             }

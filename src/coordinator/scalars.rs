@@ -1,8 +1,8 @@
-//! Rows of scalars from ranks that do not share the store: appended to the files that a
-//! rank beside the store writes itself.
+//! Stores rows of scalars from ranks that do not share the store, in the same files that a rank
+//! with access to the store writes itself.
 //!
-//! Rows are counted per process, so a batch that is sent again changes nothing. The count
-//! is read back from the file after a restart of the coordinator.
+//! Rows are counted per process, so that a batch that is sent again changes nothing. After a
+//! restart of the coordinator the count is read from the file.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -26,20 +26,20 @@ pub(crate) struct SentRows {
     pub(crate) rows: Vec<Row>,
 }
 
-/// Run, launch and rank that a set of files belongs to.
+/// The run, launch and rank to which a set of files belongs.
 type Whose = (Name, Attempt, Rank);
 
-/// The files of every rank that sends.
+/// The files of all ranks that send rows.
 pub(crate) struct Scalars {
     backend: Backend,
     open: Mutex<HashMap<Whose, Arc<Mutex<Files>>>>,
 }
 
-/// The files of one rank, and which of its processes they were opened for.
+/// The files of one rank, and the process for which they were opened.
 #[derive(Default)]
 struct Files(Option<(u64, Kept)>);
 
-/// Where the rows of one process are kept.
+/// Where the rows of one process are stored.
 enum Kept {
     Files(Box<ScalarFiles>),
     Objects(Box<ScalarObjects>),
@@ -50,7 +50,7 @@ impl Scalars {
         Scalars { backend, open: Mutex::default() }
     }
 
-    /// Appends what is new of the rows; the number of rows of this process in the files.
+    /// Appends those rows that are new; returns the number of rows of this process in the files.
     pub(crate) fn append(
         &self,
         sent: SentRows,
@@ -65,12 +65,12 @@ impl Scalars {
                 Entry::Vacant(slot) => slot.insert(Arc::default()).clone(),
             }
         };
-        // One rank at a time here; other ranks do not wait for its disk.
+        // The lock is per rank, so that ranks do not wait for each other's writes.
         let mut files = files.lock().unwrap_or_else(PoisonError::into_inner);
         let kept = files.of(&self.backend, &sent, attempt, world_size)?;
         let known = kept.rows();
         let Some(skip) = known.checked_sub(sent.first) else {
-            // Rows before these are missing: the rank sends from here on again.
+            // Earlier rows are missing: the rank must send again from this number on.
             return Ok(known);
         };
         let new = sent.rows.get(usize::try_from(skip).unwrap_or(usize::MAX)..).unwrap_or_default();
@@ -130,7 +130,7 @@ impl Kept {
 
     fn append(&mut self, rows: &[Row]) -> io::Result<()> {
         match self {
-            // What becomes of the copies for other readers does not matter here.
+            // An error of the CSV or the events does not matter here.
             Kept::Files(files) => files.append(rows).map(drop),
             Kept::Objects(objects) => objects.append(rows),
         }
@@ -163,8 +163,8 @@ mod tests {
         }
     }
 
-    /// Goal: sending is idempotent, also over a restart. Method: overlapping, repeated and
-    /// premature batches, and a second service over the same store.
+    /// Goal: sending is idempotent, also after a restart. Method: overlapping, repeated and
+    /// premature batches, and a second service on the same store.
     fn sent_again(backend: &Backend, store: &Path) {
         let attempt = AttemptDir::of(store, Attempt(0));
         let first = Scalars::new(backend.clone());

@@ -1,5 +1,5 @@
-//! Connections to who serves the numbers: a bounded number, each for a bounded time. It speaks
-//! plain HTTP to whoever comes, and who only holds connections must not take the descriptors that
+//! Connections to the metrics server: their number and their duration are limited. The server
+//! accepts plain HTTP from everybody, and idle connections must not take the file descriptors that
 //! ranks need.
 
 use std::io;
@@ -17,15 +17,15 @@ use tokio::time::{Sleep, sleep};
 
 use super::limits::{SCRAPE, SCRAPES};
 
-/// Accepts as many as there are places for.
+/// A listener that limits the number of open connections.
 pub(super) struct Scrapes {
     listener: TcpListener,
     places: Arc<Semaphore>,
-    /// Each of them at most.
+    /// Longest duration of a connection.
     lasts: Duration,
 }
 
-/// One of them, until its time is over.
+/// A connection, until its time is over.
 pub(super) struct Scrape {
     stream: TcpStream,
     end: Pin<Box<Sleep>>,
@@ -44,7 +44,7 @@ impl Listener for Scrapes {
 
     async fn accept(&mut self) -> (Scrape, SocketAddr) {
         let Ok(place) = self.places.clone().acquire_owned().await else {
-            // Never closed: this does not come.
+            // The semaphore is never closed, so that this is not reached.
             return std::future::pending().await;
         };
         let (stream, from) = Listener::accept(&mut self.listener).await;
@@ -57,7 +57,7 @@ impl Listener for Scrapes {
 }
 
 impl Scrape {
-    /// What is still going on, or that the time is over.
+    /// The result of a poll, or an error if the connection's time is over.
     fn in_time<T>(
         &mut self,
         polled: Poll<io::Result<T>>,
@@ -106,8 +106,8 @@ mod tests {
 
     use super::*;
 
-    /// Goal: who holds connections takes no more than there are, and not for ever. Method: as many
-    /// that say nothing as are accepted.
+    /// Goal: idle connections are limited in number and in time. Method: as many idle connections
+    /// as are accepted.
     #[tokio::test]
     async fn whoever_only_holds_connections_takes_few_and_not_for_long() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

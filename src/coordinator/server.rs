@@ -1,4 +1,4 @@
-//! The async shell: accepts connections, ticks, stops gracefully.
+//! The async server: accepts connections, sends ticks and shuts down gracefully.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -32,8 +32,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// Loads the store: every attempt that an earlier coordinator acknowledged
-    /// goes on where it was.
+    /// Loads the store: attempts of an earlier coordinator continue from what it acknowledged.
     pub fn open(config: &Config) -> Result<Coordinator, StartError> {
         if config.world_size == 0 {
             return Err(StartError::NoRanks);
@@ -50,7 +49,7 @@ impl Coordinator {
         })
     }
 
-    /// For whoever runs the coordinator in its own process.
+    /// A handle to the actor, for programs that run a coordinator in their own process.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
@@ -71,7 +70,7 @@ impl Coordinator {
         let service = InterceptedService::new(service, door);
         let (reporter, health) = tonic_health::server::health_reporter();
         reporter.set_serving::<CoordinatorServer<Service>>().await;
-        // Dropped, and so ended, with this call.
+        // The metrics server ends when this is dropped at the end of the call.
         let _scraped = match self.metrics {
             Some(address) => Some(scraped(address, metrics, self.handle.clone()).await?),
             None => None,
@@ -97,14 +96,14 @@ impl Coordinator {
         }
         reporter.set_not_serving::<CoordinatorServer<Service>>().await;
         drop(stop);
-        // A peer that keeps its call open does not keep the coordinator up:
-        // nothing that it was not told is lost.
+        // A peer that keeps its call open does not delay the end for longer; whatever was
+        // acknowledged is durable.
         let _ = tokio::time::timeout(limits::SHUTDOWN_GRACE, serving).await;
         Ok(())
     }
 }
 
-/// Starts to serve the numbers; aborted when it is dropped with its set.
+/// Starts the metrics server, which ends when the returned set is dropped.
 async fn scraped(
     address: SocketAddr,
     metrics: Metrics,
@@ -123,8 +122,8 @@ async fn scraped(
     Ok(tasks)
 }
 
-/// How a coordinator is spoken to: encrypted and with certificates of the authority alone, where
-/// it has one, and within its limits.
+/// The gRPC server's settings: its limits, and TLS with client certificates of the authority if
+/// there is one.
 pub fn transport(tls: Option<&Tls>) -> Result<Server, StartError> {
     let mut server = Server::builder();
     if let Some(tls) = tls {

@@ -1,14 +1,15 @@
-//! Goal: whatever the network, the processes and the disk do, nothing acknowledged is lost, what
-//! is committed is whole, stays, and holds one attempt, once the faults end the job commits, and
-//! the ranks of one launch meet in one attempt, which no process of another launch enters.
+//! Goal: whatever the network, the processes and the disk do, nothing acknowledged is lost; a
+//! committed step is complete, stays committed and contains one attempt only; once the faults end
+//! the job commits; and the ranks of one launch enter one attempt, which no process of another
+//! launch enters.
 //!
-//! Method: the real requests, state machine, journal and manifests of the actor, one request
-//! after the other, between simulated ranks. A seed draws everything: which message arrives next,
-//! which is lost or doubled, when the coordinator dies (before its journal's fsync, before the
-//! manifest's link, before its answers) and what of the unsynced line is left, when a rank or the
-//! job is restarted, at once and again and again. What the dead had sent arrives later; where
-//! launches have names, processes of old ones live on. The oracle is what the ranks were told,
-//! and who was started with whom. The same seed gives the same trace.
+//! Method: the actor's real requests, state machine, journal and manifests run with simulated
+//! ranks, one request after the other. A seed determines everything: which message arrives next,
+//! which is lost or duplicated, when the coordinator dies (before its journal's fsync, before the
+//! manifest's link, before its answers) and how much of the unsynced line remains, and when ranks
+//! or the job are restarted. Messages of dead processes arrive later; if launches have names,
+//! processes of old launches live on. The results are checked against what the ranks were told and
+//! which processes were started together. The same seed gives the same trace.
 //!
 //! `BACKTAPE_SEED` and `BACKTAPE_SIMULATIONS` choose other seeds and how many.
 
@@ -31,7 +32,7 @@ use crate::identity::{Attempt, Name, Rank, Step};
 use crate::manifest::Manifest;
 use crate::store::{AttemptDir, Backend, layout};
 
-/// Moves with faults, and moves that the job then has to get done.
+/// Number of moves with faults, and of moves without in which the job must finish.
 const FAULTY: u32 = 400;
 const CALM: u32 = 20_000;
 
@@ -56,32 +57,32 @@ impl Random {
     }
 }
 
-/// A file that a rank was told is safe: where, and which.
+/// The files that ranks were told are durable, with their header hashes.
 type Acknowledged = BTreeMap<(Attempt, Step, Rank, Name), TrustHash>;
 
-/// Everything of one seed.
+/// The simulated job, network and store of one seed.
 struct World {
     random: Random,
     store: tempfile::TempDir,
     runs: Option<Runs>,
     kind: Kind,
-    /// Restarts in a thousand moves.
+    /// Restarts per thousand moves.
     restarts: usize,
     job: Vec<Process>,
-    /// Those of old launches that nobody ended.
+    /// Processes of old launches that were not killed.
     left_over: Vec<Process>,
     processes: u64,
     launches: u64,
-    /// Which launch each process is of.
+    /// The launch of each process.
     launch_of: BTreeMap<u64, u64>,
-    /// Launches of which one rank was started again alone, as no launcher should.
+    /// Launches of which a single rank was restarted, which launchers should not do.
     torn: BTreeSet<u64>,
     requests: Vec<(u64, Ask)>,
     answers: Vec<(u64, Told)>,
     acknowledged: Acknowledged,
     /// Steps that a rank was told are committed.
     committed: Vec<(Attempt, Step)>,
-    /// Manifests that were seen at their final names.
+    /// Manifests that existed at some time, with their hashes.
     seen: BTreeMap<PathBuf, TrustHash>,
     now_ms: u64,
     trace: Vec<u8>,
@@ -93,8 +94,8 @@ fn run_name() -> Name {
 
 impl World {
     fn new(seed: u64) -> World {
-        // A directory in memory: an fsync there costs nothing, and what a crash leaves of the
-        // journal is chosen below.
+        // A directory in memory, where an fsync costs nothing; what a crash leaves of the journal
+        // is drawn below.
         let memory = Path::new("/dev/shm");
         let place = if memory.is_dir() { memory.into() } else { std::env::temp_dir() };
         let store = tempfile::Builder::new().prefix("backtape-").tempdir_in(place).unwrap();
@@ -102,7 +103,7 @@ impl World {
         let kind = [Kind::Before, Kind::Nameless, Kind::Nameless, Kind::Named, Kind::Named];
         let mut world = World {
             kind: kind[random.below(kind.len())],
-            // Seldom, or no step would come to its end while there are faults; or so often that
+            // Either seldom, so that steps complete while there are faults, or so often that
             // launches are killed while their ranks enter.
             restarts: if random.percent(60) { 3 } else { 40 },
             random,
@@ -130,7 +131,8 @@ impl World {
     fn start_coordinator(&mut self) {
         let config = Config::new(self.store.path(), RANKS);
         let mut runs = Runs::open(&config, &Backend::Directory).unwrap();
-        // A manifest is never ahead of the journal: what a restart finds committed it knows whole.
+        // A manifest is never ahead of the journal: the journal contains every event of a step
+        // whose manifest exists.
         for attempt in
             AttemptDir::list(&Backend::Directory, &self.store.path().join("run")).unwrap()
         {
@@ -144,7 +146,7 @@ impl World {
         self.runs = Some(runs);
     }
 
-    /// Every rank is a new process. The old ones are dead, or some live on.
+    /// Starts every rank as a new process. The old processes die, or some live on.
     fn launch(&mut self) {
         let old = std::mem::take(&mut self.job);
         if self.kind == Kind::Named {
@@ -164,7 +166,7 @@ impl World {
         Process::new(rank, self.processes, self.launches, self.kind)
     }
 
-    /// Starts one rank again alone.
+    /// Restarts a single rank.
     fn tear(&mut self, index: usize) {
         self.torn.insert(self.launches);
         self.job[index] = self.start(self.job[index].rank);
@@ -175,7 +177,7 @@ impl World {
         self.trace.extend(number.to_le_bytes());
     }
 
-    /// One move of the world; without faults nothing is lost, doubled or killed.
+    /// One move of the simulation; without faults nothing is lost, duplicated or killed.
     fn step(&mut self, faults: bool) {
         self.now_ms += 1 + self.random.next() % 50;
         match self.random.below(1000) {
@@ -205,7 +207,8 @@ impl World {
         self.tear(index);
     }
 
-    /// Some requests reach the coordinator together and share a flush; it may die in it.
+    /// Delivers some requests to the coordinator, which share a flush; the coordinator may die
+    /// during it.
     fn deliver_requests(&mut self, faults: bool) {
         let mut batch = Vec::new();
         for _ in 0..1 + self.random.below(3) {
@@ -232,11 +235,12 @@ impl World {
             waiting.push((incarnation, ask, told));
         }
         if self.random.percent(10) {
-            // The clock's tick shares a flush with what came before it.
+            // The tick is in the same batch as the requests before it.
             runs.tick(self.now_ms);
         }
         if faults && self.random.percent(4) {
-            // Dead before the fsync: of its line some bytes may have reached the disk.
+            // The coordinator dies before the fsync: some bytes of its line may have reached the
+            // disk.
             drop(runs);
             self.leave_torn_line();
             return self.start_coordinator();
@@ -255,7 +259,7 @@ impl World {
         }
     }
 
-    /// Dead before the manifests were linked, or only before the answers.
+    /// The coordinator dies before the manifests are linked, or after that and before the answers.
     fn die_after_the_flush(&mut self, mut runs: Runs) {
         let before = self.manifests();
         runs.flush(self.now_ms);
@@ -299,7 +303,7 @@ impl World {
         if faults && self.random.percent(15) {
             return;
         }
-        // Told to a process that has died since: nobody heard it.
+        // The answer to a process that has died is lost.
         let mut living = self.job.iter_mut().chain(&mut self.left_over);
         let Some(process) = living.find(|p| p.incarnation == incarnation) else {
             return;
@@ -317,7 +321,7 @@ impl World {
         let whole = self.kind != Kind::Before && !self.torn.contains(&launch);
         assert!(!whole, "rank {rank} of the latest launch, {launch}, was refused: {told:?}");
         match self.kind {
-            // The launcher restarts the others too, as they are refused.
+            // The launcher restarts the other ranks too, because they are refused.
             Kind::Before => self.tear(rank),
             Kind::Nameless | Kind::Named => self.launch(),
         }
@@ -329,14 +333,15 @@ impl World {
         self.start_coordinator();
     }
 
-    /// A prefix of a line, as a write that was cut off leaves it.
+    /// Appends a prefix of a line to the journal, as an interrupted write does.
     fn leave_torn_line(&mut self) {
         let run = self.store.path().join("run");
         let Ok(attempts) = AttemptDir::list(&Backend::Directory, &run) else { return };
         let Some(last) = attempts.last() else { return };
         let path = last.path.join(layout::JOURNAL);
         let Ok(bytes) = std::fs::read(&path) else { return };
-        // A copy of the journal's last line: sound alone, and not in its place.
+        // The prefix of a copy of the journal's last line: also the whole copy is invalid in this
+        // place.
         let line = bytes.split_inclusive(|&b| b == b'\n').next_back().unwrap_or_default();
         let torn = &line[..self.random.below(line.len().max(1))];
         std::fs::write(&path, [&bytes, torn].concat()).unwrap();
@@ -353,7 +358,7 @@ impl World {
         steps.filter_map(|step| read(step.manifest())).collect()
     }
 
-    /// Committed is never undone: what was seen stands, in the same bytes.
+    /// Checks that no manifest that existed was changed or removed.
     fn check_manifests(&mut self) {
         let stand = self.manifests();
         for (path, hash) in &self.seen {
@@ -362,7 +367,7 @@ impl World {
         self.seen = stand;
     }
 
-    /// What was told holds after everything died once more.
+    /// Checks, after another restart, that everything that ranks were told holds.
     fn check(&mut self) {
         self.kill_coordinator();
         self.check_manifests();
@@ -386,7 +391,8 @@ impl World {
         }
     }
 
-    /// Who was started together is in one attempt, and alone there.
+    /// Checks that the processes of each launch are in one attempt, without those of other
+    /// launches.
     fn check_launches(&self, runs: &mut Runs) {
         let run = self.store.path().join("run");
         let mut met = BTreeMap::new();
@@ -403,7 +409,8 @@ impl World {
         }
     }
 
-    /// A manifest lists all that its attempt's ranks counted, and nothing of another attempt.
+    /// Checks that a manifest lists all files that its attempt's ranks counted, and none of another
+    /// attempt.
     fn check_manifest(&self, runs: &mut Runs, path: &Path) {
         let manifest = Manifest::from_bytes(&std::fs::read(path).unwrap()).unwrap();
         let log = runs.log(&run_name(), manifest.attempt).unwrap();
@@ -418,7 +425,7 @@ impl World {
     }
 }
 
-/// An answer that the actor has yet to give.
+/// The receiver of an answer that the actor has not given yet.
 enum Waiting {
     Join(oneshot::Receiver<Result<Answered, Refusal>>),
     Shards(oneshot::Receiver<Result<Vec<Result<u64, Refusal>>, Refusal>>),
@@ -449,14 +456,15 @@ impl Waiting {
     }
 }
 
-/// One seed to its end; the hash of all that happened.
+/// Runs the simulation of one seed to its end and returns the hash of its trace.
 fn simulate(seed: u64) -> TrustHash {
     let mut world = World::new(seed);
     for _ in 0..FAULTY {
         world.step(true);
     }
     world.check_manifests();
-    // A launch that is whole gets through; of another, launchers start all ranks again.
+    // Without faults a complete launch must finish; for one of which a single rank was restarted,
+    // launchers restart all ranks.
     if world.kind != Kind::Before && world.torn.contains(&world.launches) {
         world.launch();
     }

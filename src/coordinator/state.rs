@@ -1,14 +1,14 @@
-//! The state of one attempt: pure, without clock or I/O. An event is checked,
-//! journalled by the shell, then applied.
+//! The state of one attempt: pure, without clock or I/O. `AttemptLog` checks each event, applies it
+//! and writes it to the journal.
 //!
-//! A step is complete when every rank closed its part and every file that they
-//! counted is reported. It is committed once the shell has put its manifest at
-//! its final name and said so; that is never undone.
+//! A step is complete when every rank has closed its part and every file that the closes count is
+//! reported. It is committed once its manifest is written and `set_committed` was called; that is
+//! never undone.
 //!
-//! Of a file its text in the manifest is kept until then, and afterwards its hash and its
-//! counts; of a step that was committed a while ago only sums, as its manifest knows the rest:
-//! memory does not grow with what is dumped. Sums are kept as events come, so that nobody who
-//! asks waits for a walk over all shards.
+//! To limit memory, a file's text for the manifest is kept only until the step is committed, and
+//! then its hash and counts; of a step that was committed a while ago only sums are kept
+//! ("released"), as its manifest has the rest. Sums are updated with each event, so that answering
+//! a question needs no walk over all shards.
 
 mod released;
 mod step;
@@ -31,12 +31,12 @@ use crate::placement::{Mesh, Reduction};
 use crate::shard::{ShardRecord, TensorKey};
 use crate::store::layout;
 
-/// What a check says of an acceptable event.
+/// The result of checking an acceptable event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// Journal and apply it.
+    /// It is new: to be applied and journalled.
     New,
-    /// It happened before, exactly so: answer without recording it again.
+    /// The same event happened before: it is answered without being recorded again.
     Known,
 }
 
@@ -46,25 +46,25 @@ pub(crate) struct AttemptState {
     pub(super) opened: Opened,
     pub(super) mesh: Mesh,
     pub(super) ranks: BTreeMap<Rank, Joined>,
-    /// Those that are not committed, and of the committed ones the latest.
+    /// The steps that are not committed, and the latest committed ones.
     pub(super) steps: BTreeMap<Step, StepState>,
-    /// Committed ones of which the manifest alone knows more.
+    /// The older committed steps, of which only sums are kept.
     pub(super) released: BTreeMap<Step, Sums>,
-    /// Why committed ones are not whole: a rank ended them early.
+    /// For committed steps that are incomplete because a rank stopped recording early: the reason.
     pub(super) cut_short: BTreeMap<Step, String>,
-    /// What the ranks were asked while they ran.
+    /// Plans and triggers.
     orders: Orders,
-    /// Complete, and not known to be committed.
+    /// Steps that are complete and not known to be committed.
     ready: BTreeSet<Step>,
-    /// Not known to be committed.
+    /// Steps that are not known to be committed.
     pub(super) open: BTreeSet<Step>,
-    /// How many of those are overdue.
+    /// How many open steps are overdue.
     pub(super) overdue: u64,
-    /// Of all steps.
+    /// Sums over all steps.
     pub(super) sums: Sums,
-    /// Bytes of what each rank said of steps that are not committed.
+    /// Bytes kept in memory of each rank's events of steps that are not committed.
     held: BTreeMap<Rank, u64>,
-    /// Why the latest manifest could not be written; empty where it could.
+    /// Why the latest manifest could not be written; empty if it could.
     pub(super) trouble: String,
 }
 
@@ -88,12 +88,12 @@ impl AttemptState {
         }
     }
 
-    /// What was known when it began.
+    /// The data that were fixed when it began.
     pub(crate) fn opened(&self) -> &Opened {
         &self.opened
     }
 
-    /// What the ranks were asked while they ran.
+    /// Plans and triggers.
     pub(crate) fn orders(&self) -> &Orders {
         &self.orders
     }
@@ -108,7 +108,7 @@ impl AttemptState {
         self.ranks.len() as u64 >= u64::from(self.opened.world_size)
     }
 
-    /// Header hashes of a rank's files that were reported of a step, by name.
+    /// Header hashes of a rank's reported files of a step, by name.
     #[cfg(test)]
     pub(super) fn files(&self, step: Step, rank: Rank) -> BTreeMap<Name, TrustHash> {
         let files = self.steps.get(&step).map(StepState::header_hashes).unwrap_or_default();
@@ -116,7 +116,7 @@ impl AttemptState {
         own.map(|((_, name), hash)| (name, hash)).collect()
     }
 
-    /// Header hashes of all files of a step, where every rank reported what it counted.
+    /// Header hashes of all files of a step, if every rank reported what it counted.
     pub(super) fn complete_files(&self, step: Step) -> Option<BTreeMap<(Rank, Name), TrustHash>> {
         let state = self.steps.get(&step)?;
         state.complete(self.opened.world_size).then(|| state.header_hashes())
@@ -129,7 +129,7 @@ impl AttemptState {
         (0..self.opened.world_size).map(Rank).filter(open).collect()
     }
 
-    /// The head that was declared first of a step.
+    /// The loss head that was declared first for a step.
     pub(super) fn head(&self, step: Step) -> Option<&HeadDeclaration> {
         self.steps.get(&step)?.head.as_ref().map(|(_, head)| head)
     }
@@ -141,19 +141,19 @@ impl AttemptState {
         file.map_or(0, |file| file.sums.shards)
     }
 
-    /// Files of one rank in a step, and the bytes of their shards.
+    /// The number of one rank's files in a step, and the bytes of their shards.
     pub(super) fn brought(&self, step: Step, rank: Rank) -> (u32, u64) {
         let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
         let own = own.into_iter().flat_map(KeptFiles::values);
         own.fold((0, 0), |(n, sum), file| (n + 1, file.sums.bytes.saturating_add(sum)))
     }
 
-    /// Bytes of what a rank said of steps that are not committed.
+    /// Bytes kept in memory of a rank's events of steps that are not committed.
     pub(super) fn held(&self, rank: Rank) -> u64 {
         self.held.get(&rank).copied().unwrap_or_default()
     }
 
-    /// True when the manifest of a step is known to stand at its final name.
+    /// True when a step's manifest is known to exist.
     pub(crate) fn is_committed(&self, step: Step) -> bool {
         self.is_released(step) || self.steps.get(&step).is_some_and(|state| state.committed)
     }
@@ -170,7 +170,7 @@ impl AttemptState {
         }
     }
 
-    /// Judges an event without changing anything.
+    /// Checks an event without changing anything.
     pub(crate) fn check(&self, event: &Event) -> Result<Outcome, Refusal> {
         event.step().map_or(Ok(()), |step| self.check_known(step))?;
         match event {
@@ -212,8 +212,8 @@ impl AttemptState {
         }
     }
 
-    /// Judges a report by the file's name and header hash alone, so that an
-    /// upload can be refused, or found known, before its bytes move.
+    /// Checks a report by the file's name and header hash alone, so that an upload can be refused,
+    /// or answered as known, before its bytes are sent.
     pub(crate) fn check_header(
         &self,
         step: Step,
@@ -243,8 +243,8 @@ impl AttemptState {
         }
     }
 
-    /// Every record must speak for the file's own rank and attempt, and lie in
-    /// the file that the layout gives it: no rank can answer for another.
+    /// Refuses records of another rank or attempt than the file's, and records in another file than
+    /// the layout prescribes, so that no rank can report for another.
     fn check_records(&self, step: Step, file: &FileRecord) -> Result<(), Refusal> {
         let rank = file.rank;
         let foreign =
@@ -300,8 +300,7 @@ impl AttemptState {
         Ok(Outcome::New)
     }
 
-    /// Applies an event that [`AttemptState::check`] found new; `at_ms` is when
-    /// it was journalled.
+    /// Applies an event that [`AttemptState::check`] found new; `at_ms` is the time of its batch.
     pub(crate) fn apply(&mut self, event: Event, at_ms: u64) {
         match event {
             Event::Opened(_) => {}
@@ -344,18 +343,18 @@ impl AttemptState {
         })
     }
 
-    /// Complete steps whose manifest is not known to be at its final name.
+    /// Complete steps whose manifest is not known to exist.
     pub(crate) fn uncommitted(&self) -> Vec<Step> {
         self.ready.iter().copied().collect()
     }
 
-    /// True of those.
+    /// True of those steps.
     pub(crate) fn is_ready(&self, step: Step) -> bool {
         self.ready.contains(&step)
     }
 
-    /// The manifest of a complete step that is not committed, as it will stand at its final
-    /// name: the same bytes from the same events.
+    /// The contents of the manifest of a complete step that is not committed. The same events give
+    /// the same bytes.
     pub(crate) fn manifest(&self, step: Step) -> Option<Vec<u8>> {
         let state = self.steps.get(&step)?;
         if state.committed || !state.complete(self.opened.world_size) {
@@ -379,7 +378,7 @@ impl AttemptState {
         Some(manifest.to_bytes_of(state.texts()))
     }
 
-    /// The step's manifest stands at its final name.
+    /// Marks a step as committed: its manifest exists.
     pub(crate) fn set_committed(&mut self, step: Step) {
         let Some(state) = self.steps.get_mut(&step).filter(|state| !state.committed) else {
             return;
@@ -395,7 +394,7 @@ impl AttemptState {
         self.open.remove(&step);
     }
 
-    /// As after a restart: the next look at the deadlines finds them again.
+    /// Forgets which steps are overdue, as a restart does.
     #[cfg(test)]
     pub(super) fn forget_overdue(&mut self) {
         self.overdue = 0;
@@ -404,24 +403,24 @@ impl AttemptState {
         }
     }
 
-    /// Steps that are now found to have taken too long: each is named once.
+    /// Marks the steps whose deadline has passed and returns those not marked before.
     pub(crate) fn newly_overdue(&mut self, now_ms: u64, deadline_ms: u64) -> Vec<Step> {
         let world_size = self.opened.world_size;
-        let mut found = Vec::new();
+        let mut newly = Vec::new();
         for step in &self.open {
             let Some(state) = self.steps.get_mut(step) else { continue };
             let late = now_ms.saturating_sub(state.since_ms) >= deadline_ms;
             if late && !state.overdue && !state.complete(world_size) {
                 state.overdue = true;
-                found.push(*step);
+                newly.push(*step);
             }
         }
-        self.overdue += found.len() as u64;
-        found
+        self.overdue += newly.len() as u64;
+        newly
     }
 }
 
-/// What makes two shards of one rank the same shard.
+/// What identifies a shard among those of one rank.
 type ShardIdentity = (TensorKey, IndexBox, Option<Reduction>, u32);
 
 fn identity(shard: &ShardRecord) -> ShardIdentity {

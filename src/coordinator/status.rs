@@ -1,4 +1,4 @@
-//! What is present and what is missing of a step and of a run, in numbers and in a sentence.
+//! The status of steps and runs: what is present and what is missing, in numbers and in words.
 
 use std::path::PathBuf;
 
@@ -7,9 +7,9 @@ use super::request::StepAsk;
 use super::state::{AttemptState, StepState, Sums};
 use crate::identity::{Attempt, Name, Rank, Step};
 
-/// Ranks that a reason names; of 10,000 missing ones a few show the pattern.
+/// Most ranks that a reason names: a few of 10,000 missing ones are enough.
 const RANKS_NAMED: usize = 8;
-/// Steps of a run that an overview lists: a job that records every step has a million.
+/// Most steps that an overview lists: a job that records every step has a million.
 const STEPS_LISTED: usize = 100;
 
 /// The state of one step.
@@ -22,10 +22,10 @@ pub struct StepStatus {
     pub missing_ranks: Vec<Rank>,
     pub shards: u64,
     pub bytes: u64,
-    /// Why it is partial, which it is too where a rank ended it early and all closed it; empty
-    /// while it is open or whole.
+    /// Why it is partial: its deadline passed, or all ranks closed it and one had stopped recording
+    /// early. Empty if it is open or complete.
     pub reason: String,
-    /// Why its manifest is not written yet, though every rank closed it.
+    /// Why the manifest of a complete step is not written yet.
     pub trouble: String,
 }
 
@@ -36,18 +36,18 @@ pub struct Overview {
     pub attempt: Attempt,
     pub world_size: u32,
     pub joined: u32,
-    /// Ranks that did not join, a few by number.
+    /// Ranks that did not join, as ranges, at most a few.
     pub absent: String,
     pub directory: PathBuf,
     /// Steps that are not committed, and the newest that are; at most 100 of each.
     pub steps: Vec<Progress>,
-    /// Of all steps.
+    /// Counts over all steps.
     pub committed: u64,
     pub open: u64,
     pub bytes: u64,
 }
 
-/// How far a step is.
+/// The progress of a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Progress {
@@ -58,29 +58,29 @@ pub struct Progress {
     pub files: u64,
     pub shards: u64,
     pub bytes: u64,
-    /// Who owes it what.
+    /// Which ranks have yet to do what.
     pub missing: String,
 }
 
 /// A step that is not committed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unsettled {
-    /// Of which run.
+    /// The run.
     pub run: Name,
-    /// Of which attempt.
+    /// The attempt.
     pub attempt: Attempt,
-    /// Which step.
+    /// The step.
     pub step: Step,
     /// True when its deadline passed.
     pub partial: bool,
     /// Ranks that never joined the attempt.
     pub never_joined: Vec<Rank>,
-    /// Who did not close, with what is known of each.
+    /// The ranks that did not close, with what is known of each.
     pub missing: String,
 }
 
 impl AttemptState {
-    /// What is known of a step; a step nobody spoke of misses every rank.
+    /// The status of a step; of an unknown step every rank is missing.
     pub(crate) fn status(&self, StepAsk { step, brief }: StepAsk) -> StepStatus {
         let world_size = self.opened.world_size;
         let listed = if brief { 0 } else { world_size };
@@ -116,7 +116,7 @@ impl AttemptState {
         }
     }
 
-    /// What is known of the attempt, but for where it lies.
+    /// The overview of the attempt without its directory.
     pub(crate) fn overview(&self) -> Overview {
         let world_size = self.opened.world_size;
         let absent: Vec<u32> =
@@ -151,7 +151,7 @@ impl AttemptState {
         (self.steps.len() - self.open.len() + self.released.len()) as u64
     }
 
-    /// The totals with this attempt's.
+    /// The totals with this attempt's added.
     pub(crate) fn add_to(&self, sum: Totals) -> Totals {
         Totals {
             ranks: sum.ranks + self.ranks.len() as u64,
@@ -176,7 +176,7 @@ impl AttemptState {
         }
     }
 
-    /// Of a committed step that was let go of: every rank closed it.
+    /// The progress of a released step, which every rank closed.
     fn past(&self, step: Step, sums: &Sums) -> Progress {
         Progress {
             step,
@@ -189,7 +189,8 @@ impl AttemptState {
         }
     }
 
-    /// Who did not close a step, with what is known of each, or why it has no manifest.
+    /// The ranks that did not close a step, with what is known of each, or why its manifest is not
+    /// written.
     pub(crate) fn missing(&self, step: Step) -> String {
         if self.is_ready(step) {
             return self.trouble.clone();
@@ -199,7 +200,8 @@ impl AttemptState {
         let closed = state.map_or(0, |state| state.closed.len() as u64);
         let short = state.map_or(0, |state| state.short.len() as u64);
         let owing = u64::from(world_size) - closed + short;
-        // Both in order: one walk finds the first that owe, however many do.
+        // Both are sorted by rank, so that one pass finds the first missing ranks, however many
+        // there are.
         let mut done = state.into_iter().flat_map(|state| state.closed.keys());
         let mut next = done.next();
         let owes = |rank: &Rank| {
@@ -218,7 +220,7 @@ impl AttemptState {
         }
     }
 
-    /// What a rank still owes a step; `None` when it owes nothing.
+    /// What a rank has yet to do for a step; `None` if nothing.
     fn rank_progress(&self, step: Step, rank: Rank) -> Option<String> {
         let state = self.steps.get(&step);
         let reported = state.map_or(0, |state| state.reported(rank));
@@ -255,7 +257,7 @@ impl AttemptState {
     }
 }
 
-/// Numbers as ranges, a few of them: `0-3, 7 and 12 more`.
+/// The ranks as ranges, at most a few: `0-3, 7 and 12 more`.
 fn listing(ranks: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for &rank in ranks {

@@ -1,10 +1,10 @@
-//! What connections may take before the coordinator knows who is there: turns.
+//! Rate limits for strangers: connections on which no call was authorised yet.
 //!
-//! A stranger can open connections and send frames as fast as its own processor goes, and each
-//! costs the coordinator more than the stranger. So the strangers of one host share two budgets:
-//! of connections, and of bytes beyond what a first call takes. Who made a call that was let in is
-//! a stranger no more: nothing of it waits, and its turn is given back, so that a host of many
-//! honest ranks never runs out.
+//! A stranger can open connections and send frames very fast, and each costs the coordinator more
+//! work than the stranger. So the strangers of one host share two budgets: of new connections, and
+//! of bytes beyond those of a first call. Once a call on a connection is authorised, the connection
+//! is no longer limited and its turn is given back, so that a host with many ranks does not exhaust
+//! its budget.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -17,7 +17,8 @@ use tokio::time::Instant;
 
 use super::limits::{MAX_HOSTS, STRANGERS, STRANGERS_BYTES, Turns};
 
-/// A budget that fills up: below nothing it owes turns to who was told to wait.
+/// A budget of turns that refills with time. Below zero it owes turns to connections that were told
+/// to wait.
 #[derive(Clone, Copy, Debug)]
 struct Budget {
     turns: Turns,
@@ -35,7 +36,8 @@ impl Budget {
         (self.left, self.at) = ((self.left + grown).min(self.turns.at_once), now);
     }
 
-    /// How long to wait for so many turns, which are taken; `None` where that is too long.
+    /// Takes so many turns and returns how long to wait for them; `None`, and takes nothing, if
+    /// that is too long.
     fn take(&mut self, count: f64, now: Instant) -> Option<Duration> {
         self.fill(now);
         let wait = Duration::from_secs_f64((count - self.left).max(0.0) / self.turns.per_second);
@@ -55,18 +57,19 @@ impl Budget {
     }
 }
 
-/// What the strangers of one host have left.
+/// The budgets of one host's strangers.
 struct Host {
     connections: Budget,
     bytes: Budget,
 }
 
-/// The budgets of every host that was heard of lately.
+/// The budgets of all hosts that connected recently.
 #[derive(Default)]
 pub(super) struct Hosts(Mutex<HashMap<IpAddr, Host>>);
 
 impl Hosts {
-    /// A new connection, and how long it waits for its turn; `None` where too many wait already.
+    /// Admits a new connection and returns how long it waits for its turn; `None` if too many wait
+    /// already.
     pub(super) fn arrive(
         self: &Arc<Hosts>,
         from: IpAddr,
@@ -86,7 +89,7 @@ impl Hosts {
     fn of<T>(&self, host: IpAddr, now: Instant, act: impl FnOnce(&mut Host) -> T) -> T {
         let mut hosts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if hosts.len() >= MAX_HOSTS && !hosts.contains_key(&host) {
-            // A full budget is what a host that is forgotten gets again.
+            // Dropping a host with full budgets changes nothing: it would get full ones again.
             hosts.retain(|_, host| !(host.connections.is_full(now) && host.bytes.is_full(now)));
         }
         let fresh = || Host {
@@ -97,7 +100,7 @@ impl Hosts {
     }
 }
 
-/// Whose budget it is: of IPv6 a host has 2^64 addresses.
+/// The address that identifies a host: for IPv6 the /64 network, since one host has 2^64 addresses.
 fn host(from: IpAddr) -> IpAddr {
     match from.to_canonical() {
         IpAddr::V6(six) => IpAddr::V6(Ipv6Addr::from_bits(six.to_bits() & (!0 << 64))),
@@ -105,7 +108,7 @@ fn host(from: IpAddr) -> IpAddr {
     }
 }
 
-/// Whether the coordinator knows who is at the other end of a connection; its clones are one.
+/// Whether a call on a connection was authorised; clones share it.
 #[derive(Clone)]
 pub(super) struct Standing(Arc<Inner>);
 
@@ -113,7 +116,7 @@ struct Inner {
     hosts: Arc<Hosts>,
     host: IpAddr,
     known: AtomicBool,
-    /// Who waits for the next turn.
+    /// The task that waits for the next turn.
     reader: Mutex<Option<Waker>>,
 }
 
@@ -122,12 +125,12 @@ impl Standing {
         self.0.known.load(Ordering::Acquire)
     }
 
-    /// A call was let in.
+    /// Marks the connection: a call was authorised.
     pub(super) fn set_known(&self) {
         if !self.0.known.swap(true, Ordering::AcqRel) {
             let give_back = |host: &mut Host| host.connections.give_back(1.0);
             self.0.hosts.of(self.0.host, Instant::now(), give_back);
-            // It was let in while it waited: it waits no longer.
+            // The reader need not wait for its turn any longer.
             self.reader().take().iter().for_each(Waker::wake_by_ref);
         }
     }
@@ -136,13 +139,13 @@ impl Standing {
         self.0.reader.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Who reads the connection is woken when it becomes known; true where it is.
+    /// True if a call was authorised; otherwise wakes the reading task when one is.
     pub(super) fn poll_known(&self, context: &mut Context<'_>) -> bool {
         *self.reader() = Some(context.waker().clone());
         self.is_known()
     }
 
-    /// How long a stranger waits before it is read further; `None` where that is too long.
+    /// How long to wait before more bytes of a stranger are read; `None` if that is too long.
     pub(super) fn turn(&self, bytes: usize) -> Option<Duration> {
         let now = Instant::now();
         self.0.hosts.of(self.0.host, now, |host| host.bytes.take(bytes as f64, now))
@@ -159,8 +162,8 @@ mod tests {
         Turns { at_once: 5.0, per_second: 10.0, most_wait: Duration::from_millis(1000) };
 
     proptest! {
-        /// Method: whoever comes whenever, the turns that fall into any stretch of time, told from
-        /// its first to its last, are at most those at once and those that it brings.
+        /// Method: for random arrivals, the turns in any interval of time, from its first to its
+        /// last turn, are at most those allowed at once plus those refilled in the interval.
         #[test]
         fn no_stretch_of_time_has_more_turns_than_it_brings(
             gaps in proptest::collection::vec(0u64..200, 1..80)

@@ -1,4 +1,4 @@
-//! From wire types to domain types: the one place where a message is doubted.
+//! Converts wire types to domain types and checks every message: only here.
 
 pub mod asking;
 pub mod channel;
@@ -21,14 +21,14 @@ use crate::identity::{Attempt, LaunchName, Microbatch, Name, Rank, Step};
 use crate::manifest::{EVERYTHING, Omission};
 use crate::scalars::Line;
 
-/// Bytes of an omission's tensor or reason that are accepted.
+/// Most bytes of an omission's tensor name or reason.
 const MAX_TEXT_BYTES: usize = 4096;
 
 fn malformed(error: impl ToString) -> Refusal {
     Refusal::Malformed(error.to_string())
 }
 
-/// Before it is parsed, which takes several times as much.
+/// Refuses a text that is too long before it is parsed, which takes several times its memory.
 fn bounded(what: &str, bytes: usize, most: usize) -> Result<(), Refusal> {
     match bytes > most {
         true => Err(malformed(format!("{what} has {bytes} bytes, at most {most} are accepted"))),
@@ -144,8 +144,8 @@ pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Clos
             rank: member.rank,
             tensor: match omission.tensor.as_str() {
                 EVERYTHING => omission.tensor,
-                // Escaped, not refused: a job may have tensors that cannot be recorded under
-                // their names, which is why they are omitted.
+                // Escaped, not refused: a tensor may be omitted just because its name is not
+                // allowed.
                 name => Name::escaped(name).to_string(),
             },
             microbatch: omission.microbatch.map(Microbatch),
@@ -161,7 +161,7 @@ pub(super) fn close(wire: proto::CloseStepRequest) -> Result<(Member, Step, Clos
     Ok((member, Step(wire.step), closing))
 }
 
-/// Text without what moves a terminal's cursor, or ends a line of a report.
+/// Replaces control characters, which could move a terminal's cursor or end a line of a report.
 fn one_line(text: &str) -> String {
     let plain = |c: char| match c.is_control() {
         true => c.escape_default().to_string(),
@@ -173,7 +173,7 @@ fn one_line(text: &str) -> String {
 pub(super) fn scalars(wire: proto::RecordScalarsRequest) -> Result<SentRows, Refusal> {
     let text = std::str::from_utf8(&wire.lines).map_err(malformed)?;
     let row = |line: &str| match Line::parse(line).map_err(malformed)? {
-        // A rank bounds its rows: one that did not is none of ours.
+        // backtape's own ranks keep to the limits: a row beyond them is refused.
         Line::Row(row) => match row.bounded() {
             (row, 0) => Ok(row),
             (row, n) => Err(malformed(format!("{n} scalars of step {} have no name", row.step))),
@@ -184,7 +184,7 @@ pub(super) fn scalars(wire: proto::RecordScalarsRequest) -> Result<SentRows, Ref
     Ok(SentRows { member: member(wire.member)?, host: name(wire.host)?, first: wire.first, rows })
 }
 
-/// The run that a question is about.
+/// The run that a question concerns.
 pub(super) fn run(text: String) -> Result<Name, Refusal> {
     name(text)
 }
@@ -223,8 +223,8 @@ pub(super) fn status(wire: proto::StepStatusRequest) -> Result<(Name, Attempt, S
 mod tests {
     use super::*;
 
-    /// Goal: what a rank declares is bounded before it is parsed. Method: each part alone, larger
-    /// than it may be and otherwise right.
+    /// Goal: a rank's declarations are limited in size before they are parsed. Method: each part
+    /// alone is larger than allowed and otherwise valid.
     #[test]
     fn a_mesh_versions_and_a_head_that_are_too_large_are_refused_and_named() {
         let own =

@@ -1,5 +1,5 @@
-//! Assembly against a naive oracle, on dumps cut at random, and by name for
-//! each way in which a tensor can be out of reach.
+//! Tests assembly against a naive oracle on dumps cut at random, and with one test for each reason
+//! why a tensor cannot be assembled.
 
 use backtape::dtype::Dtype;
 use backtape::identity::{Name, Rank};
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::dump::fixture::{Held, commit, held, key, naive_cut, noise, slabs};
 
-/// A tensor cut at random, and what the pieces must make again.
+/// A tensor cut at random, with the array that assembly must give back.
 #[derive(Clone, Debug)]
 pub(crate) struct Cut {
     pub(crate) dtype: Dtype,
@@ -108,7 +108,7 @@ proptest! {
         let victim = victim.index(shards.len());
         let same = |shard: &&Held| shard.record.place == shards[victim].record.place;
         if shards.iter().filter(same).count() > 1 && !shards[victim].bytes.is_empty() {
-            // Recorded right, written wrong: the hash is of the true bytes.
+            // The record has the hash of the right bytes, but other bytes are written to the file.
             shards[victim].bytes[0] ^= 1;
         }
         let dump = commit(shards, WORLD).open();
@@ -129,8 +129,8 @@ proptest! {
     }
 }
 
-/// Goal: pieces of parallel work fit together. Method: arrays of several
-/// pieces, of long and of short rows, under pools of different sizes.
+/// Goal: parallel assembly puts its pieces in the right places. Method: arrays of several pieces,
+/// with long and with short rows, in thread pools of different sizes.
 #[test]
 fn large_tensors_come_out_the_same_under_any_number_of_threads() {
     for shape in [vec![3u64, 700, 513], vec![1, 1_200_000], vec![1_200_000, 1], vec![2, 1, 600_000]]
@@ -170,7 +170,7 @@ fn what_is_missing_is_named_with_its_box_its_rank_and_its_file() {
          (its bytes in rank-00003.safetensors do not hash to what the job hashed; \
          rank-00002.safetensors of rank 2 is missing)"
     );
-    // The rest is within reach.
+    // The other elements can be read.
     let part = assemble_box(&dump, &key("q"), &IndexBox(vec![(1, 4), (1, 3)])).unwrap();
     assert_eq!(part.bytes(), naive_cut(&[8, 3], &whole, &part.place, 4));
     assert_eq!(part.shape, [3, 2]);

@@ -1,8 +1,7 @@
-//! Dumps for tests: real shard files and a real manifest in a directory that
-//! goes away, and the means to damage them.
+//! Dumps for tests: real shard files and a real manifest in a temporary directory, and functions
+//! that damage them.
 //!
-//! The cutting here goes element by element and shares nothing with the code
-//! that it judges.
+//! The cutting into boxes here goes element by element and shares no code with what it tests.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,7 +21,7 @@ use backtape::{FORMAT_VERSION, VERSION};
 
 use super::{Selection, StepDump};
 
-/// One shard and its bytes, before they are in a file.
+/// One shard with its bytes, before it is written to a file.
 #[derive(Clone)]
 pub(crate) struct Held {
     pub(crate) record: ShardRecord,
@@ -31,7 +30,7 @@ pub(crate) struct Held {
 
 /// A step on disk.
 pub(crate) struct Dumped {
-    /// Holds the run; gone when this is.
+    /// The temporary directory with the run.
     pub(crate) store: tempfile::TempDir,
     pub(crate) run: PathBuf,
     pub(crate) step: StepDir,
@@ -42,7 +41,7 @@ pub(crate) fn key(tensor: &str) -> TensorKey {
     TensorKey { tensor: Name::new(tensor).unwrap(), microbatch: None, when: None }
 }
 
-/// Numbers without a pattern, the same for the same seed.
+/// Pseudorandom numbers of a seed.
 pub(crate) fn noise(seed: u64, length: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
@@ -108,7 +107,7 @@ pub(crate) fn held(
     Held { record, bytes }
 }
 
-/// The whole of a tensor in equal slabs along its first dimension, one a rank.
+/// A tensor in equal slabs along its first dimension, one per rank.
 pub(crate) fn slabs(name: &str, shape: &[u64], ranks: u32, whole: &[u8]) -> Vec<Held> {
     let rows = shape[0] / u64::from(ranks);
     let one = |rank: u32| {
@@ -122,7 +121,8 @@ pub(crate) fn slabs(name: &str, shape: &[u64], ranks: u32, whole: &[u8]) -> Vec<
 
 /// Writes and commits step 0 of attempt 0 of run `run-a`.
 pub(crate) fn commit(shards: Vec<Held>, world_size: u32) -> Dumped {
-    // In memory where there is such a place: thousands of dumps, each synced.
+    // In memory if the machine has such a directory, because tests write thousands of dumps and
+    // sync each.
     let store = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let run = store.path().join("run-a");
     let step = AttemptDir::of(&run, Attempt(0)).step(Step(0));
@@ -161,12 +161,12 @@ pub(crate) fn commit(shards: Vec<Held>, world_size: u32) -> Dumped {
 }
 
 impl Dumped {
-    /// Writes the manifest anew, with a seal that fits.
+    /// Writes the manifest again, with a valid seal.
     pub(crate) fn seal(&self) {
         std::fs::write(self.step.manifest(), self.manifest.to_bytes()).unwrap();
     }
 
-    /// As after a crash before the commit.
+    /// Removes the manifest, as after a crash before the commit.
     pub(crate) fn unseal(&self) {
         std::fs::remove_file(self.step.manifest()).unwrap();
     }
@@ -175,12 +175,12 @@ impl Dumped {
         super::open(&self.run, &Selection::default()).unwrap()
     }
 
-    /// Where the file at this position of the manifest lies.
+    /// The path of the file at this position of the manifest.
     pub(crate) fn file(&self, index: usize) -> PathBuf {
         self.step.path.join(self.manifest.files[index].name.as_str())
     }
 
-    /// Where the first shard's first byte lies in a file.
+    /// The offset of the first shard's first byte in a file.
     pub(crate) fn data_start(&self, index: usize) -> usize {
         let file = &self.manifest.files[index];
         let data: u64 = file.shards.iter().map(|shard| shard.length).sum();

@@ -1,4 +1,5 @@
-//! Opening: which step is meant, what is salvaged, and what is refused by name.
+//! Tests opening a dump: which step is chosen, what is salvaged without a manifest, and what is
+//! refused with an error that names it.
 
 use std::path::Path;
 
@@ -20,7 +21,7 @@ fn refusal(path: &Path, selection: &Selection) -> String {
     error.to_string().replace(&*path.to_string_lossy(), "DUMP")
 }
 
-/// The step again, as another step or attempt of the run would lie beside it.
+/// Copies the step to where another step or attempt of the run would be.
 fn copy_step(dumped: &Dumped, attempt: u32, step: u64) {
     let directory = AttemptDir::of(&dumped.run, Attempt(attempt)).step(Step(step));
     std::fs::create_dir_all(&directory.path).unwrap();
@@ -133,7 +134,7 @@ fn a_newer_format_is_refused_by_name_and_a_moved_step_is_not_believed() {
     assert!(says.contains("rank-00000.safetensors has format version 9"), "{says}");
 }
 
-/// Turns the version in a file's own header into a 9.
+/// Changes the format version in a file's header to 9.
 fn newer(dumped: &Dumped, index: usize) {
     dumped.damage(index, |bytes| {
         let text = br#"format_version\":"#;
@@ -228,7 +229,7 @@ fn a_manifest_that_disagrees_with_a_files_header_is_a_fault_that_names_both() {
         says[3],
         "rank-00008.safetensors is a stray file: the manifest does not list it: not used"
     );
-    // The bytes hash right, so they are still what the job held.
+    // The bytes match their hash, so that they are still those of the job.
     assert_eq!(dump.faults()[0].tensors, []);
     assert_eq!(dump.tensors()[&key("q")].shards.len(), 3);
 }

@@ -1,5 +1,5 @@
-//! Goal: no flag for healthy runs, whatever they are like, and each flag for its fault.
-//! Method: runs simulated by draw; the same runs with one thing changed.
+//! Goal: healthy runs raise no flag, whatever their shape, and each fault raises its flag. Method:
+//! randomly simulated runs, and the same runs with one change.
 
 use super::simulation::Run;
 use super::{Declared, Finding, Judged, Severity, Trajectory, judge};
@@ -22,7 +22,7 @@ fn only<'a>(judged: &'a Judged, flag: &str) -> &'a Finding {
     raised[0]
 }
 
-/// A run in which every flag has something to look at.
+/// A run with the data that every flag needs.
 fn plain() -> Run {
     Run {
         seed: 7,

@@ -1,5 +1,5 @@
-//! Every way in which a dump can differ from what the job held: found and
-//! named; and nothing found in dumps that do not.
+//! Tests that verification finds and names every way in which a dump can differ from what the job
+//! held, and finds nothing in intact dumps.
 
 use backtape::dtype::Dtype;
 use backtape::fingerprint::Fingerprint;
@@ -20,7 +20,7 @@ fn check(dumped: &Dumped) -> Verification {
     verify(&dumped.open(), &|_| ())
 }
 
-/// Kinds of the faults, without repetition.
+/// The kinds of the faults, each once.
 fn faults(verification: &Verification) -> Vec<FindingKind> {
     let found = verification.findings.iter();
     let mut kinds: Vec<_> =
@@ -39,7 +39,7 @@ fn four_slabs() -> Vec<Held> {
     slabs("q", &[8, 3], 4, &noise(5, 96))
 }
 
-/// The same box on every one of `ranks`.
+/// The same box on each of `ranks`.
 fn replicas(ranks: u32) -> Vec<Held> {
     let whole = noise(5, 96);
     let place = || IndexBox::whole(&[8, 3]);
@@ -82,8 +82,8 @@ proptest! {
         prop_assert_eq!(verification.not_checked, vec![]);
     }
 
-    /// Goal: the second proof. Method: two shards of one extent change places,
-    /// records and files written anew, so that every hash is right.
+    /// Goal: the fingerprint finds swapped shards. Method: two shards of the same extent are
+    /// swapped, and records and files are written again, so that every hash is right.
     #[test]
     fn swapped_places_are_found_by_the_fingerprint_and_by_nothing_else(
         seed in any::<u64>(),
@@ -97,7 +97,7 @@ proptest! {
             let place = shards[a].record.place.clone();
             shards[a].record.place = std::mem::replace(&mut shards[b].record.place, place);
         } else {
-            // The other way round: bytes and hashes move, fingerprints stay.
+            // The other way round: bytes and hashes are swapped, fingerprints are not.
             let (bytes, hash) = (shards[a].bytes.clone(), shards[a].record.hash);
             shards[a].bytes = std::mem::replace(&mut shards[b].bytes, bytes);
             shards[a].record.hash = std::mem::replace(&mut shards[b].record.hash, hash);
@@ -114,8 +114,8 @@ proptest! {
     }
 }
 
-/// Goal: promise 7. Method: one bit of every byte of data and of the header's
-/// text, and of every 61st byte of its padding, in turn.
+/// Goal: every flipped bit of a dump is found. Method: one bit of each byte of data and of the
+/// header's text, and of each 61st byte of its padding, is flipped, one at a time.
 #[test]
 fn a_flip_of_any_byte_of_a_shard_file_is_found_and_its_file_named() {
     let dumped = commit(four_slabs(), 4);
@@ -133,7 +133,7 @@ fn a_flip_of_any_byte_of_a_shard_file_is_found_and_its_file_named() {
         let finding = verification.findings.iter().find(|f| f.kind == kind);
         let finding = finding.unwrap_or_else(|| panic!("byte {at}: nothing found"));
         assert_eq!((finding.path.as_ref(), &finding.ranks[..]), (Some(&path), &[Rank(1)][..]));
-        // Bytes that still hash right survive a damaged header.
+        // Shards whose bytes match their hash can be read although the header is damaged.
         let usable = verification.unusable(&key("q")).is_none();
         assert_eq!(usable, at < start, "byte {at}");
     }
@@ -187,7 +187,7 @@ fn files_that_are_short_long_missing_or_exchanged_are_named() {
             (&finding.ranks[..], finding.path.clone()),
             (&[Rank(1)][..], Some(dumped.file(1)))
         );
-        // A file with more behind its end still holds every shard.
+        // A file with extra bytes at its end still contains every shard.
         let usable = verification.unusable(&key("q")).is_none();
         assert_eq!(usable, words.contains("extended"), "{words}");
         assert_eq!(faults(&verification).contains(&FindingKind::Gap), !usable);
@@ -278,7 +278,7 @@ fn ranks_that_declare_a_tensor_differently_are_named() {
     }
 }
 
-/// One whole addend of dk a rank.
+/// One whole addend of dk per rank.
 fn addends(ranks: u32) -> Vec<Held> {
     let mut shards = replicas(ranks);
     for (rank, shard) in shards.iter_mut().enumerate() {
@@ -320,7 +320,8 @@ fn addends_may_differ_but_none_may_be_lost_or_narrower() {
 
 #[test]
 fn on_a_mesh_the_addends_are_counted_and_their_replicas_compared() {
-    // data=2 is summed over, tensor=2 replicates: ranks 0, 1 and 2, 3 agree.
+    // dk is summed over the axis data=2 and replicated over tensor=2: ranks 0 and 1 hold the same
+    // bytes, and so do 2 and 3.
     let on_mesh = || {
         let mut shards = addends(4);
         for (rank, shard) in shards.iter_mut().enumerate() {
@@ -367,7 +368,7 @@ fn what_a_rank_gave_up_on_is_reported_with_its_reason() {
     let says = sentences(&verification, FindingKind::Omitted);
     assert!(says.contains(&"lse was not recorded by rank 1: the memory cap was reached"));
     assert_eq!(says.len(), 3);
-    // A replica stands in for a value; nothing stands in for an addend.
+    // A damaged value is read from its replica; a damaged addend has none.
     assert_eq!(verification.unusable(&key("k")), None);
     assert_eq!(verification.unusable(&key("dk")), Some("rank 1 did not record its addend of dk"));
     assert_eq!(verification.unusable(&key("lse")), Some("it was not dumped"));

@@ -1,8 +1,7 @@
-//! A journal in a bucket: each line is an object, numbered, and made only if nobody made it.
+//! A journal in a bucket: each line is a numbered object, created only if it does not exist.
 //!
-//! Two coordinators that serve one run cannot both write the next number: the second finds it
-//! taken and stops, so no acknowledgement of it is ever outside the record. A file of a
-//! directory has no such fence.
+//! Two coordinators that serve one run cannot both write the next number: the second finds it taken
+//! and stops, so that everything that either acknowledged is in the journal.
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -11,7 +10,7 @@ use super::{AppendError, JournalError};
 use crate::store::Backend;
 use crate::store::layout::JOURNAL_LINES;
 
-/// The lines of one attempt.
+/// The journal's lines of one attempt.
 #[derive(Debug)]
 pub(super) struct Lines {
     backend: Backend,
@@ -25,7 +24,7 @@ impl Lines {
         Lines { backend: backend.clone(), directory: attempt.join(JOURNAL_LINES), next: 0 }
     }
 
-    /// The lines that are there.
+    /// The existing lines of an attempt.
     pub(super) fn found(backend: &Backend, attempt: &Path) -> Result<Lines, JournalError> {
         let mut lines = Lines::begin(backend, attempt);
         let read = |source| JournalError::Read { path: lines.directory.clone(), source };
@@ -41,8 +40,8 @@ impl Lines {
         &self.directory
     }
 
-    /// All lines, one after the other. One that is missing between others is not found, and
-    /// named.
+    /// Reads all lines, one after the other. If one is missing between others, reading fails with
+    /// an error that names it.
     pub(super) fn reader(&self) -> impl Read + '_ {
         LinesReader { lines: self, next: 0, some: io::Cursor::default() }
     }
@@ -51,11 +50,11 @@ impl Lines {
         self.directory.join(format!("{number:08}.jsonl"))
     }
 
-    /// Puts the next line. After [`AppendError::Again`] the same line is the next one.
+    /// Puts the next line. After [`AppendError::Again`] the caller must put the same line again.
     pub(super) fn append(&mut self, line: &[u8]) -> Result<(), AppendError> {
         let target = self.target(self.next);
         let created = self.backend.create(&target, line).map_err(AppendError::Again)?;
-        // The put may have been answered by a connection that broke, and made again.
+        // The object may be this call's own: a put whose response was lost is repeated.
         if !created && self.backend.read(&target).map_err(AppendError::Again)? != line {
             return Err(AppendError::Final(io::Error::other(format!(
                 "another coordinator has written {}: it serves this run now",
@@ -67,7 +66,7 @@ impl Lines {
     }
 }
 
-/// Objects that are asked for together: a bucket answers in tens of milliseconds.
+/// Objects that are read at a time, because a bucket takes tens of milliseconds to answer.
 const TOGETHER: u64 = 256;
 
 struct LinesReader<'a> {

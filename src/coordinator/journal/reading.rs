@@ -1,4 +1,4 @@
-//! A journal, line by line: that of a job that records every step for weeks does not fit into
+//! Reads a journal line by line: that of a job that records every step for weeks does not fit into
 //! memory.
 
 use std::io::BufRead;
@@ -7,19 +7,19 @@ use std::path::Path;
 use super::{CHECKSUM_DIGITS, JournalError};
 use crate::hash::ContentHash;
 
-/// Where the sound lines of a journal end.
+/// Where the valid lines of a journal end.
 #[derive(Debug)]
 pub(crate) struct End {
-    /// How many they are.
+    /// Number of valid lines.
     pub lines: usize,
-    /// Bytes of a last line that was cut off, and dropped.
+    /// Bytes of an incomplete last line, which is dropped.
     pub torn_bytes: u64,
     pub(super) good_bytes: u64,
     pub(super) chain: ContentHash,
 }
 
-/// Calls `each` with the JSON of every line whose checksum is right; its error is damage of that
-/// line. `path` only names what is read.
+/// Calls `each` with the JSON of every line whose checksum is right; if `each` fails, that line
+/// counts as damaged. `path` appears only in errors.
 pub(crate) fn read(
     path: &Path,
     mut from: impl BufRead,
@@ -40,7 +40,7 @@ pub(crate) fn read(
                 (end.chain, end.good_bytes) = (chain, end.good_bytes + line.len() as u64);
                 each(json).map_err(|detail| damaged(end.lines, detail))?;
             }
-            // A bad line is torn where it is the last, and damage where another follows.
+            // A bad last line is an incomplete write; a bad line before another one is damage.
             Err(detail) if !from.fill_buf().map_err(failed)?.is_empty() => {
                 return Err(damaged(end.lines + 1, detail));
             }
@@ -66,7 +66,7 @@ pub(super) fn chain_start() -> ContentHash {
     ContentHash::of(b"backtape journal 1")
 }
 
-/// The checksum of a line after the one before it.
+/// The checksum of a line, from the previous line's checksum and the line's JSON.
 pub(super) fn link(previous: ContentHash, json: &[u8]) -> ContentHash {
     let mut text = previous.to_string().into_bytes();
     text.extend(json);

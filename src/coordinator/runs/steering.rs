@@ -1,5 +1,5 @@
-//! Heartbeats, plans and triggers: how running ranks are made to record the
-//! same steps. Decides from the durable orders and the forgettable pulse.
+//! Heartbeats, plans and triggers: how running ranks are told to record the same steps. It decides
+//! from the durable orders and from the pulse, which is not durable.
 
 use super::Runs;
 use crate::coordinator::attempt_log::AttemptLog;
@@ -12,8 +12,8 @@ use crate::identity::{Attempt, Name, Step};
 use crate::selection::{Planned, StepSelection, Trigger};
 
 impl Runs {
-    /// Takes a rank's heartbeat in and stages what follows from it. Returns why
-    /// the rank's report triggered nothing, if it made one.
+    /// Records a rank's heartbeat and stages the events that follow from it. If the heartbeat has a
+    /// report that triggered nothing, returns the reason.
     pub(crate) fn heartbeat(
         &mut self,
         member: &Member,
@@ -48,7 +48,7 @@ impl Runs {
         Ok(refused)
     }
 
-    /// What a heartbeat is answered, once that is durable.
+    /// The answer to a heartbeat, once its events are durable.
     pub(crate) fn orders(
         &mut self,
         member: &Member,
@@ -69,7 +69,7 @@ impl Runs {
         })
     }
 
-    /// Takes a person's plan for the newest attempt of a run.
+    /// Sets a person's plan for the newest attempt of a run.
     pub(crate) fn plan(
         &mut self,
         run: &Name,
@@ -78,7 +78,7 @@ impl Runs {
     ) -> Result<(Attempt, Planned), Refusal> {
         let log = self.newest(run)?;
         let orders = log.state.orders();
-        // Before the first step nobody can be too late.
+        // If no rank has begun a step, the plan can apply from the first.
         let reach = log.pulse.reach(now_ms).unwrap_or_default();
         let from = orders.plan().map_or(reach, |last| reach.max(last.from));
         let mut changes = ask.changes;
@@ -116,7 +116,7 @@ impl Runs {
                 let (number, step) = (last.number, last.record);
                 return Err(refuse(format!("trigger {number} has step {step} recorded already")));
             }
-            // A step is recorded for one reason.
+            // A step is recorded for one trigger only.
             earliest = earliest.max(Step(last.record.0.saturating_add(1)));
         }
         let record = ask.record.unwrap_or(earliest);
@@ -146,7 +146,7 @@ impl Runs {
         Ok((attempt, trigger))
     }
 
-    /// Holds a wish against the bounds on triggered recordings of a run.
+    /// Checks a request against the limits on triggered recordings of a run.
     fn check_rules(&self, run: &Name, ask: &TriggerAsk, now_ms: u64) -> Result<(), Refusal> {
         let attempts = self.runs.get(run).into_iter().flat_map(|run| run.attempts.values());
         let orders = || attempts.clone().map(|log| log.state.orders());
@@ -176,7 +176,8 @@ impl Runs {
     }
 }
 
-/// Settles what the rings write, where all that are waited for have answered.
+/// Chooses the steps to write from the ring buffers, if all ranks that are waited for have reported
+/// theirs.
 fn choose_rings(log: &mut AttemptLog, now_ms: u64) -> Result<bool, Refusal> {
     let open = |trigger: &&Trigger| trigger.ring.is_none();
     let triggers: Vec<Trigger> =

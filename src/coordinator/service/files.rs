@@ -1,4 +1,4 @@
-//! What ranks bring: files that they report or send, and rows of scalars.
+//! The calls in which ranks report files, upload files and send rows of scalars.
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -61,8 +61,8 @@ impl Service {
         self.look_and_record(member, step, claims).await
     }
 
-    /// Looks at files that lie in the store, and records those that are what they are said
-    /// to be: one outcome for each, in order.
+    /// Checks files in the store and records those that match their claims: one outcome for each,
+    /// in order.
     async fn look_and_record(
         &self,
         member: Member,
@@ -73,12 +73,13 @@ impl Service {
         let (whose, backend) = (member.clone(), self.backend.clone());
         let asks = claims.iter().any(FileClaim::is_asked);
         let weighed = move || Ok(weighed(claims, admissions, &backend, &whose, step));
-        // Most files are small, and the way to another thread costs more than all of this.
-        let mut left = if asks { blocking(REQUEST_DEADLINE, weighed).await? } else { weighed()? };
+        // For small files, which most are, nothing is read, and switching to another thread would
+        // cost more than the work.
+        let mut tasks = if asks { blocking(REQUEST_DEADLINE, weighed).await? } else { weighed()? };
         let mut outcomes = Vec::new();
-        while !left.is_empty() {
-            let (some, bytes) = some_of(&mut left);
-            // Until they are journalled, as they take memory until then.
+        while !tasks.is_empty() {
+            let (some, bytes) = some_of(&mut tasks);
+            // Kept until the shards are journalled, since they take memory until then.
             let _seat = self.looks.seat(bytes).await?;
             let look = move || Ok(some.into_iter().map(look).collect::<Vec<_>>());
             let looked = blocking(REQUEST_DEADLINE, look).await?;
@@ -118,19 +119,20 @@ impl Service {
         let claimed = match one(self.admit(&member, step, vec![claim.clone()]).await?)? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
-                // Before the answer: all of the file is read first.
+                // Marked before the answer, because the whole file is read before that.
                 shown.on.iter().for_each(Standing::set_known);
                 let (backend, member) = (self.backend.clone(), member.clone());
                 Claimed { backend, member, step, claim, attempt, world_size }
             }
         };
-        // After the check: strangers must not take the places, nor end what others send.
+        // After the token check: a stranger must neither occupy the places nor replace the uploads
+        // of others.
         let file = (step, claimed.claim.name.clone());
         let open = &self.of_ranks.open(&claimed.member, file)?;
         let looks = self.looks.clone();
         let (chunks, mut queue) = mpsc::channel::<Bytes>(CHUNKS_BEHIND);
         let (whole, arrived) = oneshot::channel();
-        // One task for all of it: the next chunk arrives while this one is hashed and written.
+        // One task for the whole file: it hashes and writes a chunk while the next one arrives.
         let writing = blocking(Duration::MAX, move || {
             let mut arrival = Arrival::begin(claimed, looks)?;
             while let Some(chunk) = queue.blocking_recv() {
@@ -138,7 +140,7 @@ impl Service {
             }
             match arrived.blocking_recv() {
                 Ok(()) => arrival.finish(),
-                // The call broke off: what is here goes with it.
+                // The call ended early: dropping `arrival` removes the file.
                 Err(_) => Err(Refusal::Stopping),
             }
         });
@@ -156,7 +158,7 @@ impl Service {
                 let taken = tokio::time::timeout(REQUEST_DEADLINE, chunks.send(chunk)).await;
                 let taken = taken.map_err(|_| Refusal::Deadline(REQUEST_DEADLINE.as_secs()))?;
                 if taken.is_err() {
-                    // The writing has ended, and says itself why.
+                    // The writing task has ended; its result says why.
                     return Ok(());
                 }
             }
@@ -182,10 +184,11 @@ impl Service {
     }
 }
 
-/// Chunks of an upload that wait for the disk.
+/// Chunks of an upload that may wait for the disk.
 const CHUNKS_BEHIND: usize = 2;
 
-/// The file that was written; at once an error of what comes in, as the writing may hang.
+/// Waits for both and returns the result of writing. An error of receiving is returned at once,
+/// because the writing may hang.
 async fn receive<T>(
     receiving: impl Future<Output = Result<(), Refusal>>,
     writing: impl Future<Output = Result<T, Refusal>>,
@@ -194,17 +197,18 @@ async fn receive<T>(
     tokio::select! {
         biased;
         received = &mut receiving => received?,
-        // It ends before all has come only by an error.
+        // Before everything is received, writing ends only with an error.
         written = &mut writing => return written,
     }
-    // A terabyte takes a while: the rank's own deadline bounds it.
+    // No time limit, because a terabyte takes long: the rank has its own deadline.
     writing.await
 }
 
-/// What is to be done about a file: nothing, where it is known or refused, or a look at it.
+/// What to do with a file: check it, or nothing because it is known (with its number of shards) or
+/// refused.
 type Task = Result<Result<Claimed, u64>, Refusal>;
 
-/// Files that are to be looked at, in order, each with the bytes of its header.
+/// The task for each file, in order, with the bytes of header that it will read.
 fn weighed(
     claims: Vec<FileClaim>,
     admissions: Vec<Result<Admission, Refusal>>,
@@ -225,7 +229,8 @@ fn weighed(
     claims.into_iter().zip(admissions).map(one).collect()
 }
 
-/// The first of them whose headers fit into a seat together, and what those weigh.
+/// Takes the first tasks whose headers together are within the limit of a reservation; returns them
+/// with their bytes.
 fn some_of(left: &mut VecDeque<(Task, u64)>) -> (Vec<Task>, u64) {
     let (mut some, mut bytes) = (Vec::new(), 0u64);
     while let Some((_, weight)) = left.front()
@@ -244,19 +249,19 @@ fn look(task: Task) -> Result<Looked, Refusal> {
     }
 }
 
-/// A file that was looked at.
+/// A checked file.
 enum Looked {
-    /// It was reported before.
+    /// It was reported before; its number of shards.
     Known(u64),
     New(FileRecord),
 }
 
-/// The only outcome.
+/// The outcome of a request with one file.
 fn one<T>(mut outcomes: Vec<Result<T, Refusal>>) -> Result<T, Refusal> {
     outcomes.pop().unwrap_or(Err(Refusal::Stopping))
 }
 
-/// Runs disk work off the runtime's threads, and does not wait for a hung disk.
+/// Runs disk work on a blocking thread; does not wait longer than `limit` for a hung disk.
 async fn blocking<T: Send + 'static>(
     limit: Duration,
     work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,

@@ -1,4 +1,4 @@
-//! Who made a call that was let in is a stranger no more.
+//! Marks connections on which a call was authorised, which are no longer limited as strangers.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -11,16 +11,16 @@ use tower::{Layer, Service};
 
 use super::super::strangers::Standing;
 
-/// Of the service's methods; health is for everyone.
+/// Path prefix of the service's methods; health checks need no authorisation and do not count.
 const METHODS: &str = "/backtape.v1.Coordinator/";
 
-/// The standing of the connection that a request came on.
+/// The standing of a request's connection.
 pub(super) fn standing(extensions: &Extensions) -> Option<&Standing> {
     let encrypted = || extensions.get::<TlsConnectInfo<Standing>>().map(TlsConnectInfo::get_ref);
     extensions.get::<Standing>().or_else(encrypted)
 }
 
-/// Marks the connections of calls that were answered with yes.
+/// Marks the connections of calls that were not refused.
 #[derive(Clone, Copy)]
 pub(in crate::coordinator) struct Marking;
 
@@ -32,7 +32,7 @@ impl<S> Layer<S> for Marking {
     }
 }
 
-/// A service whose answers are looked at.
+/// A service whose answers are checked for a refusal.
 #[derive(Clone)]
 pub(in crate::coordinator) struct Marked<S>(S);
 
@@ -55,7 +55,7 @@ where
         let answer = self.0.call(request);
         Box::pin(async move {
             let answer = answer.await?;
-            // A refusal has its status in front: one that is let in, at the end.
+            // A refused call has its status in the headers, an accepted one in the trailers.
             if let Some(standing) = standing
                 && Status::from_header_map(answer.headers()).is_none()
             {

@@ -1,4 +1,5 @@
-//! The gRPC adapter: wire types in, one question to the actor, wire types out.
+//! The gRPC service: converts each call from wire types, sends one request to the actor and
+//! converts its answer to wire types.
 
 mod files;
 mod known;
@@ -40,7 +41,7 @@ pub(super) struct Service {
     metrics: Metrics,
 }
 
-/// What a caller shows: its token, if it has one, and on which connection.
+/// A caller's token, if it sent one, and its connection.
 struct Shown {
     token: Option<String>,
     on: Option<Standing>,
@@ -51,24 +52,24 @@ fn shown<T>(request: &Request<T>) -> Option<&str> {
     header.and_then(|value| value.to_str().ok()?.strip_prefix(BEARER))
 }
 
-/// What a caller shows, and its message.
+/// Splits a request into the caller's credentials and its message.
 fn open<T>(request: Request<T>) -> (Shown, T) {
     let token = shown(&request).map(str::to_string);
     let on = known::standing(request.extensions()).cloned();
     (Shown { token, on }, request.into_inner())
 }
 
-/// Refuses whoever shows no token that any run has, before its message is read: up to 8 MiB
-/// of a stranger's would be held. Which run it is for is known after that.
+/// Refuses callers whose token is not that of any run, before their message is read, which may have
+/// 8 MiB. Whether the token is that of the call's run is checked after that.
 ///
-/// Its refusals are counted as those of a method `door`: which one was called is not known here.
+/// Its refusals are counted under the method `door`, because the called method is not known here.
 pub(super) fn door(
     tokens: Tokens,
     metrics: Metrics,
 ) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone {
     move |request| match tokens.admit_some(shown(&request)) {
         true => {
-            // Where everyone is let in, what the call brings must be right first.
+            // Without tokens a connection is marked only once its call was accepted.
             if let Some(standing) = known::standing(request.extensions())
                 && tokens.guard()
             {
@@ -85,10 +86,10 @@ pub(super) fn door(
     }
 }
 
-/// The version and the build of who answers.
+/// Adds the coordinator's version and build to an answer.
 fn sign(metadata: &mut MetadataMap) {
     metadata.insert(VERSION, crate::VERSION.parse().expect("digits and dots"));
-    // Who builds may name it as no header can be.
+    // The name of a build may contain characters that a header cannot.
     let build = crate::BUILD.parse().unwrap_or(MetadataValue::from_static("unreadable"));
     metadata.insert(BUILD, build);
 }
@@ -106,7 +107,7 @@ impl Service {
         Service { handle, backend, of_ranks, looks, rates, scalars, tokens, metrics }
     }
 
-    /// Refuses whoever does not show the token of the run.
+    /// Refuses callers without the token of the run.
     fn check(&self, shown: &Shown, run: &Name) -> Result<(), Refusal> {
         match self.tokens.admit(run, shown.token.as_deref()) {
             true => Ok(()),
@@ -114,13 +115,13 @@ impl Service {
         }
     }
 
-    /// The same for what a rank asks, which is counted.
+    /// The same for a rank's request, which also counts towards its limit.
     fn check_member(&self, shown: &Shown, member: &Member) -> Result<(), Refusal> {
         self.check(shown, &member.run)?;
         self.rates.count(member)
     }
 
-    /// The answer on the wire, counted, with the version of who answers.
+    /// Converts an answer to wire types, counts it and adds the coordinator's version.
     fn answer<T>(&self, method: &'static str, answer: Result<T, Refusal>) -> Answer<T> {
         let mut answer = answer.map(Response::new).map_err(refuse);
         let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
@@ -286,7 +287,7 @@ impl Rpc for Service {
     }
 }
 
-/// The code says to the client whether to try again; the sentence is for people.
+/// Converts a refusal: the code tells the client whether to try again, the sentence is for people.
 fn refuse(refusal: Refusal) -> Status {
     let code = match &refusal {
         Refusal::WorldSize { .. }
@@ -320,7 +321,7 @@ fn refuse(refusal: Refusal) -> Status {
         | Refusal::TooOften(..)
         | Refusal::TooMany(..)
         | Refusal::UploadsOfRank(..) => Code::ResourceExhausted,
-        // It stays too much: not to be tried again.
+        // A repeated request would exceed the limit again.
         Refusal::Quota(_) => Code::OutOfRange,
         Refusal::Storage(_) | Refusal::Stopping => Code::Unavailable,
         Refusal::Deadline(_) => Code::DeadlineExceeded,

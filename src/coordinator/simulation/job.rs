@@ -1,4 +1,4 @@
-//! The simulated ranks: each asks for one thing after the other until it is told.
+//! The simulated ranks: each sends one request after the other and repeats it until it is answered.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ pub(super) const STEPS: u64 = 2;
 /// Files of one rank in one step.
 pub(super) const FILES: u32 = 2;
 
-/// What a rank asks.
+/// A rank's request.
 #[derive(Clone, Debug)]
 pub(super) enum Ask {
     Join(Box<Join>),
@@ -24,10 +24,11 @@ pub(super) enum Ask {
     Close(Member, Step, Closing),
 }
 
-/// What it is told.
+/// The answer to a rank.
 #[derive(Clone, Debug)]
 pub(super) enum Told {
-    /// The newest arrival, and inside an attempt (and whether to go on asking), or not yet.
+    /// The newest arrival, and the attempt that it entered with whether to repeat the request, or
+    /// None if it must wait.
     Joined(u64, Option<(Attempt, bool)>),
     Reported(Ask),
     Closed(Ask, bool),
@@ -37,9 +38,10 @@ pub(super) enum Told {
 /// How the ranks of a job tell one launch from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// They do not: ranks of versions before.
+    /// They do not: ranks of earlier versions.
     Before,
-    /// By who was alive together. The launcher ends one launch before it starts the next.
+    /// By which processes were alive at the same time. The launcher ends one launch before it
+    /// starts the next.
     Nameless,
     /// By the launcher's name as well: processes of old launches may live on.
     Named,
@@ -52,10 +54,10 @@ pub(super) struct Process {
     pub(super) launch: u64,
     kind: Kind,
     heard: u64,
-    /// It opened the attempt, and shows that it lives.
+    /// It opened the attempt and must show that it is alive.
     vouch: bool,
     pub(super) attempt: Option<Attempt>,
-    /// Files and closes that it was told are safe.
+    /// How many of its files and closes were acknowledged.
     done: u64,
 }
 
@@ -65,8 +67,8 @@ impl Process {
         Process { rank, incarnation, launch, kind, heard, vouch, attempt, done }
     }
 
-    /// What it wants next; nothing when it is through. Who vouches for others does so beside
-    /// its work.
+    /// Its next request; None when it is done. A process that must show that it is alive does so
+    /// between its other requests.
     pub(super) fn ask(&self, beside: bool) -> Option<Ask> {
         let join = || Some(Ask::Join(Box::new(self.join())));
         let Some(attempt) = self.attempt else { return join() };
@@ -127,7 +129,7 @@ impl Process {
         }
     }
 
-    /// Takes an answer in; true when this process is refused for good.
+    /// Handles an answer; true when this process is refused for good.
     pub(super) fn hear(
         &mut self,
         told: &Told,
@@ -167,7 +169,7 @@ impl Process {
         false
     }
 
-    /// Goes on after what was told, unless it went on before.
+    /// Continues after the acknowledged part, unless it already has.
     fn pass(&mut self, step: Step, part: u64) {
         let told = step.0 * (u64::from(FILES) + 1) + part + 1;
         self.done = self.done.max(told);

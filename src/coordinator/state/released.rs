@@ -1,5 +1,5 @@
-//! Committed steps that are let go of: a job may record every step of a month, and what is
-//! rarely said again of an old one stands in its manifest.
+//! Releases the details of committed steps: a job may record every step for a month, and the
+//! details of an old step, which are rarely needed again, are in its manifest.
 
 use super::{AttemptState, StepState};
 use crate::coordinator::recent::Taken;
@@ -8,20 +8,20 @@ use crate::identity::Step;
 use crate::manifest::Manifest;
 
 impl AttemptState {
-    /// True of a committed step of which only sums are known: [`Self::recall`] it before an event
-    /// of it is judged.
+    /// True of a committed step of which only sums are in memory: it needs [`Self::recall`] before
+    /// an event of it is checked.
     pub(crate) fn is_released(&self, step: Step) -> bool {
         self.released.contains_key(&step)
     }
 
-    /// What a step takes in memory once it is committed.
+    /// The memory that a committed step takes.
     pub(crate) fn taken_by(&self, step: Step) -> Taken {
         let Some(state) = self.steps.get(&step) else { return Taken::default() };
         let entries = state.sums.files.max(state.closed.len() as u64);
         Taken { entries, bytes: state.said() }
     }
 
-    /// Files of a step.
+    /// Number of reported files of a step.
     pub(crate) fn files_of(&self, step: Step) -> u64 {
         self.steps.get(&step).map_or(0, |state| state.sums.files)
     }
@@ -35,7 +35,8 @@ impl AttemptState {
         }
     }
 
-    /// Takes a step that was let go of from its manifest; an error says why that is not its own.
+    /// Restores the details of a released step from its manifest; fails if the manifest is not that
+    /// step's.
     pub(crate) fn recall(&mut self, step: Step, manifest: &Manifest) -> Result<(), String> {
         let Some(sums) = self.released.get(&step) else { return Ok(()) };
         let opened = &self.opened;
@@ -61,8 +62,8 @@ impl AttemptState {
         Ok(())
     }
 
-    /// Nothing is added to a step that was let go of: a shell that forgot to recall it would
-    /// open it anew.
+    /// Refuses an event of a released step: without a recall the event would begin a new, empty
+    /// step.
     pub(super) fn check_known(&self, step: Step) -> Result<(), Refusal> {
         match self.is_released(step) {
             false => Ok(()),

@@ -1,4 +1,4 @@
-//! One step of an attempt: what was reported of it, and who closed it.
+//! One step of an attempt: which files were reported and which ranks closed it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,12 +12,12 @@ use crate::manifest::{FileRecord, Manifest, Omission, RankSelection, cut_short};
 use crate::selection::{IndexSelection, Selection};
 use crate::shard::ShardRecord;
 
-/// What files hold together.
+/// Sums over files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sums {
     pub(crate) files: u64,
     pub(crate) shards: u64,
-    /// Of the shards.
+    /// Bytes of their shards.
     pub(crate) bytes: u64,
 }
 
@@ -34,7 +34,7 @@ impl Sums {
     pub(super) fn add(&mut self, other: Sums) {
         self.files += other.files;
         self.shards += other.shards;
-        // A rank may lie about its tensors, and a sum must not end the coordinator.
+        // Saturates, because false sizes in a rank's report must not make the coordinator panic.
         self.bytes = self.bytes.saturating_add(other.bytes);
     }
 }
@@ -44,12 +44,12 @@ impl Sums {
 pub(crate) struct Kept {
     pub(super) header_hash: TrustHash,
     pub(crate) sums: Sums,
-    /// Its record as the manifest holds it; empty once the manifest stands.
+    /// Its record as text for the manifest; empty once the manifest is written.
     text: String,
 }
 
-/// Files of one rank, sorted by name. A run has many committed steps, most of them with a file or
-/// two of each rank: a map of its own would take a kilobyte for each.
+/// Files of one rank, sorted by name. A sorted list, because there are many committed steps with
+/// one or two files per rank, and a map would take a kilobyte for each.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct KeptFiles(Vec<(Name, Kept)>);
 
@@ -59,7 +59,7 @@ impl KeptFiles {
         Some(&self.0[at].1)
     }
 
-    /// False where there is one of that name, which is kept.
+    /// False if there is a file of that name, which stays.
     fn insert(&mut self, name: Name, kept: Kept) -> bool {
         match self.0.binary_search_by(|(own, _)| own.cmp(&name)) {
             Ok(_) => false,
@@ -74,7 +74,7 @@ impl KeptFiles {
         self.0.iter().map(|(_, kept)| kept)
     }
 
-    /// Lets go of what the manifest holds; how many bytes that were.
+    /// Drops the texts, which the manifest contains; returns how many bytes they had.
     fn settle(&mut self) -> u64 {
         self.0.shrink_to_fit();
         self.0.iter_mut().map(|(_, kept)| std::mem::take(&mut kept.text).len() as u64).sum()
@@ -84,34 +84,34 @@ impl KeptFiles {
 /// What is known of one step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct StepState {
-    /// When its first event came, in the coordinator's milliseconds.
+    /// When its first event arrived, in milliseconds of the coordinator's clock.
     pub(super) since_ms: u64,
     pub(super) files: BTreeMap<Rank, KeptFiles>,
     pub(crate) closed: BTreeMap<Rank, Closing>,
-    /// What those take in memory, weighed once: a head is weighed by writing it.
+    /// Memory of the closes in bytes, computed once, because it needs the head's JSON text.
     weights: BTreeMap<Rank, u64>,
-    /// Ranks that closed and did not report all that they counted.
+    /// Ranks that closed and have not reported all files that they counted.
     pub(crate) short: BTreeSet<Rank>,
     pub(super) head: Option<(Rank, HeadDeclaration)>,
-    /// Disagreements between ranks that did not stop the step.
+    /// Disagreements between ranks, which do not prevent the commit.
     pub(super) notes: Vec<Omission>,
-    /// What is present, and files counted by the ranks that closed.
+    /// Sums over the reported files; `counted`: files that the closes count.
     pub(crate) sums: Sums,
     counted: u64,
     pub(crate) committed: bool,
-    /// Taken from its manifest, which does not hold all of the closings.
+    /// True if it was restored from its manifest, which does not contain the whole closes.
     recalled: bool,
     pub(crate) overdue: bool,
 }
 
 impl StepState {
-    /// A step of which the first event comes now.
+    /// A step whose first event arrives at `at_ms`.
     pub(super) fn begun(at_ms: u64) -> StepState {
         StepState { since_ms: at_ms, ..StepState::default() }
     }
 
-    /// What a manifest tells of a step that was let go of: enough to know again what is said
-    /// again of it. Of each closing that is its count of files.
+    /// A committed step restored from its manifest: enough to recognise repeated events. Of each
+    /// close it has only the count of files.
     pub(super) fn recalled(manifest: &Manifest) -> StepState {
         let mut state = StepState::default();
         for file in &manifest.files {
@@ -128,12 +128,12 @@ impl StepState {
         state
     }
 
-    /// Why it is not whole though every rank closed it.
+    /// Why it is incomplete although every rank closed it.
     pub(super) fn cut_short(&self) -> Option<String> {
         cut_short(self.closed.values().flat_map(|closing| &closing.omissions))
     }
 
-    /// Whether a rank that closed says the same again.
+    /// Whether a repeated close is the same as the first.
     pub(super) fn same(&self, first: &Closing, again: &Closing) -> bool {
         match self.recalled {
             true => first.files == again.files,
@@ -147,7 +147,7 @@ impl StepState {
         u32::try_from(own).unwrap_or(u32::MAX)
     }
 
-    /// Every file that was reported, as the manifest lists them: by rank and name.
+    /// The texts of all reported files in the manifest's order: by rank and name.
     pub(super) fn texts(&self) -> impl Iterator<Item = &str> {
         self.files.values().flat_map(KeptFiles::values).map(|file| file.text.as_str())
     }
@@ -163,13 +163,14 @@ impl StepState {
         self.files.iter().flat_map(of).collect()
     }
 
-    /// No rank reports more than it counted, so equal sums are equal parts.
+    /// True when every rank closed and all counted files are reported. No rank reports more than it
+    /// counted, so that comparing the sums is enough.
     pub(super) fn complete(&self, world_size: u32) -> bool {
         let early = u64::from(faults::seeded("manifest-before-last-ack"));
         self.closed.len() as u64 + early >= u64::from(world_size) && self.counted == self.sums.files
     }
 
-    /// Adds a file that was not there; what it adds, and the bytes that are kept of it.
+    /// Adds a file that is not present yet; returns its sums and the bytes that it takes in memory.
     pub(super) fn add(&mut self, file: &FileRecord) -> (Sums, u64) {
         let sums = Sums::of(file);
         let kept = Kept { header_hash: file.header_hash, sums, text: file.to_text() };
@@ -183,7 +184,7 @@ impl StepState {
         (sums, held)
     }
 
-    /// Looks whether a rank still owes files that it counted.
+    /// Updates whether a rank has yet to report files that it counted.
     fn note_short(&mut self, rank: Rank) {
         let counted = self.closed.get(&rank).map_or(0, |closing| closing.files);
         match self.reported(rank) < counted {
@@ -192,7 +193,8 @@ impl StepState {
         };
     }
 
-    /// The manifest stands and holds the records; what was kept of each rank until now.
+    /// Marks the step as committed and drops the texts, which the manifest contains; returns the
+    /// bytes that were kept in memory for each rank.
     pub(super) fn settle(&mut self) -> BTreeMap<Rank, u64> {
         self.committed = true;
         let mut held = self.weights.clone();
@@ -202,24 +204,24 @@ impl StepState {
         held
     }
 
-    /// What was asked for, ranks that were asked the same together.
+    /// The ranks' selections, one entry for all ranks with the same one.
     pub(super) fn selections(&self) -> Vec<RankSelection> {
-        let mut found: Vec<(&Selection, Vec<u32>)> = Vec::new();
+        let mut groups: Vec<(&Selection, Vec<u32>)> = Vec::new();
         for (rank, closing) in &self.closed {
             let Some(own) = closing.selection.as_deref() else { continue };
-            match found.iter_mut().find(|(selection, _)| *selection == own) {
+            match groups.iter_mut().find(|(selection, _)| *selection == own) {
                 Some((_, ranks)) => ranks.push(rank.0),
-                None => found.push((own, vec![rank.0])),
+                None => groups.push((own, vec![rank.0])),
             }
         }
         let record = |(selection, ranks): (&Selection, Vec<u32>)| RankSelection {
             ranks: IndexSelection::of(ranks),
             selection: selection.clone(),
         };
-        found.into_iter().map(record).collect()
+        groups.into_iter().map(record).collect()
     }
 
-    /// Bytes of what its ranks said as they closed it.
+    /// Bytes of its ranks' closes.
     pub(super) fn said(&self) -> u64 {
         self.weights.values().sum()
     }

@@ -1,5 +1,5 @@
-//! A person's side of the wire: one question to a coordinator that runs, for
-//! the command line. Ranks have their own client.
+//! The client of the command line: sends one question to a running coordinator. Ranks have their
+//! own client.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::identity::{Name, NameError};
 use crate::selection::Changes;
 use crate::store::layout::RENDEZVOUS;
 
-/// How long a coordinator may take to answer a person.
+/// Time limit of a question.
 const PATIENCE: Duration = Duration::from_secs(35);
 
 /// Why a question has no answer.
@@ -32,7 +32,7 @@ pub enum AskError {
     Refused(String),
 }
 
-/// A plan as a person writes it; absent parts stay as they are.
+/// A plan as a person writes it; absent parts do not change.
 #[derive(Clone, Debug, Default)]
 #[allow(missing_docs)]
 pub struct PlanText {
@@ -44,7 +44,7 @@ pub struct PlanText {
     pub max_step_bytes: Option<String>,
 }
 
-/// Where a coordinator listens, and what it is shown.
+/// A coordinator's address, and the credentials for it.
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct Place {
@@ -65,7 +65,7 @@ pub fn embedded(run_directory: &Path) -> Result<Place, AskError> {
     Ok(Place { address, access: Access { tls: None, token } })
 }
 
-/// Sets a run's plan; a line that says from which step it holds.
+/// Sets a run's plan and returns a line that says from which step on it applies.
 pub async fn plan(place: &Place, run: &str, text: PlanText) -> Result<String, AskError> {
     let request = proto::SetPlanRequest {
         run: run.into(),
@@ -83,7 +83,7 @@ pub async fn plan(place: &Place, run: &str, text: PlanText) -> Result<String, As
     Ok(format!("plan {} of run {run} holds from step {}: {changes}", plan.version, plan.from))
 }
 
-/// What is known of a run: a few lines for a person.
+/// The status of a run in a few lines.
 pub async fn status(place: &Place, run: &str) -> Result<String, AskError> {
     let request = proto::RunStatusRequest { run: run.into() };
     let answer = connect(&place.address, &place.access)?.run_status(patient(request)).await;
@@ -125,7 +125,7 @@ pub async fn status(place: &Place, run: &str) -> Result<String, AskError> {
     Ok(text)
 }
 
-/// Triggers a recording; a line that says which step it is.
+/// Triggers a recording and returns a line that says which step is recorded.
 pub async fn trigger(
     place: &Place,
     run: &str,
@@ -142,25 +142,26 @@ pub async fn trigger(
     ))
 }
 
-/// Who answers at an address.
+/// What the coordinator at an address answered.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Greeting {
-    /// Its version; empty where it does not say, being older.
+    /// Its version; empty if it is too old to send it.
     pub version: String,
     /// Its build, likewise.
     pub build: String,
-    /// How long an answer takes on a connection that is open: the fastest of some.
+    /// The shortest of several response times on an open connection.
     pub seconds: f64,
-    /// What it says of the run: its state, or that it knows none of this name.
+    /// Its answer about the run: the status, or that there is none of this name.
     pub says: String,
 }
 
-/// How often a coordinator is asked for the time that an answer takes.
+/// Number of calls whose response time is measured.
 const GREETINGS: usize = 4;
-/// How long it may take for one of them.
+/// Time limit of one such call.
 const GREETING_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Asks who answers at an address, on a runtime of its own. `credentials` is a rank's folder.
+/// Asks the coordinator at an address for its version and the run, on a separate async runtime.
+/// `credentials` is a rank's folder.
 pub fn greet(address: &str, run: &str, credentials: Option<&Path>) -> Result<Greeting, GreetError> {
     let access = match credentials {
         Some(folder) => Access::read(folder, &Name::new(run)?)?,
@@ -201,7 +202,7 @@ async fn greeted(place: &Place, run: &str) -> Result<Greeting, AskError> {
                 let says = format!("run {run}: {joined} of {all} ranks joined");
                 (answer.metadata().clone(), says)
             }
-            // It knows no such run yet: that is an answer.
+            // The coordinator does not know the run: that is an answer too.
             Err(status) if status.code() == Code::FailedPrecondition => {
                 (status.metadata().clone(), status.message().to_string())
             }
@@ -218,7 +219,7 @@ async fn greeted(place: &Place, run: &str) -> Result<Greeting, AskError> {
     Ok(found.expect("asked at least once"))
 }
 
-/// Bytes as people say them: `1.5 GiB`.
+/// A number of bytes in words: `1.5 GiB`.
 fn size(bytes: u64) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB"];
     let (mut value, mut unit) = (bytes as f64, "B");

@@ -1,5 +1,5 @@
-//! A caller's connection to a coordinator: encrypted where it has certificates, and every
-//! call with its token.
+//! A caller's connection to a coordinator: with TLS if it has certificates, and with its token on
+//! every call.
 
 use std::time::Duration;
 
@@ -18,19 +18,19 @@ use crate::credentials::{Access, Tls};
 /// How long a connection may take to open.
 pub const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The header that carries the token, and what stands before it there (RFC 6750).
+/// The header that carries the token, and the prefix of its value (RFC 6750).
 pub(in crate::coordinator) const AUTHORIZATION: &str = "authorization";
 pub(in crate::coordinator) const BEARER: &str = "Bearer ";
 
-/// The header of every answer that says which version gave it.
+/// The header of every answer with the coordinator's version.
 pub const VERSION: &str = "backtape-version";
-/// And which build of it.
+/// The header with its build.
 pub const BUILD: &str = "backtape-build";
 
-/// Calls to a coordinator.
+/// The client of a coordinator.
 pub type Rpc = CoordinatorClient<InterceptedService<Channel, Bearer>>;
 
-/// Why no connection can be made, whoever answers.
+/// Why no connection can be made, whether or not a coordinator answers.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ChannelError {
@@ -53,7 +53,7 @@ impl Interceptor for Bearer {
     }
 }
 
-/// A connection that the first call opens, and that opens itself again.
+/// A connection that the first call opens and that reconnects by itself.
 pub fn connect(address: &str, access: &Access) -> Result<Rpc, ChannelError> {
     let scheme = if access.tls.is_some() { "https" } else { "http" };
     let endpoint = Endpoint::from_shared(format!("{scheme}://{address}"));
@@ -79,8 +79,8 @@ pub fn connect(address: &str, access: &Access) -> Result<Rpc, ChannelError> {
 
 fn encrypted(tls: &Tls) -> ClientTlsConfig {
     ClientTlsConfig::new()
-        // The connect timeout ends with TCP's handshake: without one of its own, TLS's would
-        // wait for ever on a connection that some box between has forgotten.
+        // The connect timeout covers only TCP's handshake: without this one the TLS handshake would
+        // wait without end on a connection that a NAT or firewall has dropped.
         .timeout(CONNECT_DEADLINE)
         .ca_certificate(Certificate::from_pem(&tls.ca))
         .identity(Identity::from_pem(&tls.certificate, &tls.key))

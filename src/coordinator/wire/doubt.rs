@@ -1,5 +1,5 @@
-//! Reads the bytes of a message as the service does, up to where the coordinator would act on
-//! it: what a fuzzer throws bytes at.
+//! Decodes and checks the bytes of a message as the service does, without acting on it: the entry
+//! point for a fuzzer.
 
 use backtape_proto as proto;
 use prost::Message;
@@ -34,7 +34,7 @@ pub const CALLS: [Call; 9] = [
     Call::Trigger,
 ];
 
-/// True when the bytes are a message of the call that makes sense so far.
+/// True when the bytes are a message of the call that passes all checks.
 pub fn makes_sense(call: Call, message: &[u8]) -> bool {
     let read = match call {
         Call::Join => decode::<proto::JoinRequest>(message).and_then(super::join).map(drop),

@@ -15,15 +15,15 @@ use crate::coordinator::limits::CHUNK_BYTES;
 use crate::faults;
 use crate::store::Moved;
 
-/// Chunks that are read ahead of the network.
+/// Chunks that are read before the network takes them.
 const CHUNKS_AHEAD: usize = 2;
 
-/// What the call takes.
+/// The stream of messages that the call takes.
 pub type Parts = ReceiverStream<proto::UploadFileRequest>;
 
-/// The messages of an upload, and the reading of the file, which ends when all are sent or the
-/// call has ended. It reads on a thread of its own: the one that calls encrypts and sends. Counts
-/// the bytes that the call has taken.
+/// The messages of an upload, and the task that reads the file, which ends when all are sent or the
+/// call has ended. It reads on a separate thread, because the calling one encrypts and sends. Adds
+/// the bytes that the call has taken to the counter.
 pub fn parts(
     claim: proto::ReportFileRequest,
     path: &Path,
@@ -47,7 +47,7 @@ fn read(
     let send = |part| sender.blocking_send(proto::UploadFileRequest { part: Some(part) }).is_ok();
     faults::point("client.open-spooled")?;
     let mut file = File::open(path)?;
-    // A closed channel means that the call ended: its answer says why.
+    // If the channel is closed the call has ended, and its answer says why.
     let mut open = send(Part::Header(claim));
     while open {
         faults::point("client.read-spooled")?;

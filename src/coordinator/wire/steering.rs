@@ -1,4 +1,4 @@
-//! Heartbeats, plans and triggers, to and from the wire.
+//! Converts heartbeats, plans and triggers to and from wire types.
 
 use std::str::FromStr;
 
@@ -98,7 +98,7 @@ pub(in crate::coordinator) fn plan(
     Ok((name(wire.run)?, PlanAsk { changes, next }))
 }
 
-/// `next` or `next:10`: counted from the first step that every rank can hear of.
+/// Reads `next` or `next:10`: so many steps from the first that every rank can still be told of.
 fn next_steps(text: &str) -> Option<u64> {
     let rest = text.trim().strip_prefix("next")?;
     match rest.strip_prefix(':') {

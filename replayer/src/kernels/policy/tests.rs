@@ -1,4 +1,4 @@
-//! Policies against the reference and against each other; `rounding` has their rounding
+//! Tests policies against the reference and against each other; `rounding` tests their rounding
 //! points.
 
 mod options;
@@ -10,7 +10,7 @@ use crate::kernels::matrix::{Cotangents, HeadInputs, IGNORED};
 use crate::kernels::reference;
 use crate::kernels::tiles::{NoProgress, Tiles};
 
-/// Everything a walk gives, by its bits.
+/// All results of a step, as bits.
 #[derive(Debug, PartialEq, Eq)]
 struct Bits {
     lse: Vec<u64>,
@@ -59,7 +59,7 @@ fn emulated_bits(policy: &Policy, fixture: &Fixture, tiles: Tiles) -> Bits {
     Bits { lse, label_logits, dq: bits(&dq.dq), dk: bits(&dk) }
 }
 
-/// One whole step; outputs start as garbage, which no correct step leaves behind.
+/// Runs one whole step. The outputs are filled with garbage first, which a correct step overwrites.
 fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Workspace) -> Bits {
     let (tokens, depth) = (fixture.tokens, fixture.depth);
     let (mut lse, mut label_logits) = (vec![f32::NAN; tokens], vec![f32::NAN; tokens]);
@@ -81,7 +81,7 @@ fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Wor
     Bits { lse: of(&lse), label_logits: of(&label_logits), dq: of(&dq), dk: of(&dk) }
 }
 
-/// The named policies, both paths with every rounding point at work, and scatters in shards.
+/// The named policies, both paths with every rounding point set, and scatters in shards.
 fn policies() -> [Policy; 8] {
     let half = Precision::Bf16;
     let all = |path| Policy {
@@ -107,7 +107,7 @@ fn policies() -> [Policy; 8] {
     ]
 }
 
-/// `policies`, and those that no step runs: chunked, and some of the emulator's.
+/// `policies`, and those that only the emulation runs: chunked, and some of the emulator's.
 fn all_policies() -> Vec<Policy> {
     let half = Precision::Bf16;
     let sums = |order| Sums::all(Sum { precision: half, order });
@@ -191,7 +191,7 @@ fn a_step_that_keeps_recomputes_or_emulates_gives_the_same_bits() {
     for (tokens, depth, vocab, valid) in [(22, 13, 61, 57), (1, 5, 40, 40), (150, 1030, 90, 90)] {
         let fixture = Fixture::new(tokens, depth, vocab, valid);
         for policy in policies() {
-            // The plain step materialises: it is the emulation with one tile.
+            // The plain step materialises the logits: it equals the emulation with one tile.
             let tiles = match policy.path {
                 Path::Plain => Tiles { tokens, vocab: valid },
                 Path::Fused | Path::Chunked => SMALL_TILES,
@@ -280,7 +280,7 @@ fn nan_and_infinity_propagate_and_empty_heads_do_not_panic() {
     }
 }
 
-/// A first tile of -inf alone, then logits whose distance from 0 overflows exp.
+/// A first tile with only -inf, then logits so far from 0 that exp overflows.
 #[test]
 fn a_tile_without_any_finite_logit_leaves_the_sum_as_it_was() {
     let mut fixture = Fixture::new(1, 1, 40, 40);

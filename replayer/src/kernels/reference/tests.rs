@@ -1,4 +1,4 @@
-//! The reference against loops over scalars, and its behaviour at the edges.
+//! Tests the reference against loops over scalars, and its edge cases.
 
 mod closed_forms;
 mod differences;
@@ -49,7 +49,7 @@ struct Dk {
     bias_sq: Vec<f64>,
 }
 
-/// The plane put together, each `[T, V]`.
+/// The values of the plane, put together to `[T, V]` each.
 #[derive(Debug, Default, PartialEq)]
 struct Plane {
     logits: Vec<f64>,
@@ -140,7 +140,7 @@ fn run_plane(fixture: &Fixture, lse: &[f64], tiles: Tiles, progress: &dyn Progre
     all
 }
 
-/// The largest sum of magnitudes that a logit is made of, and the mask.
+/// The largest sum of magnitudes of one logit, or the mask if that is larger.
 fn logit_size(fixture: &Fixture) -> f64 {
     let pairs = (0..fixture.tokens).flat_map(|t| (0..fixture.valid).map(move |v| (t, v)));
     let sizes = pairs.map(|(t, v)| naive::cell(fixture, &NOISE, t, v).size);
@@ -193,7 +193,7 @@ fn assert_close(
     }
 }
 
-/// Everything the reference gives, against the loops.
+/// Compares all results of the reference with the loops.
 fn assert_is_naive(fixture: &Fixture, noise: &TermNoise, tiles: Tiles) {
     let (wanted, _) = naive(fixture);
     let got = forward(&fixture.inputs(), tiles, &NoProgress);
@@ -224,7 +224,7 @@ fn assert_is_naive(fixture: &Fixture, noise: &TermNoise, tiles: Tiles) {
     ] {
         assert_close(what, got, wanted, |i| size[i], bound);
     }
-    // Products of up to four such factors, and tanh⁴ among them.
+    // The squares are products of up to four such factors, among them tanh⁴.
     let squares = 4.0 * bound + squares_bound(fixture);
     for (what, got, wanted, size) in [
         ("dq_lse_sq", &dq.dq_lse_sq, &wanted_dq.dq_lse_sq, &dq_size.dq_lse_sq),
@@ -250,13 +250,14 @@ fn assert_is_naive(fixture: &Fixture, noise: &TermNoise, tiles: Tiles) {
         assert_close(what, got, wanted, |i| size[i], 4.0 * bound);
     }
     assert_eq!(dk.hits, wanted_dk.hits);
-    // A share that cancels, 1 - p of a confident token, errs by its addends.
+    // 1 - p of a confident token cancels: its error is relative to 1 and p, not to their
+    // difference.
     let share = |t: usize| 1.0 + wanted_dq.dq_label_share[t] + dq_size.dq_label_share[t];
     let (got, wanted) = (&dq.dq_label_share, &wanted_dq.dq_label_share);
     assert_close("dq_label_share", got, wanted, share, 8.0 * bound);
 }
 
-/// The plane against the loops.
+/// Compares the plane with the loops.
 fn assert_plane_is_naive(fixture: &Fixture, lse: &[f64], tiles: Tiles) {
     let got = run_plane(fixture, lse, tiles, &NoProgress);
     let bound = relative_bound(fixture);
@@ -326,7 +327,7 @@ fn the_thread_count_changes_no_bit() {
     }
 }
 
-/// From a depth of 1024 on gemm sums a lone row differently: without padding this
+/// From a depth of 1024 on gemm sums a single row in another order: without padding this test
 /// fails.
 #[test]
 fn a_token_has_the_same_bits_alone_as_among_others() {
@@ -435,7 +436,7 @@ fn nan_and_infinity_propagate_and_an_empty_vocabulary_is_no_panic() {
     assert!(dq.dq_lse.iter().all(|&x| x == 0.0));
 }
 
-/// A first tile of -inf alone, then logits whose distance from 0 overflows exp.
+/// A first tile with only -inf, then logits so far from 0 that exp overflows.
 #[test]
 fn a_tile_without_any_finite_logit_leaves_the_sum_as_it_was() {
     let mut fixture = Fixture::new(1, 1, 40, 40);

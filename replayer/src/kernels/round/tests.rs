@@ -1,4 +1,4 @@
-//! Rounding against the `half` crate, and against a search among all numbers.
+//! Tests rounding against the `half` crate, and against a search among all numbers of a format.
 
 use super::*;
 use half::bf16;
@@ -153,8 +153,8 @@ fn same_as_half(value: f32) {
     assert_eq!(Precision::F16.round(value).to_bits(), wanted.to_bits(), "f16 of {value:e}");
 }
 
-/// Every bf16 pattern, with the bit patterns next to it and next to the tie above
-/// it: all the places where a rounding rule can change its mind.
+/// Every bf16 pattern, with the bit patterns next to it and next to the tie above it: all places
+/// where the rounded result changes.
 #[test]
 fn rounding_equals_half_around_every_bf16_and_f16_number_and_tie() {
     for pattern in 0..=u16::MAX {

@@ -68,7 +68,7 @@ impl<'a, H: Half> Job<'a, H> {
     }
 
     fn q(&self, token: usize, d: usize) -> H {
-        // Beyond the last column is the bias: as if q were 1 there.
+        // The bias counts as one more column of k, with q = 1.
         match d < self.fixture.depth {
             true => self.q[token * self.fixture.depth + d],
             false => H::narrow(1.0),
@@ -98,7 +98,7 @@ impl<'a, H: Half> Job<'a, H> {
         H::narrow(if hit { g + self.fixture.g_label[token] } else { g })
     }
 
-    /// The sums of tiles, added up.
+    /// Adds up the sums of the tiles.
     fn tiled(&self, length: usize, tile: usize, term: impl Fn(usize) -> H) -> H {
         let part = |range: Range<usize>| range.fold(H::default(), |sum, at| sum + term(at));
         let starts = (0..length).step_by(tile);

@@ -1,4 +1,4 @@
-//! Sums whose result is known in closed form, or by a literal loop.
+//! Tests sums against results in closed form, or against a literal loop.
 
 use crate::kernels::emulator::sum::Running;
 use crate::kernels::policy::{Order, Sum};
@@ -81,7 +81,7 @@ const ORDERS: [Order; 6] = [
     Order::Neumaier,
 ];
 
-/// Each order as its textbook has it, on the arithmetic of a type.
+/// Each summation order as textbooks define it, in the arithmetic of a type.
 macro_rules! literal {
     ($name:ident, $type:ty, $zero:expr) => {
         fn $name(order: Order, x: &[$type]) -> $type {
@@ -161,7 +161,7 @@ proptest! {
     fn products_are_fused_in_one_rounding_or_rounded_on_their_own(
         factors in prop::collection::vec((any::<u32>(), any::<u32>()), 1..30),
     ) {
-        // Exponents from -8 to 7: sums that cancel, and that f64 cannot hold.
+        // Numbers with exponents from -8 to 7, whose sums cancel or are not exact in f64.
         let near = |bits: u32| f32::from_bits(bits & 0x87ff_ffff | 0x3800_0000) * 16.0;
         let factors: Vec<_> = factors.iter().map(|&(a, b)| (near(a), near(b))).collect();
         let run = |product: Precision| {
@@ -178,9 +178,9 @@ proptest! {
     }
 }
 
-/// 1 + 2^-23 + 2^-24 is a tie of f32, and (2^-12 + 2^-28) (2^-12 - 2^-28) is 2^-56 less
-/// than 2^-24: down it goes. f64 cannot hold that sum; rounded to nearest it is the tie,
-/// and goes up to the even neighbour.
+/// 1 + 2^-23 + 2^-24 is a tie in f32, and (2^-12 + 2^-28) (2^-12 - 2^-28) is 2^-56 less than 2^-24,
+/// so that the exact sum rounds down. f64 cannot represent the exact sum: rounded to f64 it becomes
+/// the tie, which rounds up to the even neighbour.
 #[test]
 fn a_fused_product_breaks_a_tie_that_f64_cannot_see() {
     let start = 1.0 + f32::EPSILON;

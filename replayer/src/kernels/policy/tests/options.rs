@@ -35,7 +35,7 @@ impl Head {
         let depth = if options.given { 0 } else { depth };
         let fixture = Fixture::new(tokens, depth, vocab, valid);
         let wave = |count: usize, step: f32| (0..count).map(move |i| 3.0 * (i as f32 * step).sin());
-        // What lies beyond the valid vocabulary must not be read.
+        // Columns beyond the valid vocabulary must not be read.
         let poison = |value: f32, col: usize| if col < valid { value } else { f32::NAN };
         let given = wave(tokens * vocab, 0.7).enumerate();
         let smooth = |g: &f32| if options.smooth { -0.1 * f64::from(*g) } else { 0.0 };
@@ -68,7 +68,7 @@ impl Head {
     }
 }
 
-/// A value, and by how much a policy may miss it.
+/// A value, with how far a policy's result may be from it.
 #[derive(Clone, Copy, Default)]
 struct Bounded {
     value: f64,
@@ -87,7 +87,7 @@ impl Bounded {
 /// Exact results of one head, with bounds in a unit roundoff.
 struct Exact {
     logits: Vec<Bounded>,
-    /// By the raw logits, and what was added up to make them.
+    /// Computes them from the raw logits and the sums of magnitudes of those.
     dlogits: Vec<(Bounded, f64)>,
     lse: Vec<Bounded>,
     logit_sum: Vec<Bounded>,
@@ -183,7 +183,8 @@ impl Exact {
         (Bounded { value, error: total }, size * slope.abs())
     }
 
-    /// `sum factor dlogits`: each its error, and 8 roundings more than there are terms.
+    /// `sum factor dlogits`: the error of each term, and as many roundings as there are terms, plus
+    /// 8.
     fn sum(terms: impl Iterator<Item = ((Bounded, f64), f64)>, u: f64) -> Bounded {
         let mut sum = Bounded::default();
         let (mut size, mut count) = (0.0, 8.0 + 8.0);
@@ -330,7 +331,7 @@ fn each_option_alone_is_what_loops_over_f64_scalars_give() {
         Options { scale: 0.5, ..NONE },
         Options { softcap: Some(3.0), ..NONE },
         Options { mask: Some(2.0), ..NONE },
-        // Far above every logit: exp overflows unless the mask counts for the max.
+        // A mask value far above every logit: exp overflows unless the maximum includes it.
         Options { mask: Some(300.0), ..NONE },
         Options { smooth: true, ..NONE },
     ] {
@@ -339,7 +340,7 @@ fn each_option_alone_is_what_loops_over_f64_scalars_give() {
     }
 }
 
-/// The steps know the options too: kept or recomputed, their bits are the emulation's.
+/// Steps with these options have the bits of the emulation, with stored and with recomputed logits.
 #[test]
 fn a_step_has_the_bits_of_the_emulation_whatever_the_options() {
     let options = Options {
@@ -398,7 +399,7 @@ fn logits_are_rounded_after_each_option() {
     let half = Precision::Bf16;
     let options = Options { bias: true, scale: 0.7, softcap: Some(5.0), ..NONE };
     let mut head = Head::new((9, 4, 20, 18), options);
-    // Products of small integers: exact whatever the order.
+    // Sums of products of small integers are exact in any order.
     head.fixture.q.iter_mut().for_each(|q| *q = (*q * 8.0).round());
     head.fixture.k.iter_mut().for_each(|k| *k = (*k * 8.0).round());
     let lse = vec![3.0; 9];

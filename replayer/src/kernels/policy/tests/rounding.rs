@@ -1,4 +1,4 @@
-//! The rounding points of a policy, each against loops over scalars or alone.
+//! Tests each rounding point of a policy, against loops over scalars or by itself.
 
 use super::*;
 use crate::kernels::matrix::Values;
@@ -33,8 +33,8 @@ fn a_bf16_label_scatter_is_a_rounded_sum_in_token_order() {
     }
 }
 
-/// Each rounding point alone: what leaves it must be a bf16 number, and where it is not
-/// set, must not all be.
+/// Each rounding point alone: if it is set all its results must be bf16 numbers, and if not, some
+/// must not be.
 #[test]
 fn every_rounding_point_rounds_where_it_says() {
     let fixture = Fixture::usual();

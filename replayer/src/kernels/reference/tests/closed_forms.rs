@@ -1,4 +1,4 @@
-//! Heads whose answer is known on paper.
+//! Tests heads whose results are known in closed form.
 //!
 //! Bounds: logits are exact or a rounding away, so lse errs by the n + 4 roundings of its
 //! sum and log, and an entry by that and the few of its own.
@@ -8,7 +8,7 @@ use crate::kernels::matrix::{HeadInputs, Matrix, Values};
 
 const U: f64 = 1.1102230246251565e-16;
 
-/// Given logits, row-major, one cotangent each for all tokens.
+/// A head of given logits, row-major, with the same cotangents for all tokens.
 struct Head {
     logits: Vec<f64>,
     labels: Vec<u32>,
@@ -130,7 +130,7 @@ fn every_row_of_dlogits_sums_to_zero_without_z_loss_and_softcap() {
         let size: f64 = row.iter().map(|x| x.abs()).sum();
         assert_near("sum", row.iter().sum(), 0.0, (2.0 * vocab as f64 + 40.0) * U * (size + g));
     }
-    // And not where a finite mask takes a part of the probability.
+    // But not if a finite mask leaves masked columns a part of the probability.
     head.valid = 41 - 2;
     head.labels = vec![3, 0, 38, 12];
     head.mask = Some(1.0);
@@ -156,8 +156,8 @@ fn z_loss_has_the_gradient_two_lambda_lse_p() {
     }
 }
 
-/// A smoothed loss is least where the softmax is the smoothed target itself, and is
-/// there that target's entropy.
+/// A smoothed loss is smallest if the softmax equals the smoothed target; it is then the target's
+/// entropy.
 #[test]
 fn label_smoothing_is_least_at_the_smoothed_target() {
     let (vocab, smoothing) = (17, 0.1);
@@ -239,7 +239,7 @@ fn a_finite_mask_counts_in_the_softmax_and_minus_infinity_does_not() {
     assert_near("lse", high.lse[0], wanted, 8.0 * bound);
 }
 
-/// With nothing valid, and with logits of -inf, as a job masks them itself.
+/// Without valid columns, and with logits of -inf, which a job has masked itself.
 #[test]
 fn logits_of_minus_infinity_have_no_part_and_no_variance() {
     let logits = [1.0, f64::NEG_INFINITY, 2.0, f64::NEG_INFINITY];
@@ -263,8 +263,8 @@ fn logits_of_minus_infinity_have_no_part_and_no_variance() {
     assert_eq!(masked.dlogits([1.0, 0.0, 0.0]), [0.0; 4]);
 }
 
-/// Two confident tokens and an even one: the filter takes small probabilities, and a
-/// label whose own probability is nearly 1.
+/// Two confident tokens and one with equal logits: the filter removes entries with small
+/// probabilities, and labels whose own probability is nearly 1.
 #[test]
 fn a_gradient_filter_may_drop_what_lies_below_it_and_nothing_else() {
     let mut fixture = Fixture::new(2, 1, 3, 3);
@@ -276,7 +276,7 @@ fn a_gradient_filter_may_drop_what_lies_below_it_and_nothing_else() {
     let noise = TermNoise { filter: 1e-6, ..NOISE };
     let (dq, dk) = run_with(&fixture, &lse, &noise, SMALL_TILES, &NoProgress);
     let p = [(-40.0f64).exp(), (-50.0f64).exp()];
-    // The label's entry is p - 1, of which nothing but rounding is left.
+    // The label's entry is p - 1, which is only rounding error here.
     assert_near("dq", dq.dq_dropped[0], p[0] + 1.5 * p[1], 4.0 * U);
     assert_eq!(dq.dq_dropped[1], 0.0);
     assert_near("dk", dk.dropped[1], 20.0 * p[0], 20.0 * p[0] * 128.0 * U);

@@ -17,21 +17,21 @@ use crate::kernels::matrix::{HeadInputs, Matrix, Values};
 /// the rounding of the value itself, which an exactly linear f may hide in a pattern.
 pub(super) fn noise_of(f: &dyn Fn(f64) -> f64) -> f64 {
     let own = f64::EPSILON / 12f64.sqrt() * f(0.0).abs();
-    // So near that no smooth part reaches the third level, then farther where values
-    // are alike, and nearer where they are not smooth.
+    // Begins with a spacing so small that the smooth part vanishes at the third level; widens it if
+    // values are equal, narrows it if the function is not smooth.
     let levels: Vec<_> = [1e-9, 1e-7, 1e-11].into_iter().map(|step| levels(f, step)).collect();
     let believed = levels.iter().flat_map(|levels| levels.windows(3)).find(|three| {
         let sizes = three.iter().map(|level| level.0);
         let (low, high) = (sizes.clone().fold(f64::MAX, f64::min), sizes.fold(0.0, f64::max));
         three[0].1 && high <= 4.0 * low
     });
-    // None: the largest of the higher levels overstates the noise, and errs to that side.
+    // If no level agrees, the largest estimate of the higher levels is used, which overstates the
+    // noise.
     let largest = || levels[0][2..].iter().fold(0.0f64, |max, level| max.max(level.0));
     believed.map_or_else(largest, |three| three[0].0).max(own)
 }
 
-/// What each level of the difference table says of the noise, and whether its differences
-/// change sign.
+/// Each level's estimate of the noise, and whether its differences change sign.
 fn levels(f: &dyn Fn(f64) -> f64, spacing: f64) -> Vec<(f64, bool)> {
     const INTERVALS: usize = 8;
     let place = |i: usize| spacing * (i as f64 - INTERVALS as f64 / 2.0);
@@ -48,7 +48,7 @@ fn levels(f: &dyn Fn(f64) -> f64, spacing: f64) -> Vec<(f64, bool)> {
     found
 }
 
-/// The derivative of f at 0, and what it may be off by.
+/// The derivative of f at 0, with a bound of its error.
 pub(super) fn derivative(f: &dyn Fn(f64) -> f64) -> (f64, f64) {
     // The estimate of the noise is good within a factor of 4.
     let noise = 4.0 * noise_of(f);
@@ -121,8 +121,8 @@ fn gradients(fixture: &Fixture) -> Point {
     ]
 }
 
-/// Whether a value belongs to a padded column or an ignored token: the loss does not
-/// depend on it, and there is no noise to measure.
+/// Whether a value belongs to a padded column or an ignored token: the loss does not depend on it,
+/// so that there is no noise to measure.
 fn is_constant(fixture: &Fixture, part: usize, index: usize) -> bool {
     let (depth, vocab) = (fixture.depth.max(1), fixture.vocab);
     let ignored = |t: usize| fixture.labels[t] == IGNORED;

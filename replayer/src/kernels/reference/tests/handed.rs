@@ -1,4 +1,5 @@
-//! Sums that are handed on: who walks which part of the plane changes no bit.
+//! Tests that the results have the same bits however the plane of logits is split into tasks that
+//! hand partial sums on.
 
 use std::ops::Range;
 
@@ -7,7 +8,7 @@ use crate::kernels::matrix::{Matrix, Reads, Values};
 use crate::parcel::Parcel;
 use proptest::prelude::*;
 
-/// Cuts of `0..length` at whole tiles, as a draw says.
+/// Random cuts of `0..length` at multiples of a tile.
 fn cuts(length: usize, tile: usize, draw: u64) -> Vec<Range<usize>> {
     let tiles = length.div_ceil(tile);
     let mut starts = vec![0];
@@ -50,7 +51,7 @@ fn part<'a>(inputs: &HeadInputs<'a>, tokens: Range<usize>, copies: &'a [f64]) ->
     }
 }
 
-/// A head in one process, and its sums task by task, through bytes between any two.
+/// Computes a head in one process, and again task by task, with the sums serialised between tasks.
 fn compare(fixture: &Fixture, noise: &TermNoise, draws: (u64, u64)) {
     let copies: Vec<f64> = (0..fixture.tokens).map(|t| 1.0 + (t % 3) as f64).collect();
     let inputs = HeadInputs { copies: Some(&copies), ..fixture.inputs() };
@@ -124,9 +125,9 @@ fn compare(fixture: &Fixture, noise: &TermNoise, draws: (u64, u64)) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Goal: partial sums go from task to task, as on a cluster, and the result has the bits of
-    /// one process, on one thread and on three. Method: random heads and options, random cuts,
-    /// and the shortest decimal of every number, which tells any two apart.
+    /// Goal: partial sums that go from task to task, as on a cluster, give the bits of one process,
+    /// on one thread and on three. Method: random heads, options and cuts; numbers are compared by
+    /// their shortest decimal text, which differs for different numbers.
     #[test]
     fn sums_that_go_from_task_to_task_are_those_of_one_process(
         (tokens, depth, vocab) in (1usize..60, 1usize..9, 1usize..90),
@@ -156,8 +157,8 @@ proptest! {
     }
 }
 
-/// The forward pass writes its products down; a backward pass that reads them, under any options
-/// and over some of the tokens, has the bits of one that multiplies q and k again.
+/// Goal: a backward pass that reads the products q kᵀ which the forward pass stored, under any
+/// options and for some of the tokens, has the bits of one that multiplies q and k again.
 #[test]
 fn kept_products_give_the_backward_pass_that_multiplies_again() {
     let usual = || Fixture::new(37, 5, 61, 53);

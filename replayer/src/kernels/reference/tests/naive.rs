@@ -1,4 +1,4 @@
-//! The loss head by loops over scalars: the oracle's oracle.
+//! The loss head as loops over scalars, with which the reference is tested.
 //!
 //! Beside every result it gives the sum of the magnitudes that the result is made of:
 //! what rounding errors are relative to.
@@ -115,7 +115,7 @@ pub(super) fn naive(fixture: &Fixture) -> (Forward, Vec<Vec<f64>>) {
     (forward, logits)
 }
 
-/// An entry of dlogits and what is summed of it.
+/// An entry of dlogits, and its parts that are summed.
 #[derive(Clone, Copy)]
 pub(super) struct Entry {
     dense: f64,
@@ -127,14 +127,14 @@ pub(super) struct Entry {
     label_var: f64,
     label_rel_var: f64,
     confident: f64,
-    /// What the label's part is rounded as.
+    /// The number whose rounding the label's part has.
     label_whole: f64,
     /// Of dense and label part together.
     pub(super) total: f64,
     pub(super) total_var: f64,
 }
 
-/// An entry, and the same of magnitudes.
+/// An entry, and the same with the magnitudes of its terms.
 pub(super) fn entries(
     fixture: &Fixture,
     noise: &TermNoise,
@@ -184,7 +184,7 @@ pub(super) fn entries(
     ]
 }
 
-/// What the backward pass gives, and the same of magnitudes.
+/// The results of the backward pass, and the same with the magnitudes of their terms.
 pub(super) fn naive_backward(
     fixture: &Fixture,
     noise: &TermNoise,

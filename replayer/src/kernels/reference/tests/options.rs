@@ -1,4 +1,4 @@
-//! Every option of the head, in random company, against the loops over scalars.
+//! Tests random combinations of the head's options against the loops over scalars.
 
 use super::*;
 use proptest::prelude::*;

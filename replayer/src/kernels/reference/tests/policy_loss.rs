@@ -1,4 +1,4 @@
-//! Policy losses against values worked out by hand, and against differences.
+//! Tests policy losses against values computed by hand, and against difference quotients.
 
 use super::differences::derivative;
 use crate::kernels::reference::policy_loss::{PolicyInputs, PolicyLoss, policy_loss};
@@ -6,7 +6,7 @@ use backtape::head::{GrpoDeclaration, KlEstimator, LossAverage, RatioLevel};
 use proptest::prelude::*;
 use std::f64::consts::LN_2;
 
-/// Owned inputs.
+/// The inputs of a policy loss, owned.
 #[derive(Debug, Clone)]
 struct Batch {
     logp: Vec<f64>,
@@ -105,7 +105,7 @@ fn an_infinite_ratio_is_clipped_like_any_other() {
     assert_eq!(result.dlogp, [0.0, 0.0]);
 }
 
-/// Exactly at a bound: `old` absent makes the ratio exactly 1, so bounds are put there.
+/// The ratio is exactly at a bound: without `old` it is exactly 1, and the bounds are set to 1.
 #[test]
 fn subgradients_at_ties_are_those_of_torch_and_are_flagged() {
     let at_one = |a: f64| Batch { old: None, ..Batch::new(&[0.0], &[a]) };
@@ -166,8 +166,8 @@ fn a_sequences_ratio_is_the_geometric_mean_and_every_token_moves_it() {
     assert_are("dlogp", &clipped.dlogp, &[0.0; 3]);
 }
 
-/// √2 is near the upper bound, where only the positive advantage's gradient jumps: but
-/// that gradient flows to every token of the sequence.
+/// √2 is near the upper bound, where the gradient of a positive advantage jumps: that gradient
+/// reaches every token of the sequence.
 #[test]
 fn a_kink_of_one_token_is_one_of_all_that_share_its_ratio() {
     let mut batch = Batch::new(&[LN_2, 0.0, 0.5 * LN_2], &[1.0, -1.0, -1.0]);
