@@ -87,7 +87,7 @@ impl Cause for LseCancellation {
     }
 }
 
-/// What is rounded.
+/// Which values are rounded to few bits before the loss is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum What {
     Both,

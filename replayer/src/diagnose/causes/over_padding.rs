@@ -110,7 +110,7 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
 }
 
 struct OverPadding {
-    /// Valid columns of all.
+    /// Share of the columns that are valid classes.
     share: f64,
     /// Columns that are not padding.
     valid: usize,

@@ -34,7 +34,7 @@ const ROWS: u64 = 4;
 /// mean row.
 const LOUD: f64 = 5.0;
 
-/// An element that is not what it should be.
+/// An element that differs from its reference.
 #[derive(Clone, Copy, Debug)]
 struct Wrong {
     row: usize,

@@ -185,7 +185,7 @@ fn counts(one: &MicrobatchInputs, t: usize) -> bool {
     one.labels[t] != IGNORED && one.weights[t] != 0.0 && one.cotangent[t] != 0.0
 }
 
-/// Tokens that take part.
+/// The tokens that take part.
 fn counted(one: &MicrobatchInputs) -> impl Iterator<Item = usize> {
     (0..one.tokens()).filter(|&t| counts(one, t))
 }

@@ -44,7 +44,7 @@ pub enum What {
     Columns,
 }
 
-/// All of them.
+/// Everything that is tried.
 pub const ALL: [What; 8] = [
     What::Addends,
     What::OfSoftmax,

@@ -109,7 +109,7 @@ impl Solved {
 
 /// A world in which the addends of some sums have other weights than 1.
 pub struct Weighted {
-    /// Each sum.
+    /// The sums with their weights.
     pub of: Vec<Solved>,
 }
 

@@ -21,7 +21,7 @@ const ALONE: usize = 1 << 20;
 
 /// A microbatch's head, for products of single rows.
 pub struct Direct<'a> {
-    /// The head.
+    /// The inputs of the head.
     pub head: HeadInputs<'a>,
     /// Where the work is reported.
     progress: &'a dyn Progress,
@@ -158,12 +158,12 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     sums.iter().sum::<f64>() + rest
 }
 
-/// Squared distance.
+/// Squared distance of two vectors.
 pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum()
 }
 
-/// Sum of squares.
+/// Sum of squares of a vector.
 pub fn energy(a: &[f64]) -> f64 {
     a.iter().map(|x| x * x).sum()
 }

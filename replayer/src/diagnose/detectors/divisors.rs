@@ -34,7 +34,7 @@ pub struct Ratio {
 pub struct Divisors<'e> {
     evidence: &'e Evidence<'e>,
     all: Vec<&'e MicrobatchInputs>,
-    /// By microbatch.
+    /// The declared divisors of each microbatch: groups of its tokens with their divisor.
     declared: Vec<Vec<(Unit, f64)>>,
 }
 

@@ -13,8 +13,8 @@ const MANY: u64 = 12;
 /// How far, relatively, a round number may lie from the fitted one: in bf16 a small term is not
 /// known better.
 const ROUND: f64 = 0.04;
-/// A number that leaves more than this share of the energy is not looked at further. Other
-/// faults beside it may leave nearly all.
+/// A number that leaves more than this share of the energy is dropped. The share is large because
+/// another fault may make up nearly all of the energy.
 const USELESS: f64 = 0.999;
 /// A number that leaves more than this share of the energy explains a part of it.
 const HALF: f64 = 0.5;

@@ -16,7 +16,7 @@ const FITTED: usize = 24;
 pub struct ImpliedLse {
     /// The token.
     pub token: usize,
-    /// lse as declared.
+    /// lse of the declared head.
     pub lse: f64,
     /// lse as the captured values imply it.
     pub implied: f64,
@@ -78,7 +78,7 @@ fn implied_by_dq(
     Some(all.iter().step_by(step).filter_map(one).collect())
 }
 
-/// The middle value; NaN where there is none.
+/// The median (the upper one of an even number); NaN for no values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

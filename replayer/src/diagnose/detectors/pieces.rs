@@ -54,7 +54,7 @@ pub struct Pieces {
 struct Prefix {
     n: usize,
     cells: usize,
-    /// `[places + 1, cells]`.
+    /// Prefix sums, `[places + 1, cells]`.
     sums: Vec<f64>,
     rest: Vec<f64>,
     captured: Vec<f64>,

@@ -46,7 +46,7 @@ pub struct Places {
     units: BTreeSet<UnitName>,
     /// The classes, ascending, where the wrong places are classes and not tokens.
     classes: Option<Vec<usize>>,
-    /// In words.
+    /// The places in words.
     pub words: String,
 }
 

@@ -202,7 +202,7 @@ impl Part {
         Part { cotangents, ..self }
     }
 
-    /// As kernels read it.
+    /// The inputs of the kernels for this part.
     pub fn head(&self) -> HeadInputs<'_> {
         HeadInputs {
             bias: self.bias.as_deref(),
