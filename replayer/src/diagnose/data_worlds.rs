@@ -38,10 +38,10 @@ impl RecordedCounts {
     /// The divisors of the declared head.
     pub fn new(evidence: &Evidence<'_>) -> RecordedCounts {
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let one = |own: &MicrobatchInputs| {
+        let of_microbatch = |own: &MicrobatchInputs| {
             Some((own.microbatch, evidence.step.denominators(&all, own).ok()?))
         };
-        RecordedCounts(evidence.inputs.iter().filter_map(one).collect())
+        RecordedCounts(evidence.inputs.iter().filter_map(of_microbatch).collect())
     }
 
     /// The groups of a microbatch's tokens, each with its divisor.

@@ -76,12 +76,12 @@ impl Tried<'_> {
 /// Energy left in some comparisons, each divided by its floor, summed; infinite where one is
 /// missing.
 pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
-    let one = |key: &Key| match of.get(key) {
+    let of_key = |key: &Key| match of.get(key) {
         Some(found) if found.energy == 0.0 => 0.0,
         Some(found) => found.energy / found.floor.max(f64::MIN_POSITIVE),
         None => f64::INFINITY,
     };
-    keys.iter().map(one).sum()
+    keys.iter().map(of_key).sum()
 }
 
 /// Whether a hypothesis explains everything that fails and leaves so little energy that the

@@ -146,12 +146,12 @@ impl ForwardOnly {
         }
         let mut other = evidence.step.clone();
         options(&mut other.options);
-        let one = |inputs: &MicrobatchInputs| {
+        let of_microbatch = |inputs: &MicrobatchInputs| {
             let wrong = forward((inputs, evidence), &other, bias)?;
             let right = forward((inputs, evidence), evidence.step, 1.0)?;
             Some((inputs.microbatch, [wrong.lse, wrong.label_logits, right.lse]))
         };
-        Some(ForwardOnly { columns: evidence.inputs.iter().filter_map(one).collect() })
+        Some(ForwardOnly { columns: evidence.inputs.iter().filter_map(of_microbatch).collect() })
     }
 }
 

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::direct::energy;
-use super::plane::{Plane, Rows};
+use super::dlogits_plane::{Plane, Rows};
+use super::single_tokens::energy;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{Share, Stage};
 

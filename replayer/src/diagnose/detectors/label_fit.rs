@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use super::captured::Values;
-use super::direct::{Direct, distance, energy};
 use super::reference::Reference;
+use super::single_tokens::{Direct, distance, energy};
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};

@@ -8,10 +8,10 @@
 use backtape::identity::Microbatch;
 
 use super::addends::{adds_to, divisor};
-use super::direct::{Direct, distance, energy};
+use super::dlogits_plane::Rows;
 use super::gradient::Gradient;
 use super::least_squares::{factors, multiples, runs_of};
-use super::plane::Rows;
+use super::single_tokens::{Direct, distance, energy};
 use super::unit_states::UnitState;
 use crate::assemble::Row;
 use crate::diagnose::data_worlds::ReplacedValues;

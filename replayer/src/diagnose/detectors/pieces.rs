@@ -9,8 +9,8 @@
 
 use std::ops::Range;
 
-use super::cuts::{parts, shards, sizes, starts};
 use super::sampled_sums::SampledSums;
+use super::sum_cuts::{parts, shards, sizes, starts};
 use crate::kernels::policy::{Cut, Walk};
 use crate::kernels::round::Precision;
 

@@ -8,8 +8,8 @@ use std::ops::Range;
 use backtape::head::LossReduction;
 use backtape::identity::{Microbatch, Rank};
 
-use super::direct::{distance, energy};
 use super::least_squares::runs_of;
+use super::single_tokens::{distance, energy};
 use super::suspect_tokens::place;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use backtape::identity::{Microbatch, Rank};
 
-use super::direct::tokens;
+use super::single_tokens::tokens;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};

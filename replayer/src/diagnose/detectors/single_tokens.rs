@@ -114,10 +114,10 @@ impl<'a> Direct<'a> {
     /// The logits of a row of q with all valid classes, where class v reads the row `k(v)` of k.
     pub fn against(&self, q: &[f64], k: &(dyn Fn(usize) -> Row + Sync)) -> TokenRow {
         let classes = 0..self.head.valid_vocab;
-        let one = |class: usize| self.logit(dot(q, &self.k(k(class))), class).0;
+        let of_class = |class: usize| self.logit(dot(q, &self.k(k(class))), class).0;
         let logits: Vec<f64> = match self.work() > ALONE {
-            true => classes.into_par_iter().map(one).collect(),
-            false => classes.map(one).collect(),
+            true => classes.into_par_iter().map(of_class).collect(),
+            false => classes.map(of_class).collect(),
         };
         let lse = self.lse(&logits);
         TokenRow { logits, lse }

@@ -92,11 +92,11 @@ fn energy(
         (None, Some(world)) => evidence.residuals_in(&**world)?,
         (None, None) => evidence.residuals.clone(),
     };
-    let one = |key: &Key| {
+    let of_key = |key: &Key| {
         let floor = evidence.residuals[key].floor.max(f64::MIN_POSITIVE);
         residuals.get(key).map(|residual| residual.energy / floor)
     };
-    keys.iter().map(one).sum::<Option<f64>>().filter(|sum| sum.is_finite())
+    keys.iter().map(of_key).sum::<Option<f64>>().filter(|sum| sum.is_finite())
 }
 
 /// A fitted number and the round numbers that it may stand for. `values`: how many values it was
