@@ -504,7 +504,7 @@ fn gradients_recorded_after_they_were_clipped() {
         let raw = job(seed, |_| {});
         let step = declares(&raw, &raw);
         let norm = step.grad_norm.captured.unwrap();
-        let max = backtape_replayer::diagnose::detectors::fit::rounded(norm * 0.4, 1);
+        let max = backtape_replayer::diagnose::detectors::fitted_numbers::rounded(norm * 0.4, 1);
         let clipped =
             Job { fault: Fault::Scaled(What::Reduced, (max / norm) as f32), ..raw.clone() };
         // The reported norm is that after the clip, or that before it.

@@ -34,7 +34,7 @@ pub(super) const PAIRS: &str = "pairs of causes";
 /// How closely causes are looked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Causes {
-    /// Not at all.
+    /// Causes are not looked for.
     None,
     /// Within twice the work of the replay.
     #[default]
@@ -130,13 +130,13 @@ impl<'a> Meter<'a> {
     pub(super) fn may_redeclare(&self) -> bool {
         let may = self.done.load(Ordering::Relaxed) < self.limit / 3;
         if !may {
-            self.leaves_out(DECLARATIONS);
+            self.note_untried(DECLARATIONS);
         }
         may
     }
 
     /// Notes that a cause begins to look for its parameters.
-    pub(super) fn look(&self) {
+    pub(super) fn begin_look(&self) {
         self.looked_from.store(self.done.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
@@ -151,7 +151,7 @@ impl<'a> Meter<'a> {
     /// After a search that found nothing: the causes that ran out of their share and may be tried
     /// again, and raises their share to an equal part of what is left. Empty where that part would
     /// not be larger than before.
-    pub(super) fn lends(&self) -> BTreeSet<String> {
+    pub(super) fn lend_rest(&self) -> BTreeSet<String> {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
         let is_cause = |of: &&String| ![DECLARATIONS, PAIRS].contains(&of.as_str());
         let causes: BTreeSet<String> = left_out.iter().filter(is_cause).cloned().collect();
@@ -171,26 +171,26 @@ impl<'a> Meter<'a> {
     }
 
     /// Lists a cause as not fully tried if the budget is spent.
-    pub(super) fn leaves(&self, cause: &str) {
+    pub(super) fn note_if_spent(&self, cause: &str) {
         if self.is_spent() {
-            self.leaves_out(cause);
+            self.note_untried(cause);
         }
     }
 
     /// Lists a cause as not fully tried if it ran out of its share while it looked for parameters.
-    pub(super) fn has_looked(&self, cause: &str) {
+    pub(super) fn end_look(&self, cause: &str) {
         if !self.may_look() {
-            self.leaves_out(cause);
+            self.note_untried(cause);
         }
     }
 
-    fn leaves_out(&self, cause: &str) {
+    fn note_untried(&self, cause: &str) {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
         left_out.insert(cause.to_string());
     }
 
     /// What was not tried, for the report.
-    pub(super) fn said(self, causes: Causes) -> Option<NotChecked> {
+    pub(super) fn not_checked(self, causes: Causes) -> Option<NotChecked> {
         let left_out = self.left_out.into_inner().unwrap_or_else(PoisonError::into_inner);
         if left_out.is_empty() {
             return None;
@@ -246,22 +246,22 @@ mod tests {
     #[test]
     fn what_other_causes_did_not_need_is_lent_once() {
         let meter = meter(2400);
-        meter.look();
+        meter.begin_look();
         meter.advance(600);
         assert!(!meter.may_look());
-        meter.has_looked("cut off");
+        meter.end_look("cut off");
         meter.advance(500);
-        assert!(meter.lends().is_empty(), "what is left is not more");
+        assert!(meter.lend_rest().is_empty(), "what is left is not more");
         let meter = super::tests::meter(24_000);
         meter.share.store(3000, Ordering::Relaxed);
-        meter.look();
+        meter.begin_look();
         meter.advance(3000);
-        meter.has_looked("cut off");
-        assert_eq!(meter.lends().into_iter().collect::<Vec<_>>(), ["cut off"]);
-        meter.look();
+        meter.end_look("cut off");
+        assert_eq!(meter.lend_rest().into_iter().collect::<Vec<_>>(), ["cut off"]);
+        meter.begin_look();
         meter.advance(3001);
         assert!(meter.may_look(), "it looks further than before");
-        assert!(meter.said(Causes::Quick).is_none());
+        assert!(meter.not_checked(Causes::Quick).is_none());
     }
 
     #[test]
@@ -272,28 +272,31 @@ mod tests {
         meter.advance(1);
         assert!(!meter.may_redeclare() && !meter.is_spent());
         meter.share.store(1, Ordering::Relaxed);
-        assert!(meter.lends().is_empty(), "they are no cause that is tried again");
-        meter.leaves_out("a cause");
-        assert_eq!(meter.lends().into_iter().collect::<Vec<_>>(), ["a cause"]);
-        let said = meter.said(Causes::Quick).unwrap();
+        assert!(meter.lend_rest().is_empty(), "they are no cause that is tried again");
+        meter.note_untried("a cause");
+        assert_eq!(meter.lend_rest().into_iter().collect::<Vec<_>>(), ["a cause"]);
+        let said = meter.not_checked(Causes::Quick).unwrap();
         assert_eq!(said.what, "other declarations", "also where causes are tried again");
     }
 
     #[test]
     fn only_what_a_spent_budget_left_out_is_said() {
         let meter = meter(3);
-        meter.leaves("tried");
+        meter.note_if_spent("tried");
         meter.advance(2);
-        meter.leaves("left");
-        let said = meter.said(Causes::Quick).unwrap();
+        meter.note_if_spent("left");
+        let said = meter.not_checked(Causes::Quick).unwrap();
         assert_eq!(said.what, "the causes left");
         let meter = super::tests::meter(0);
         for of in [PAIRS, "left"] {
-            meter.leaves(of);
+            meter.note_if_spent(of);
         }
-        assert_eq!(meter.said(Causes::Quick).unwrap().what, "the causes left, pairs of causes");
+        assert_eq!(
+            meter.not_checked(Causes::Quick).unwrap().what,
+            "the causes left, pairs of causes"
+        );
         assert!(said.why.contains("--causes thorough"));
-        assert!(super::tests::meter(3).said(Causes::Quick).is_none());
+        assert!(super::tests::meter(3).not_checked(Causes::Quick).is_none());
     }
 
     #[test]

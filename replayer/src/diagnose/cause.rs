@@ -14,7 +14,7 @@ pub enum Effort {
     Little,
     /// Policies are emulated, or some numbers tried.
     Some,
-    /// Many sums are tried.
+    /// Many ways to cut and order a sum are tried.
     Much,
     /// Hundreds of hypotheses are tried one by one.
     Most,
@@ -70,7 +70,7 @@ const FOR_EVERY_TOKEN: usize = 8;
 /// One set of parameters of a cause, ready to be tried.
 #[derive(Clone)]
 pub struct Hypothesis {
-    /// What the job did.
+    /// What the job did, in executable form.
     pub world: Arc<dyn World>,
     /// Parameters in words, for the report.
     pub parameters: Vec<(&'static str, String)>,

@@ -35,13 +35,13 @@ pub struct Relabelled {
 pub struct RecordedCounts(BTreeMap<Option<Microbatch>, Vec<(Unit, f64)>>);
 
 impl RecordedCounts {
-    /// As declared.
+    /// The divisors of the declared head.
     pub fn new(evidence: &Evidence<'_>) -> RecordedCounts {
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let one = |own: &MicrobatchInputs| {
+        let of_microbatch = |own: &MicrobatchInputs| {
             Some((own.microbatch, evidence.step.denominators(&all, own).ok()?))
         };
-        RecordedCounts(evidence.inputs.iter().filter_map(one).collect())
+        RecordedCounts(evidence.inputs.iter().filter_map(of_microbatch).collect())
     }
 
     /// The groups of a microbatch's tokens, each with its divisor.
@@ -146,7 +146,7 @@ impl World for MovedTokens {
 
 /// Tokens are read from the same places of another microbatch.
 pub struct ReadFromElsewhere {
-    /// By microbatch.
+    /// Where each microbatch reads its tokens from.
     pub from: BTreeMap<Option<Microbatch>, Elsewhere>,
 }
 

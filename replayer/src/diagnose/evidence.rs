@@ -9,10 +9,10 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::nan::by_size;
 
 use super::detectors::captured::{Values, captured};
-use super::detectors::direct::{distance, energy};
-use super::detectors::plane::Plane;
+use super::detectors::dlogits_plane::Plane;
 use super::detectors::reference::{self, Reference};
 use super::detectors::shown_labels::{self, Labels};
+use super::detectors::single_tokens::{distance, energy};
 use super::detectors::unit_states::{UnitState, units};
 use super::sample;
 use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage};

@@ -105,8 +105,8 @@ pub(super) fn of_decision(
 ) -> Vec<Found> {
     let standing = if decision.winners.len() == 1 { Standing::Named } else { Standing::Tied };
     let next = decision.next.map(|(at, by)| (tried[at].cause.id(), by));
-    let one = |&at: &usize| of_one(&tried[at], standing, next, keys, evidence);
-    decision.winners.iter().map(one).collect()
+    let of_place = |&at: &usize| of_one(&tried[at], standing, next, keys, evidence);
+    decision.winners.iter().map(of_place).collect()
 }
 
 fn of_one(
@@ -287,13 +287,13 @@ fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
 
 /// The causes of the catalogue that show without a trial.
 pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
-    let one = |cause: &&dyn Cause| {
+    let of_cause = |cause: &&dyn Cause| {
         let Observed { evidence: words, stages, parameters: of } = cause.observed(evidence)?;
         let stages = stages.into_iter().map(Stage::name).collect();
         let parameters = parameters(&of);
         Some(Found { parameters, ..Found::seen(cause.id(), stages, words, cause.advice().into()) })
     };
-    catalogue.iter().filter_map(one).collect()
+    catalogue.iter().filter_map(of_cause).collect()
 }
 
 fn parameters(of: &[(&'static str, String)]) -> BTreeMap<String, String> {
@@ -308,7 +308,7 @@ fn stages(keys: &BTreeSet<Key>) -> Vec<&'static str> {
 /// The errors of each stage before and after, in the order of the stages.
 fn by_stage(before: &Residuals, tried: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<StageResidual> {
     let stages: BTreeSet<Stage> = keys.iter().map(|key| key.stage).collect();
-    let one = |stage: Stage| {
+    let of_stage = |stage: Stage| {
         let keys = keys.iter().filter(|key| key.stage == stage);
         let pairs = keys.filter_map(|key| Some((before.get(key)?, tried.residuals.get(key)?)));
         let (mut sums, mut norm, mut comparisons) = ([0.0; 3], 0.0, 0);
@@ -322,7 +322,7 @@ fn by_stage(before: &Residuals, tried: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<
         let (stage, sampled) = (stage.name(), !tried.full);
         StageResidual { stage, comparisons, before, after, floor, sampled }
     };
-    stages.into_iter().map(one).filter(|found| found.comparisons > 0).collect()
+    stages.into_iter().map(of_stage).filter(|found| found.comparisons > 0).collect()
 }
 
 /// Share of the energy above the floor that the cause removes. The floor of a comparison is the

@@ -106,7 +106,7 @@ pub fn diagnose(
     let (examined, left_out) = examine(step, outcome, &catalogue, budget)?;
     outcome.not_checked.extend(left_out);
     Ok(match examined {
-        Examined::Diverged(findings, suspect) => told(outcome, findings, suspect),
+        Examined::Diverged(findings, suspect) => reported(outcome, findings, suspect),
         Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.told(outcome)),
         Examined::Cleared(keys) => {
             keys.iter().for_each(|key| outcome.cleared(key.stage, (key.microbatch, key.rank)));
@@ -117,7 +117,7 @@ pub fn diagnose(
 
 /// The causes to report. Where another declaration of the head explains the divergence, `outcome`
 /// gets it, and the causes that it makes superfluous are dropped.
-fn told(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
+fn reported(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
         // `upstream-factor` says that no count gives the factor; here the declaration gives it. A
         // cause that explains only some of the stages is dropped beside an option that explains
@@ -243,11 +243,11 @@ fn examine(
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
     let meter = Meter::new(budget, outcome);
     let subject = (step, outcome, &inputs[..], &meter);
-    let examined = in_few_threads(&inputs, || searched(subject, catalogue, (diverged, open)));
-    Ok((examined, meter.said(budget.causes)))
+    let examined = in_few_threads(&inputs, || run_search(subject, catalogue, (diverged, open)));
+    Ok((examined, meter.not_checked(budget.causes)))
 }
 
-fn searched(
+fn run_search(
     (step, outcome, inputs, meter): (&HeadStep<'_>, &Outcome, &[MicrobatchInputs], &Meter<'_>),
     catalogue: &[&dyn Cause],
     (diverged, open): (bool, BTreeSet<Key>),
@@ -276,7 +276,7 @@ fn searched(
     if !diverged && step.unusable.is_empty() {
         evidence.failing = open;
         let prove = |of: &[&dyn Cause]| proof::prove(&search, of, &evidence);
-        return Examined::Hidden(twice(meter, catalogue, prove, Option::is_none));
+        return Examined::Hidden(search_and_lend_rest(meter, catalogue, prove, Option::is_none));
     }
     if diverged && step.unusable.is_empty() && proof::cleared(&search, &evidence) {
         return Examined::Cleared(evidence.failing);
@@ -289,7 +289,7 @@ fn searched(
         return Examined::Diverged(observed, suspect);
     }
     let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
-    let compute = |of: &[&dyn Cause]| computed(&search, of, &evidence);
+    let compute = |of: &[&dyn Cause]| found_by_trials(&search, of, &evidence);
     let computed_causes = match &suspect {
         // Only the cheap causes are tried: all those that could be mistaken for such an option are
         // among them.
@@ -297,7 +297,7 @@ fn searched(
             let cheap = catalogue.iter().copied().filter(|one| one.effort() == Effort::Little);
             compute(&cheap.collect::<Vec<_>>())
         }
-        _ => twice(meter, catalogue, compute, is_unknown),
+        _ => search_and_lend_rest(meter, catalogue, compute, is_unknown),
     };
     observed.extend(computed_causes);
     Examined::Diverged(observed, suspect)
@@ -305,14 +305,14 @@ fn searched(
 
 /// Searches the catalogue. If it finds nothing, the unspent rest of the budget goes to the causes
 /// that had run out of their share, and those are tried once more.
-fn twice<T>(
+fn search_and_lend_rest<T>(
     meter: &Meter<'_>,
     catalogue: &[&dyn Cause],
     search: impl Fn(&[&dyn Cause]) -> T,
     is_nothing: impl Fn(&T) -> bool,
 ) -> T {
     let first = search(catalogue);
-    let again = if is_nothing(&first) { meter.lends() } else { BTreeSet::new() };
+    let again = if is_nothing(&first) { meter.lend_rest() } else { BTreeSet::new() };
     if again.is_empty() {
         return first;
     }
@@ -322,7 +322,11 @@ fn twice<T>(
 }
 
 /// The causes that are found by trying their worlds, in contrast to those that are observed.
-fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
+fn found_by_trials(
+    search: &Search<'_>,
+    catalogue: &[&dyn Cause],
+    evidence: &Evidence<'_>,
+) -> Vec<Found> {
     let failing = &evidence.failing;
     if failing.is_empty() {
         return vec![unknown(evidence, &[], failing)];
@@ -333,7 +337,7 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
         return proof.map_or_else(|| vec![findings::unproved(evidence)], |proof| proof.found);
     }
     let mut tried = search.all(catalogue, evidence);
-    if let Some(found) = alone(search, &mut tried, failing, evidence) {
+    if let Some(found) = one_cause(search, &mut tried, failing, evidence) {
         return found;
     }
     let marginal = |(keys, _): &(BTreeSet<Key>, Decision)| proof::is_marginal(evidence, keys);
@@ -343,12 +347,12 @@ fn computed(search: &Search<'_>, catalogue: &[&dyn Cause], evidence: &Evidence<'
         };
         return parts.iter().flat_map(findings_of).collect();
     }
-    let stacked = stacked(search, catalogue, &tried, evidence);
-    stacked.unwrap_or_else(|| apart(search, &mut tried, evidence))
+    let pairs = pairs_of_causes(search, catalogue, &tried, evidence);
+    pairs.unwrap_or_else(|| head_and_sums_apart(search, &mut tried, evidence))
 }
 
 /// The one cause, or the several tied ones, that explain all of these failing comparisons.
-fn alone(
+fn one_cause(
     search: &Search<'_>,
     tried: &mut [Tried<'_>],
     keys: &BTreeSet<Key>,
@@ -369,7 +373,11 @@ fn alone(
 /// Decides the head's stages and the sums over microbatches and ranks separately. The reference of
 /// a sum is made of the captured gradients, so a fault in one group does not affect the other, and
 /// an unknown cause in one must not hide a known cause in the other.
-fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) -> Vec<Found> {
+fn head_and_sums_apart(
+    search: &Search<'_>,
+    tried: &mut [Tried<'_>],
+    evidence: &Evidence<'_>,
+) -> Vec<Found> {
     let (sums, head): (BTreeSet<Key>, BTreeSet<Key>) =
         evidence.failing.iter().copied().partition(|key| key.stage.is_sum());
     let nans =
@@ -383,7 +391,7 @@ fn apart(search: &Search<'_>, tried: &mut [Tried<'_>], evidence: &Evidence<'_>) 
         let found = in_part(search, tried, &evidence.failing, evidence);
         return found.unwrap_or_else(|| vec![unknown(evidence, tried, &evidence.failing)]);
     }
-    let mut one = |keys| alone(search, tried, keys, evidence);
+    let mut one = |keys| one_cause(search, tried, keys, evidence);
     let each = [(one(&head), &head), (one(&sums), &sums)];
     if each.iter().all(|(found, _)| found.is_none()) {
         return vec![unknown(evidence, tried, &evidence.failing)];
@@ -423,7 +431,7 @@ fn in_part(
         if explained_keys.is_empty() || rest.is_empty() || !tried.iter().any(settles) {
             return None;
         }
-        let mut findings = alone(search, tried, &explained_keys, evidence)?;
+        let mut findings = one_cause(search, tried, &explained_keys, evidence)?;
         findings.push(unknown(evidence, tried, &rest));
         Some(findings)
     })
@@ -441,7 +449,7 @@ fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
 
 /// Pairs of causes in the same comparisons: the second explains the error that remains in the world
 /// of the first.
-fn stacked<'a>(
+fn pairs_of_causes<'a>(
     search: &'a Search<'a>,
     catalogue: &[&dyn Cause],
     tried: &'a [Tried<'_>],

@@ -76,12 +76,12 @@ impl Tried<'_> {
 /// Energy left in some comparisons, each divided by its floor, summed; infinite where one is
 /// missing.
 pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
-    let one = |key: &Key| match of.get(key) {
+    let of_key = |key: &Key| match of.get(key) {
         Some(found) if found.energy == 0.0 => 0.0,
         Some(found) => found.energy / found.floor.max(f64::MIN_POSITIVE),
         None => f64::INFINITY,
     };
-    keys.iter().map(one).sum()
+    keys.iter().map(of_key).sum()
 }
 
 /// Whether a hypothesis explains everything that fails and leaves so little energy that the
@@ -100,7 +100,7 @@ fn is_settled(tried: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
 /// are fitted to dq, so they must explain another part of the step too. As many fitted numbers as
 /// there are elements fit any values; only that NaNs stand in the right elements would still mean
 /// something.
-fn believe(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeSet<Key>) {
+fn discount_overfit(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeSet<Key>) {
     let has = |part: Part| explains.iter().any(|key| Part::of(key.stage) == part);
     let elements = |key: &Key| residuals.get(key).map_or(0, |of| of.elements as usize);
     let all: usize = explains.iter().map(elements).sum();
@@ -114,7 +114,7 @@ fn believe(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeS
 
 /// The name under which the report lists what the budget left untried: the cause itself, or `PAIRS`
 /// where it was tried together with another cause.
-fn tried_as<'c>(cause: &'c dyn Cause, evidence: &Evidence<'_>) -> &'c str {
+fn name_when_untried<'c>(cause: &'c dyn Cause, evidence: &Evidence<'_>) -> &'c str {
     if evidence.background.is_empty() { cause.id() } else { PAIRS }
 }
 
@@ -274,7 +274,7 @@ impl<'a> Search<'a> {
         let search = self.of_failing(&evidence.failing);
         let confirmed = search.in_full(&worlds, &evidence.failing);
         if confirmed.is_none() {
-            self.meter.leaves(tried_as(tried.cause, evidence));
+            self.meter.note_if_spent(name_when_untried(tried.cause, evidence));
         }
         tried.residuals.retain(|key, _| !search.compared.contains(&key.stage));
         let mut confirmed = confirmed.unwrap_or_default();
@@ -282,7 +282,7 @@ impl<'a> Search<'a> {
         tried.residuals.extend(confirmed);
         accept_next_to_nothing(&mut tried.residuals, &evidence.residuals);
         (tried.explains, tried.against) = evidence.explained(&tried.residuals);
-        believe(&tried.hypothesis, &tried.residuals, &mut tried.explains);
+        discount_overfit(&tried.hypothesis, &tried.residuals, &mut tried.explains);
         tried.left = left_of(&tried.residuals, &evidence.failing);
         tried.full = true;
     }
@@ -342,7 +342,7 @@ impl<'a> Search<'a> {
             let within = Arc::new(Region::new(evidence, places));
             for (at, one) in found {
                 if self.meter.is_spent() {
-                    self.meter.leaves(tried_as(one.cause, evidence));
+                    self.meter.note_if_spent(name_when_untried(one.cause, evidence));
                     return more;
                 }
                 let of = localized(one.hypothesis.clone(), evidence, &within);
@@ -390,7 +390,7 @@ impl<'a> Search<'a> {
                 let all = self.hypotheses(cause, look.shown);
                 for offered in all {
                     if self.meter.is_spent() {
-                        self.meter.leaves(tried_as(cause, evidence));
+                        self.meter.note_if_spent(name_when_untried(cause, evidence));
                         break;
                     }
                     let hypothesis = match look.within {
@@ -439,12 +439,12 @@ impl<'a> Search<'a> {
     /// The hypotheses that a cause offers; none once the budget is spent.
     pub(super) fn hypotheses(&self, cause: &dyn Cause, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         if self.meter.is_spent() {
-            self.meter.leaves(tried_as(cause, evidence));
+            self.meter.note_if_spent(name_when_untried(cause, evidence));
             return Vec::new();
         }
-        self.meter.look();
+        self.meter.begin_look();
         let hypotheses = cause.hypotheses(evidence);
-        self.meter.has_looked(tried_as(cause, evidence));
+        self.meter.end_look(name_when_untried(cause, evidence));
         hypotheses
     }
 
@@ -461,7 +461,7 @@ impl<'a> Search<'a> {
             return Some(Tried { cause, hypothesis, residuals, explains, left, full, against });
         }
         let Some(mut residuals) = self.residuals(&worlds) else {
-            self.meter.leaves(tried_as(cause, evidence));
+            self.meter.note_if_spent(name_when_untried(cause, evidence));
             return None;
         };
         reject_wider_bounds(&mut residuals, &evidence.residuals);
@@ -480,7 +480,7 @@ impl<'a> Search<'a> {
         if explains.len() < evidence.failing.len() && near {
             worlds.push(&AtTies);
             let Some(at_ties) = self.residuals(&worlds) else {
-                self.meter.leaves(tried_as(cause, evidence));
+                self.meter.note_if_spent(name_when_untried(cause, evidence));
                 return None;
             };
             residuals = at_ties;
@@ -491,7 +491,7 @@ impl<'a> Search<'a> {
             accept_next_to_nothing(&mut residuals, &evidence.residuals);
             (explains, against) = evidence.explained(&residuals);
         }
-        believe(&hypothesis, &residuals, &mut explains);
+        discount_overfit(&hypothesis, &residuals, &mut explains);
         let full = self.rows.is_none();
         Some(Tried { cause, hypothesis, residuals, explains, left, full, against })
     }

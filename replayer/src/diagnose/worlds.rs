@@ -146,12 +146,12 @@ impl ForwardOnly {
         }
         let mut other = evidence.step.clone();
         options(&mut other.options);
-        let one = |inputs: &MicrobatchInputs| {
+        let of_microbatch = |inputs: &MicrobatchInputs| {
             let wrong = forward((inputs, evidence), &other, bias)?;
             let right = forward((inputs, evidence), evidence.step, 1.0)?;
             Some((inputs.microbatch, [wrong.lse, wrong.label_logits, right.lse]))
         };
-        Some(ForwardOnly { columns: evidence.inputs.iter().filter_map(one).collect() })
+        Some(ForwardOnly { columns: evidence.inputs.iter().filter_map(of_microbatch).collect() })
     }
 }
 
@@ -216,7 +216,7 @@ impl<F: Fn(&mut HeadOptions) + Send + Sync> World for ChangedOptions<F> {
 pub enum Count {
     /// Tokens that are not ignored.
     Valid,
-    /// All tokens.
+    /// All tokens, ignored ones too.
     All,
     /// The sum of the weights.
     Weights,
@@ -235,7 +235,7 @@ pub enum Count {
 }
 
 impl Count {
-    /// All of them.
+    /// Everything that may be counted.
     pub const ALL: [Count; 8] = [
         Count::Valid,
         Count::All,
@@ -312,11 +312,11 @@ impl Count {
 /// count divides the loss of a group's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// Its own.
+    /// The count of the group itself.
     Own,
     /// The largest of all, as where counts are reduced by their maximum.
     Largest,
-    /// The smallest of all.
+    /// The smallest of all groups.
     Smallest,
     /// That of the first, as where its count is broadcast.
     First,
@@ -353,9 +353,9 @@ impl Whose {
 pub struct Counted {
     /// What is counted.
     pub count: Count,
-    /// Over which tokens.
+    /// Which tokens are counted together.
     pub span: Span,
-    /// Whose count.
+    /// Which group's count is used.
     pub whose: Whose,
     /// A further divisor, for example the number of means that are averaged.
     pub means: f64,

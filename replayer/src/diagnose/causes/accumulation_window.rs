@@ -18,7 +18,7 @@ use backtape::shard::TensorKey;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{divisor, unrecorded};
 use crate::diagnose::detectors::captured::Values;
-use crate::diagnose::detectors::fit::rounded;
+use crate::diagnose::detectors::fitted_numbers::rounded;
 use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
 use crate::diagnose::evidence::{Evidence, Key};

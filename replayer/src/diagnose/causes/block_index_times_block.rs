@@ -14,12 +14,12 @@ use super::block_of_dk;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::data_worlds::MovedRows;
-use crate::diagnose::detectors::direct::{alike, energy};
 use crate::diagnose::detectors::misread_rows::{
     FailingTokens, Operand, Passes, hypotheses, worlds,
 };
 use crate::diagnose::detectors::nan::nans;
 use crate::diagnose::detectors::row_maps::{BLOCKS, Beyond, Map};
+use crate::diagnose::detectors::single_tokens::{alike, energy};
 use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};

@@ -15,9 +15,9 @@ use backtape::role::Role;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addends::{Addend, Part, Solved, Summed, Weighted};
 use crate::diagnose::detectors::common_factor::informative;
-use crate::diagnose::detectors::direct::{distance, energy};
-use crate::diagnose::detectors::fit::{rounded, shown};
+use crate::diagnose::detectors::fitted_numbers::{rounded, shown};
 use crate::diagnose::detectors::least_squares::multiples;
+use crate::diagnose::detectors::single_tokens::{distance, energy};
 use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::diagnose::worlds::Scaled;
 use crate::head::Stage;
@@ -94,8 +94,8 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let at = sums.keys().position(|of| *of == whose(addend));
             at.map_or(1.0, |at| factors[at])
         };
-        let one = |(addend, _): &Part| Addend { weight: weight(addend), ..addend.clone() };
-        let addends: Vec<Addend> = sum.parts.iter().map(one).collect();
+        let of_part = |(addend, _): &Part| Addend { weight: weight(addend), ..addend.clone() };
+        let addends: Vec<Addend> = sum.parts.iter().map(of_part).collect();
         let parameters =
             vec![("clipped", format!("{words}, before the reduction")), ("max_norm", shown(to))];
         let solved = Solved::of(&sum, (key, 1.0), addends);
@@ -190,12 +190,12 @@ fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
     let cut: Vec<usize> = (0..factors.len()).filter(|&at| factors[at] < 1.0 - ALIKE).collect();
     let to = norms[*cut.first()?] * factors[cut[0]];
     let alike = |x: f64| (x - to).abs() <= ALIKE * to;
-    let one = |at: usize| match cut.contains(&at) {
+    let of_place = |at: usize| match cut.contains(&at) {
         true => alike(norms[at] * factors[at]),
         false => (factors[at] - 1.0).abs() <= ALIKE && norms[at] <= to * (1.0 + ALIKE),
     };
     let told = cut.len() > 1 || round(to).is_some();
-    (told && (0..factors.len()).all(one)).then_some(to)
+    (told && (0..factors.len()).all(of_place)).then_some(to)
 }
 
 /// The number of two digits that a norm is near, if there is one.

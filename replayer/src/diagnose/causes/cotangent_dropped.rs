@@ -168,11 +168,11 @@ type Denominators = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 fn declared(evidence: &Evidence<'_>) -> Denominators {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-    let one = |own: &MicrobatchInputs| {
+    let of_microbatch = |own: &MicrobatchInputs| {
         let divisors = evidence.step.denominators(&all, own).ok()?;
         Some((own.microbatch, divisors.into_iter().map(|(_, n)| n).collect()))
     };
-    evidence.inputs.iter().filter_map(one).collect()
+    evidence.inputs.iter().filter_map(of_microbatch).collect()
 }
 
 #[derive(Clone)]

@@ -14,7 +14,7 @@ use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::data_worlds::{MovedTokens, ReadFromElsewhere};
 use crate::diagnose::detectors::addends::{Solved, Weighted, solved};
 use crate::diagnose::detectors::captured::Values;
-use crate::diagnose::detectors::direct::{distance, energy};
+use crate::diagnose::detectors::single_tokens::{distance, energy};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};

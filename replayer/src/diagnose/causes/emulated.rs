@@ -73,7 +73,7 @@ impl World for Emulated {
 /// The forward pass of every microbatch in a rounding policy. `label`: whether the label's logit
 /// comes from this pass; if not, it is as declared, because the job computes it separately.
 pub(super) fn forward(evidence: &Evidence<'_>, of: &Policy, label: bool) -> Forward {
-    let one = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let head = inputs.head(evidence.step)?;
         let roundings = evidence.roundings()?;
         let run = |head: &crate::kernels::matrix::HeadInputs<'_>| {
@@ -87,7 +87,7 @@ pub(super) fn forward(evidence: &Evidence<'_>, of: &Policy, label: bool) -> Forw
         let label = label.then_some(middle.label_logits);
         Some((inputs.microbatch, ForwardValues { lse: middle.lse, label, ties }))
     };
-    evidence.inputs.iter().filter_map(one).collect()
+    evidence.inputs.iter().filter_map(of_microbatch).collect()
 }
 
 /// Whether the logits are computed from q and k, not recorded.

@@ -74,7 +74,7 @@ fn of(evidence: &Evidence<'_>, base: &Policy, labelled: bool) -> Vec<Hypothesis>
         return Vec::new();
     }
     let units: Arc<Vec<Filtered>> = Arc::new(evidence.units().iter().filter_map(look).collect());
-    let one = |filter: Filter| {
+    let of_filter = |filter: Filter| {
         let [tokens, classes] = filter.tile;
         let magnitude = if labelled { "|p - onehot|" } else { "p" };
         let parameters = vec![
@@ -86,7 +86,7 @@ fn of(evidence: &Evidence<'_>, base: &Policy, labelled: bool) -> Vec<Hypothesis>
         let world = Skips { units: units.clone(), tiles, policy: *base };
         Hypothesis::new(world, parameters).fitted(2)
     };
-    filters.into_iter().map(one).collect()
+    filters.into_iter().map(of_filter).collect()
 }
 
 struct Skips {

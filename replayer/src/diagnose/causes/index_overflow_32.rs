@@ -12,7 +12,7 @@ use std::ops::RangeInclusive;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::data_worlds::MovedRows;
-use crate::diagnose::detectors::direct::{Direct, alike, energy, tokens};
+use crate::diagnose::detectors::single_tokens::{Direct, alike, energy, tokens};
 use crate::diagnose::detectors::stray_entries::Strays;
 use crate::diagnose::detectors::token_runs::of_ranks;
 use crate::diagnose::evidence::{Evidence, Key};

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::data_worlds::ReplacedValues;
-use crate::diagnose::detectors::direct::Direct;
+use crate::diagnose::detectors::single_tokens::Direct;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;

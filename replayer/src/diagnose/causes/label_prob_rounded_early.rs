@@ -16,7 +16,7 @@ use backtape::identity::Microbatch;
 
 use super::emulated::{Emulated, bases, has_labels, whole};
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::detectors::direct::Direct;
+use crate::diagnose::detectors::single_tokens::Direct;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Roundings, Stage};
 use crate::kernels::formula::probability;
@@ -101,7 +101,7 @@ fn label_logits(evidence: &Evidence<'_>) -> Option<OfTokens> {
     if declared.label_smoothing != 0.0 || declared.z_loss != 0.0 {
         return None;
     }
-    let one = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let direct = Direct::of_logits(evidence, inputs)?;
         let logit = |(t, &label): (usize, &u32)| match label {
             IGNORED => 0.0,
@@ -110,7 +110,7 @@ fn label_logits(evidence: &Evidence<'_>) -> Option<OfTokens> {
         let all = inputs.labels.iter().enumerate().map(logit).collect();
         Some((inputs.microbatch, all))
     };
-    evidence.inputs.iter().map(one).collect()
+    evidence.inputs.iter().map(of_microbatch).collect()
 }
 
 /// What is rounded before the label's part is added to it.

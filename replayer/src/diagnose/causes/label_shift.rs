@@ -276,7 +276,7 @@ fn shifted(
     let n = inputs.tokens();
     let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
     let may = asked.rows(inputs);
-    let one = |t: usize| match inside[t] {
+    let of_token = |t: usize| match inside[t] {
         _ if !may[t] => inputs.labels[t],
         Some(from) => inputs.labels[from],
         None => match end(t) {
@@ -286,7 +286,7 @@ fn shifted(
             Ends::Read(label) => label,
         },
     };
-    (0..n).map(one).collect()
+    (0..n).map(of_token).collect()
 }
 
 /// The hypotheses of a shift with one way to treat all ends.
@@ -296,12 +296,13 @@ fn hypotheses(
     of: &RunsOf<'_>,
     ends: &dyn Fn(&MicrobatchInputs, usize) -> Ends,
 ) -> Vec<Hypothesis> {
-    let one = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let extent = of(inputs)?;
         let labels = shifted(asked, inputs, &extent, by, &|t| ends(inputs, t));
         Some((inputs.microbatch, labels, extent.name))
     };
-    let Some(all) = asked.evidence.inputs.iter().map(one).collect::<Option<Vec<_>>>() else {
+    let Some(all) = asked.evidence.inputs.iter().map(of_microbatch).collect::<Option<Vec<_>>>()
+    else {
         return Vec::new();
     };
     let name = all.first().map(|(_, _, name)| name.clone()).unwrap_or_default();

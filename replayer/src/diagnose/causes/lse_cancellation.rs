@@ -17,7 +17,7 @@ use backtape::identity::Microbatch;
 use backtape::nan::largest;
 
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
-use crate::diagnose::detectors::direct::{Direct, SCALAR, WORK};
+use crate::diagnose::detectors::single_tokens::{Direct, SCALAR, WORK};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::round::Precision;
@@ -87,7 +87,7 @@ impl Cause for LseCancellation {
     }
 }
 
-/// What is rounded.
+/// Which values are rounded to few bits before the loss is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum What {
     Both,
@@ -124,7 +124,7 @@ type OfTokens = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 /// Each token's largest logit, by microbatch; without microbatches where that takes too much work.
 fn largest_logits(evidence: &Evidence<'_>) -> OfTokens {
-    let one = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let direct = Direct::of_logits(evidence, inputs)?;
         // `Direct` counts its own products.
         let work = direct.work().saturating_mul(SCALAR * inputs.tokens());
@@ -135,7 +135,7 @@ fn largest_logits(evidence: &Evidence<'_>) -> OfTokens {
             |t: usize| direct.logits_at(t).into_iter().fold(f64::NEG_INFINITY, f64::max);
         Some((inputs.microbatch, (0..inputs.tokens()).map(largest_of).collect()))
     };
-    evidence.inputs.iter().filter_map(one).collect()
+    evidence.inputs.iter().filter_map(of_microbatch).collect()
 }
 
 impl Rounded {

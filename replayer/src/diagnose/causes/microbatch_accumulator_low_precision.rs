@@ -14,7 +14,7 @@ use backtape::head::MicrobatchReduction;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::addends::{Part, Summed};
-use crate::diagnose::detectors::direct::distance;
+use crate::diagnose::detectors::single_tokens::distance;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::kernels::round::Precision;

@@ -42,7 +42,7 @@ impl World for MovedColumn {
 /// The log-probabilities of one policy are replaced by those of another.
 struct OtherPolicyLogprobs {
     of: Role,
-    /// `[T]` by microbatch.
+    /// The other policy's log-probabilities, `[T]` by microbatch.
     by: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
@@ -74,7 +74,7 @@ fn with_other_policys_logprobs(evidence: &Evidence<'_>, of: Role) -> Vec<Hypothe
     sources.into_iter().filter_map(one).collect()
 }
 
-/// `[T]` of a microbatch.
+/// Gives a column of a microbatch, `[T]`.
 type OfMicrobatch<'a> = &'a dyn Fn(&MicrobatchInputs) -> Option<Vec<f64>>;
 
 fn words_of(column: Role) -> &'static str {

@@ -18,9 +18,9 @@ use super::{lse_of_tiles, other_lse_of_k};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::data_worlds::OtherLse;
-use crate::diagnose::detectors::direct::{Direct, distance, energy, multiple};
+use crate::diagnose::detectors::dlogits_plane::{Plane, Rows};
 use crate::diagnose::detectors::least_squares::multiples;
-use crate::diagnose::detectors::plane::{Plane, Rows};
+use crate::diagnose::detectors::single_tokens::{Direct, distance, energy, multiple};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
@@ -116,13 +116,13 @@ fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             )
         }
     };
-    let one = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let right = evidence.reference().forward_lse.get(&inputs.microbatch)?;
         let probabilities = self::probabilities(evidence, inputs.microbatch)?;
         let changed_lse = |(t, lse): (usize, &f64)| lse + ratio(probabilities.row(t)).ln();
         Some((inputs.microbatch, right.iter().enumerate().map(changed_lse).collect()))
     };
-    let lse = evidence.inputs.iter().map(one).collect::<Option<Lse>>()?;
+    let lse = evidence.inputs.iter().map(of_microbatch).collect::<Option<Lse>>()?;
     let world = OtherLse { lse, captured: captured_lse(evidence) };
     Some(Hypothesis::new(world, vec![("lse", words)]).fitted(fitted))
 }

@@ -8,8 +8,8 @@ use backtape::identity::Microbatch;
 
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::counterevidence::Part;
-use crate::diagnose::detectors::direct::distance;
-use crate::diagnose::detectors::plane::Rows;
+use crate::diagnose::detectors::dlogits_plane::Rows;
+use crate::diagnose::detectors::single_tokens::distance;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Pass, World};

@@ -8,7 +8,7 @@ use backtape::identity::Microbatch;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
-use crate::diagnose::detectors::direct::{Direct, WORK};
+use crate::diagnose::detectors::single_tokens::{Direct, WORK};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{At, Expectation, UnitName, UnitTokens, World};
@@ -99,8 +99,8 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
         }
         let mut sums = BTreeMap::new();
         for unit in evidence.step.units(inputs).ok()? {
-            let one = |&t: &usize| Some((*entries.get(&t)?, direct.q(Row::From(t))));
-            let tokens: Vec<(f64, Vec<f64>)> = unit.rows.iter().filter_map(one).collect();
+            let of_token = |&t: &usize| Some((*entries.get(&t)?, direct.q(Row::From(t))));
+            let tokens: Vec<(f64, Vec<f64>)> = unit.rows.iter().filter_map(of_token).collect();
             let of = Sums::of(&tokens, k.len(), unit_roundoff);
             sums.insert((inputs.microbatch, unit.rank()), of);
         }
@@ -110,7 +110,7 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
 }
 
 struct OverPadding {
-    /// Valid columns of all.
+    /// Share of the columns that are valid classes.
     share: f64,
     /// Columns that are not padding.
     valid: usize,

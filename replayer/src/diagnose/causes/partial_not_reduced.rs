@@ -21,10 +21,10 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis, Observed};
 use crate::diagnose::data_worlds::OtherLse;
 use crate::diagnose::detectors::addends::{Addend, Solved, Weighted, solved};
-use crate::diagnose::detectors::direct::{Direct, alike, distance, energy, tokens};
 use crate::diagnose::detectors::implied_lse::{implied_lse, median};
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::detectors::segments::{Segments, segments};
+use crate::diagnose::detectors::single_tokens::{Direct, alike, distance, energy, tokens};
 use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
 use crate::diagnose::detectors::vocab_shards::{MOST, Shard, rows_of_shards, shards};
 use crate::diagnose::evidence::{Evidence, Key};
@@ -280,7 +280,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             })
     };
     let Some(shard) = shards(direct.head.k.rows).into_iter().find(fits) else { return Vec::new() };
-    let one = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let direct = Direct::new(evidence, inputs)?;
         let end = shard.range.end.min(valid);
         let lse_of = |t: usize| {
@@ -290,7 +290,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let lse: Vec<f64> = (0..inputs.tokens()).into_par_iter().map(lse_of).collect();
         Some((inputs.microbatch, lse))
     };
-    let lse = evidence.inputs.iter().filter_map(one).collect();
+    let lse = evidence.inputs.iter().filter_map(of_microbatch).collect();
     let parameters = vec![
         ("of", "lse".to_string()),
         ("shards", shard.of.to_string()),
@@ -339,7 +339,7 @@ fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 fn of_segments(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let all = segments(evidence).into_iter();
     let other = all.filter(|found| !found.factor().is_some_and(|factor| factor < 1.0));
-    let one = |found: Segments| {
+    let of_sum = |found: Segments| {
         let parameters = vec![
             ("of", "a part of dk over ranks".to_string()),
             ("where", found.places()),
@@ -348,5 +348,5 @@ fn of_segments(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let pieces = found.of.len();
         Hypothesis::new(found.world(), parameters).fitted(pieces)
     };
-    other.map(one).collect()
+    other.map(of_sum).collect()
 }

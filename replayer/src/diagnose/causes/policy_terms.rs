@@ -13,10 +13,10 @@ use backtape::role::Role;
 use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::declarations::policy::{PolicyEdit, edits};
-use crate::diagnose::detectors::direct::{multiple, tokens};
-use crate::diagnose::detectors::fit::readings;
+use crate::diagnose::detectors::fitted_numbers::readings;
 use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::reference::reference;
+use crate::diagnose::detectors::single_tokens::{multiple, tokens};
 use crate::diagnose::detectors::token_runs::known;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::localized::TrialSnapshot;
@@ -170,11 +170,11 @@ impl Derivative {
     /// Upstream gradients of the tokens with these numbers in the place of the ratios.
     fn upstream(&self, ratio: &OfTokens) -> OfTokens {
         let of_microbatch = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
-            let one = |t: usize| {
+            let of_token = |t: usize| {
                 let r = self.ratio[mb][t];
                 -(self.unclipped[mb][t] / r * own[t] + self.kl[mb][t])
             };
-            (*mb, (0..own.len()).map(one).collect())
+            (*mb, (0..own.len()).map(of_token).collect())
         };
         ratio.iter().map(of_microbatch).collect()
     }
@@ -201,8 +201,9 @@ impl Derivative {
     /// Upstream gradients of the tokens of the failing microbatches, each term times its factor.
     fn of_parts(&self, [surrogate, kl]: [f64; 2]) -> OfTokens {
         let of_microbatch = |(mb, open): (&Option<Microbatch>, &Vec<f64>)| {
-            let one = |t: usize| -(surrogate * open[t] * self.passed[mb][t] + kl * self.kl[mb][t]);
-            (*mb, (0..open.len()).map(one).collect())
+            let of_token =
+                |t: usize| -(surrogate * open[t] * self.passed[mb][t] + kl * self.kl[mb][t]);
+            (*mb, (0..open.len()).map(of_token).collect())
         };
         let fails = |(mb, _): &(&Option<Microbatch>, &Vec<f64>)| self.captured.contains_key(*mb);
         self.unclipped.iter().filter(fails).map(of_microbatch).collect()
@@ -254,11 +255,11 @@ fn shown(
     let key = keys.find(of_rows)?;
     let captured = evidence.captured(*key)?;
     let rows = evidence.reference().rows_of((key.stage, inputs.microbatch));
-    let one = |t: usize| {
+    let of_token = |t: usize| {
         let row = rows.get(&t)?;
         Some((t, -g[t] * multiple(captured.row(t), row).times))
     };
-    Some(looked.into_iter().filter_map(one).collect())
+    Some(looked.into_iter().filter_map(of_token).collect())
 }
 
 /// The hypotheses of another number in the place of the ratio.

@@ -11,8 +11,8 @@ use half::{bf16, f16};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::detectors::captured::Values;
-use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::reference::Table;
+use crate::diagnose::detectors::single_tokens::{distance, energy};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::replay::comparison::Comparison;
@@ -34,7 +34,7 @@ const ROWS: u64 = 4;
 /// mean row.
 const LOUD: f64 = 5.0;
 
-/// An element that is not what it should be.
+/// An element that differs from its reference.
 #[derive(Clone, Copy, Debug)]
 struct Wrong {
     row: usize,

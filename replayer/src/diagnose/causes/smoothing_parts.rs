@@ -10,10 +10,10 @@ use std::sync::Arc;
 
 use super::smoothing_mismatch::{Means, cuts, means};
 use crate::diagnose::cause::Hypothesis;
-use crate::diagnose::detectors::direct::{distance, energy};
-use crate::diagnose::detectors::fit::shown;
+use crate::diagnose::detectors::dlogits_plane::{Plane, Rows};
+use crate::diagnose::detectors::fitted_numbers::shown;
 use crate::diagnose::detectors::least_squares::multiples;
-use crate::diagnose::detectors::plane::{Plane, Rows};
+use crate::diagnose::detectors::single_tokens::{distance, energy};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::replay::world::{Read, UnitTokens, World};
@@ -49,8 +49,9 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 let [_, b, c] = other;
                 let total = [b * (1.0 - spread) + c * spread, b, c];
                 let losses = [other, [1.0, b, c], total].into_iter();
-                let one = |loss| Hypothesis::new(with_factors([other, loss]), parameters.clone());
-                return losses.map(one).collect();
+                let of_loss =
+                    |loss| Hypothesis::new(with_factors([other, loss]), parameters.clone());
+                return losses.map(of_loss).collect();
             }
         }
     }

@@ -12,9 +12,9 @@ use backtape::identity::Microbatch;
 
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::direct::Direct;
-use crate::diagnose::detectors::fit::{least, readings, shown};
+use crate::diagnose::detectors::fitted_numbers::{least, readings, shown};
 use crate::diagnose::detectors::raw_logits::RawLogits;
+use crate::diagnose::detectors::single_tokens::Direct;
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{
     BackwardStarts, ChangedOptions, DeclaredLse, FORWARD_ONLY, ForwardOnly,

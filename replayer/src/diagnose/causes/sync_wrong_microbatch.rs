@@ -41,7 +41,7 @@ impl Cause for SyncWrongMicrobatch {
                 && found.by_microbatch().is_none()
                 && found.ranks_left_out().is_none()
         };
-        let one = |found: Solved| {
+        let of_sum = |found: Solved| {
             let out = found.addends.iter().filter(|of| of.weight == 0.0);
             let out: Vec<String> = out
                 .filter_map(|of| Some(format!("{} of rank {}", of.microbatch?, of.rank?)))
@@ -52,7 +52,7 @@ impl Cause for SyncWrongMicrobatch {
             ];
             Hypothesis::new(found.world(), parameters).fitted(1)
         };
-        solved(evidence).into_iter().filter(mixed).map(one).collect()
+        solved(evidence).into_iter().filter(mixed).map(of_sum).collect()
     }
 
     /// Shows where ranks' copies of the reduced gradient are sums of different gradients.

@@ -17,8 +17,8 @@ use rayon::prelude::*;
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::data_worlds::OtherLse;
-use crate::diagnose::detectors::direct::{Direct, WORK};
 use crate::diagnose::detectors::implied_lse::{ImpliedLse, implied_lse, median};
+use crate::diagnose::detectors::single_tokens::{Direct, WORK};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{HeadOptions, MicrobatchInputs, Stage};
 use crate::kernels::formula::probability;
@@ -140,7 +140,7 @@ const FITS: f64 = 0.01;
 /// lse over the valid classes and the padding, of every token.
 fn padded_lse(evidence: &Evidence<'_>, columns: usize) -> Lse {
     let lse = &evidence.reference().forward_lse;
-    let one = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let (direct, lse) = (Direct::new(evidence, inputs)?, lse.get(&inputs.microbatch)?);
         let valid = direct.head.valid_vocab;
         let lse_of = |t: usize| {
@@ -150,7 +150,7 @@ fn padded_lse(evidence: &Evidence<'_>, columns: usize) -> Lse {
         };
         Some((inputs.microbatch, (0..inputs.tokens()).into_par_iter().map(lse_of).collect()))
     };
-    evidence.inputs.iter().filter_map(one).collect()
+    evidence.inputs.iter().filter_map(of_microbatch).collect()
 }
 
 struct Unpadded {
@@ -339,7 +339,7 @@ fn shows(
 /// logits.
 fn lse_of(evidence: &Evidence<'_>, other: &OfToken<'_>) -> Lse {
     let reference = evidence.reference();
-    let one = |inputs: &MicrobatchInputs| {
+    let of_microbatch = |inputs: &MicrobatchInputs| {
         let direct = Direct::new(evidence, inputs)?;
         let lse = reference.forward_lse.get(&inputs.microbatch)?;
         let row = |t: usize| direct.against(&direct.q(Row::From(t)), &Row::From).logits;
@@ -350,7 +350,7 @@ fn lse_of(evidence: &Evidence<'_>, other: &OfToken<'_>) -> Lse {
         });
         Some((inputs.microbatch, of_tokens.collect()))
     };
-    evidence.inputs.iter().filter_map(one).collect()
+    evidence.inputs.iter().filter_map(of_microbatch).collect()
 }
 
 fn hypothesis(

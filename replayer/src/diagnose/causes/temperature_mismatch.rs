@@ -7,7 +7,7 @@
 
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::common_factor::{BACKWARD, stages_times};
-use crate::diagnose::detectors::fit::{least, readings, shown};
+use crate::diagnose::detectors::fitted_numbers::{least, readings, shown};
 use crate::diagnose::detectors::raw_logits::RawLogits;
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::worlds::{

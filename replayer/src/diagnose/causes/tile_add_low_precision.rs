@@ -102,7 +102,7 @@ fn of(
     }
     let rows = of_dk().unwrap_or_default();
     let row = rows.first().copied();
-    let one = |pieces: &Pieces| {
+    let of_cut = |pieces: &Pieces| {
         let tiles = Tiles {
             tokens: row.map_or(roundings.tiles.tokens, |row| row.size),
             vocab: pieces.size,
@@ -127,5 +127,5 @@ fn of(
             + usize::from(row.is_some_and(|row| tokens != Some(row.size)));
         Hypothesis::new(Emulated::backward(policy, tiles), parameters).fitted(fitted)
     };
-    columns.iter().map(one).collect()
+    columns.iter().map(of_cut).collect()
 }

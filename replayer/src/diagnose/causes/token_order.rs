@@ -15,10 +15,10 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::data_worlds::{MovedRows, MovedTokens, Relabelled};
 use crate::diagnose::detectors::captured::Values;
-use crate::diagnose::detectors::direct::{alike, distance, energy, tokens};
 use crate::diagnose::detectors::implied_lse::median;
 use crate::diagnose::detectors::label_fit::LabelTest;
 use crate::diagnose::detectors::reference::Rows;
+use crate::diagnose::detectors::single_tokens::{alike, distance, energy, tokens};
 use crate::diagnose::detectors::token_orders::{Order, inverse, orders};
 use crate::diagnose::detectors::token_runs::known;
 use crate::diagnose::evidence::{Evidence, Key};
@@ -69,11 +69,11 @@ impl Cause for TokenOrder {
 pub fn failing_dq<'e>(evidence: &'e Evidence<'_>) -> impl Iterator<Item = Key> + 'e {
     let parts = [Stage::Dq, Stage::DqLse, Stage::DqLabel];
     let first_failing = move |inputs: &MicrobatchInputs| {
-        let one = |&stage: &Stage| {
+        let of_stage = |&stage: &Stage| {
             let mut keys = evidence.failing.iter();
             keys.find(|key| key.stage == stage && key.microbatch == inputs.microbatch).copied()
         };
-        parts.iter().find_map(one)
+        parts.iter().find_map(of_stage)
     };
     evidence.inputs.iter().filter_map(first_failing)
 }

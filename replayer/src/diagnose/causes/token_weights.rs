@@ -21,9 +21,9 @@ use backtape::identity::Microbatch;
 use super::{moved_policy, moved_weights, policy_terms};
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::counterevidence::Part;
-use crate::diagnose::detectors::direct::multiple;
-use crate::diagnose::detectors::fit::{rounded, shown};
+use crate::diagnose::detectors::fitted_numbers::{rounded, shown};
 use crate::diagnose::detectors::least_squares::runs;
+use crate::diagnose::detectors::single_tokens::multiple;
 use crate::diagnose::detectors::suspect_tokens::SuspectTokens;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
@@ -185,7 +185,7 @@ fn counts(one: &MicrobatchInputs, t: usize) -> bool {
     one.labels[t] != IGNORED && one.weights[t] != 0.0 && one.cotangent[t] != 0.0
 }
 
-/// Tokens that take part.
+/// The tokens that take part.
 fn counted(one: &MicrobatchInputs) -> impl Iterator<Item = usize> {
     (0..one.tokens()).filter(|&t| counts(one, t))
 }

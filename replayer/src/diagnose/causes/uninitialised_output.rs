@@ -14,9 +14,9 @@ use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::data_worlds::{MovedRows, ReplacedValues, StaleRows};
 use crate::diagnose::detectors::captured::Values;
-use crate::diagnose::detectors::direct::{distance, energy};
 use crate::diagnose::detectors::least_squares::runs_of;
 use crate::diagnose::detectors::reference::Table;
+use crate::diagnose::detectors::single_tokens::{distance, energy};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 

@@ -13,7 +13,7 @@ use super::clipping::common;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::counterevidence::Part;
 use crate::diagnose::detectors::common_factor::{SCALED, informative};
-use crate::diagnose::detectors::fit::shown;
+use crate::diagnose::detectors::fitted_numbers::shown;
 use crate::diagnose::evidence::{Evidence, Key, Residual};
 use crate::diagnose::worlds::Scaled;
 use crate::head::Stage;

@@ -14,7 +14,7 @@ use backtape::nan::larger;
 
 use super::zloss_counts;
 use crate::diagnose::cause::{Cause, Hypothesis};
-use crate::diagnose::detectors::fit::{Wanted, linear, shown};
+use crate::diagnose::detectors::fitted_numbers::{Wanted, linear, shown};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{HeadOptions, Stage};
 use crate::replay::world::{UnitTokens, World};
@@ -102,8 +102,8 @@ impl Cause for ZLossMismatch {
             let from = (if in_loss { lambda } else { 0.0 }, lambda.max(USUAL));
             let fitted =
                 linear(evidence, (&[Stage::Loss], Wanted::Part), from, &world).unwrap_or_default();
-            let one = |loss: f64| ZLoss { loss: Some(loss), slope }.hypothesis(lambda, 1);
-            hypotheses.extend(fitted.into_iter().map(one));
+            let of_loss = |loss: f64| ZLoss { loss: Some(loss), slope }.hypothesis(lambda, 1);
+            hypotheses.extend(fitted.into_iter().map(of_loss));
         }
         hypotheses
     }

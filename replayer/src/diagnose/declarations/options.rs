@@ -12,7 +12,7 @@ use backtape::role::Role;
 use super::policy;
 use super::{Candidate, Change, Kind, read};
 use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
-use crate::diagnose::detectors::fit::{Wanted, linear, rounded};
+use crate::diagnose::detectors::fitted_numbers::{Wanted, linear, rounded};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::search::Search;
 use crate::diagnose::worlds::{ChangedOptions, DeclaredLse};
@@ -291,8 +291,8 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
         };
         // Only the dtypes that would be left out are printed, not the whole option.
         let members = |written: &dyn Fn(&str) -> String| {
-            let one = |point: &String| format!("{point:?}: {}", written(point));
-            format!("{{{}}}", left_out.iter().map(one).collect::<Vec<String>>().join(", "))
+            let of_name = |point: &String| format!("{point:?}: {}", written(point));
+            format!("{{{}}}", left_out.iter().map(of_name).collect::<Vec<String>>().join(", "))
         };
         let candidate_without = candidate(evidence, "dtypes", (0, kind), look, edit)?;
         Some(Candidate {

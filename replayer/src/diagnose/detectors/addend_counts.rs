@@ -8,10 +8,10 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use super::direct::{distance, energy};
+use super::dlogits_plane::Rows;
 use super::gradient::{Gradient, OverwrittenLabels};
 use super::least_squares::{is_sure, runs, whole_factors, whole_weights};
-use super::plane::Rows;
+use super::single_tokens::{distance, energy};
 use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
@@ -44,7 +44,7 @@ pub enum What {
     Columns,
 }
 
-/// All of them.
+/// Everything that is tried.
 pub const ALL: [What; 8] = [
     What::Addends,
     What::OfSoftmax,

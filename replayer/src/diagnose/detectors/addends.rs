@@ -10,9 +10,9 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 
 use super::captured::Values;
+use super::dlogits_plane::{Plane, Rows};
 use super::gradient::Gradient;
 use super::least_squares::multiples;
-use super::plane::{Plane, Rows};
 use super::unit_states::UnitState;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage, Unit};
@@ -109,7 +109,7 @@ impl Solved {
 
 /// A world in which the addends of some sums have other weights than 1.
 pub struct Weighted {
-    /// Each sum.
+    /// The sums with their weights.
     pub of: Vec<Solved>,
 }
 
@@ -232,11 +232,11 @@ pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
                 unit.rows.iter().map(at).collect::<Option<Vec<usize>>>()
             };
             let states = evidence.units().iter().filter(|of| of.microbatch == microbatch);
-            let one = |state: &UnitState| {
+            let of_unit = |state: &UnitState| {
                 let plane = evidence.plane_of(microbatch, state.rank)?;
                 holds(&plane).map(|own| (plane, own))
             };
-            let (plane, own) = states.into_iter().find_map(one)?;
+            let (plane, own) = states.into_iter().find_map(of_unit)?;
             for (device, own) in by_devices(evidence, inputs, (&unit, &own)) {
                 let entries = chosen(&plane.entries(), &own);
                 let mut values = entries.transposed_times(&chosen(&plane.q, &own)).values;

@@ -5,9 +5,9 @@
 use std::collections::BTreeMap;
 
 use super::captured::Values;
-use super::direct::{dot, energy};
 use super::misread_rows::{FailingTokens, NEAR};
 use super::row_maps::{Beyond, Map};
+use super::single_tokens::{dot, energy};
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::draw::Draw;

@@ -9,10 +9,10 @@
 use backtape::nan::larger;
 
 use super::addend_counts::in_words;
-use super::direct::{energy, multiple};
+use super::dlogits_plane::{Plane, Rows};
 use super::implied_lse::median;
 use super::least_squares::is_sure;
-use super::plane::{Plane, Rows};
+use super::single_tokens::{energy, multiple};
 use crate::diagnose::data_worlds::{OtherLse, ReplacedValues};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
@@ -128,8 +128,8 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
 fn times(rows: &Rows, reference: &Rows, noise: f64) -> Vec<f64> {
     let sizes: Vec<f64> = (0..reference.count()).map(|v| energy(reference.row(v))).collect();
     let tells = |v: usize| v < rows.count() && is_sure(sizes[v], noise);
-    let one = |v: usize| tells(v).then(|| multiple(rows.row(v), reference.row(v)).times);
-    let all: Vec<Option<f64>> = (0..sizes.len()).map(one).collect();
+    let of_class = |v: usize| tells(v).then(|| multiple(rows.row(v), reference.row(v)).times);
+    let all: Vec<Option<f64>> = (0..sizes.len()).map(of_class).collect();
     let once = median(all.iter().flatten().copied().collect());
     let mut last = 1.0;
     let mut each = Vec::with_capacity(all.len());

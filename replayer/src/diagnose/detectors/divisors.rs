@@ -34,7 +34,7 @@ pub struct Ratio {
 pub struct Divisors<'e> {
     evidence: &'e Evidence<'e>,
     all: Vec<&'e MicrobatchInputs>,
-    /// By microbatch.
+    /// The declared divisors of each microbatch: groups of its tokens with their divisor.
     declared: Vec<Vec<(Unit, f64)>>,
 }
 
@@ -82,8 +82,8 @@ impl<'e> Divisors<'e> {
                 }
                 let ranks = unit.ranks.iter().map(|&rank| Some(rank));
                 let of_all = unit.ranks.is_empty().then_some(None);
-                let one = |rank| Ratio { microbatch: own.microbatch, rank, ratio };
-                ratios.extend(ranks.chain(of_all).map(one));
+                let of_rank = |rank| Ratio { microbatch: own.microbatch, rank, ratio };
+                ratios.extend(ranks.chain(of_all).map(of_rank));
             }
         }
         Some(ratios).filter(|ratios| !ratios.is_empty())
@@ -122,7 +122,7 @@ impl<'e> Divisors<'e> {
 pub fn sums(evidence: &Evidence<'_>) -> BTreeMap<Stage, f64> {
     let (m, w) = (evidence.microbatches() as f64, evidence.ranks() as f64);
     let factors = [m, 1.0 / m, w, 1.0 / w, m * w, 1.0 / (m * w)];
-    let one = |stage: Stage| {
+    let of_stage = |stage: Stage| {
         let all = |&&factor: &&f64| {
             factor != 1.0
                 && evidence.fails(stage)
@@ -130,5 +130,5 @@ pub fn sums(evidence: &Evidence<'_>) -> BTreeMap<Stage, f64> {
         };
         factors.iter().find(all).map(|&factor| (stage, factor))
     };
-    Stage::SUMS.into_iter().filter_map(one).collect()
+    Stage::SUMS.into_iter().filter_map(of_stage).collect()
 }

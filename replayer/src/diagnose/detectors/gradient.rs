@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 
-use super::direct::energy;
-use super::plane::{Plane, Rows};
+use super::dlogits_plane::{Plane, Rows};
+use super::single_tokens::energy;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{Share, Stage};
 
@@ -26,7 +26,7 @@ const PART: f64 = 0.8;
 pub struct Gradient {
     /// Which gradient.
     pub key: Key,
-    /// The unit.
+    /// The entries of dlogits of its unit.
     pub plane: Rc<Plane>,
     /// Captured values `[rows, D]`; rows are the unit's tokens for dq, and the valid classes for
     /// dk.
@@ -245,7 +245,7 @@ impl OverwrittenLabels {
         Rows { cols, values }
     }
 
-    /// In words.
+    /// The fault in words.
     pub fn words(&self) -> String {
         let which = if self.last { "last" } else { "first" };
         let alone = format!("of tokens of one label the {which} one's alone is there");

@@ -1,8 +1,8 @@
 //! The lse that captured tensors imply, token by token: the captured lse itself, or the one that
 //! explains by which factor the softmax part of a token's row of dq is off.
 
-use super::direct::{Direct, dot, energy, tokens};
 use super::reference::Reference;
+use super::single_tokens::{Direct, dot, energy, tokens};
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
@@ -16,7 +16,7 @@ const FITTED: usize = 24;
 pub struct ImpliedLse {
     /// The token.
     pub token: usize,
-    /// lse as declared.
+    /// lse of the declared head.
     pub lse: f64,
     /// lse as the captured values imply it.
     pub implied: f64,
@@ -57,7 +57,7 @@ fn implied_by_dq(
     let cotangents = reference.cotangents.get(&inputs.microbatch)?;
     let all = tokens(evidence, inputs);
     let step = all.len().div_ceil(FITTED).max(1);
-    let one = |&token: &usize| {
+    let of_token = |&token: &usize| {
         let (row, own) = (table.get(&token)?, cotangents.get(&token)?);
         if own.smooth != 0.0 || inputs.labels[token] == IGNORED {
             return None; // smoothing is a dense part of its own
@@ -75,10 +75,10 @@ fn implied_by_dq(
         let implied = lse[token] - factor.ln();
         implied.is_finite().then_some(ImpliedLse { token, lse: lse[token], implied })
     };
-    Some(all.iter().step_by(step).filter_map(one).collect())
+    Some(all.iter().step_by(step).filter_map(of_token).collect())
 }
 
-/// The middle value; NaN where there is none.
+/// The median (the upper one of an even number); NaN for no values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

@@ -1,15 +1,15 @@
 //! Whether a token's captured row is what another label gives.
 //!
 //! A label's logit, or a row of dq, distinguishes a label from almost all others. So a few tokens
-//! are enough to recognise that labels were shifted or permuted; the tokens at the ends of the runs
-//! are then looked at one by one.
+//! are enough to recognise that labels were shifted or permuted; the labels at the ends of the runs
+//! are then read off one by one.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use super::captured::Values;
-use super::direct::{Direct, distance, energy};
 use super::reference::Reference;
+use super::single_tokens::{Direct, distance, energy};
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::direct::{dot, energy, multiple};
-use super::plane::Rows;
+use super::dlogits_plane::Rows;
+use super::single_tokens::{dot, energy, multiple};
 
 /// A sum of more addends than this is not solved: the work grows with their cube.
 const MOST: usize = 2048;

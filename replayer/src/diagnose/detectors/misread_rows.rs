@@ -7,8 +7,8 @@ use backtape::identity::Microbatch;
 
 use super::block_sizes::distinct;
 use super::captured::Values;
-use super::direct::{Direct, alike};
 use super::row_maps::Map;
+use super::single_tokens::{Direct, alike, distance, dot, energy};
 use super::token_runs::of_ranks;
 use crate::assemble::Row;
 use crate::diagnose::cause::Hypothesis;
@@ -136,8 +136,8 @@ impl<'a> FailingTokens<'a> {
         let q_row = self.direct.q(q);
         for (v, z) in row.logits.iter().enumerate() {
             let k_row = self.direct.k(k(v));
-            let slope = self.direct.logit(super::direct::dot(&q_row, &k_row), v).1;
-            let entry = slope * own.dense(probability(z, lse));
+            let slope = self.direct.logit(dot(&q_row, &k_row), v).1;
+            let entry = slope * own.dense((z - lse).exp());
             dense.iter_mut().zip(&k_row).for_each(|(sum, k)| *sum += entry * k);
         }
         if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {
@@ -145,7 +145,7 @@ impl<'a> FailingTokens<'a> {
             // The label's row of k may be read rightly, or from the same wrong place as the others.
             return [Row::From(label), k(label)].into_iter().any(|row| {
                 let k_row = self.direct.k(row);
-                let slope = self.direct.logit(super::direct::dot(&q_row, &k_row), label).1;
+                let slope = self.direct.logit(dot(&q_row, &k_row), label).1;
                 let sum = dense.iter().zip(&k_row).map(|(sum, k)| sum + slope * own.label * k);
                 alike(captured.row(t), &sum.collect::<Vec<f64>>())
             });
@@ -176,8 +176,8 @@ fn wrong(
         (None, Some((captured, key))) => {
             let Some(table) = reference.stages.get(key) else { return Vec::new() };
             let error = |(&t, row): (&usize, &Vec<f64>)| {
-                let norm = super::direct::energy(row).max(f64::MIN_POSITIVE);
-                (super::direct::distance(captured.row(t), row) / norm, t)
+                let norm = energy(row).max(f64::MIN_POSITIVE);
+                (distance(captured.row(t), row) / norm, t)
             };
             table.iter().filter(|(t, _)| counts(t)).map(error).collect()
         }

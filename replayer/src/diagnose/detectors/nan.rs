@@ -21,7 +21,7 @@ pub struct Nans {
     pub rank: Option<Rank>,
     /// Row of its first such value.
     pub row: usize,
-    /// Column of it.
+    /// Column of its first such value.
     pub column: usize,
     /// The mask of each such comparison.
     pub of: BTreeMap<Key, Mask>,
@@ -71,7 +71,7 @@ fn holder(evidence: &Evidence<'_>, key: Key, row: usize) -> Option<Rank> {
 
 /// The reference is NaN where the captured values are NaN or infinite, and as declared elsewhere.
 pub struct NanWhere {
-    /// Where.
+    /// The NaN and infinite values of each comparison.
     pub of: BTreeMap<Key, Mask>,
     /// Stages whose captured values later stages of the job did not read.
     pub distrusts: Vec<Stage>,

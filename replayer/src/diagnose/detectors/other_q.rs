@@ -8,10 +8,10 @@
 use backtape::identity::Microbatch;
 
 use super::addends::{adds_to, divisor};
-use super::direct::{Direct, distance, energy};
+use super::dlogits_plane::Rows;
 use super::gradient::Gradient;
 use super::least_squares::{factors, multiples, runs_of};
-use super::plane::Rows;
+use super::single_tokens::{Direct, distance, energy};
 use super::unit_states::UnitState;
 use crate::assemble::Row;
 use crate::diagnose::data_worlds::ReplacedValues;
@@ -27,7 +27,7 @@ const LEFT: f64 = 0.1;
 const PAIRS: usize = 64;
 /// How far the weight of a product may be from a whole number.
 const WHOLE: f64 = 0.05;
-/// Runs of tokens that are told in words.
+/// The report lists at most this many runs of tokens.
 const TOLD: usize = 4;
 
 /// A world with dk computed from the solved q, and in words which q that is; `None` where this does

@@ -9,8 +9,8 @@
 
 use std::ops::Range;
 
-use super::cuts::{parts, shards, sizes, starts};
 use super::sampled_sums::SampledSums;
+use super::sum_cuts::{parts, shards, sizes, starts};
 use crate::kernels::policy::{Cut, Walk};
 use crate::kernels::round::Precision;
 
@@ -54,7 +54,7 @@ pub struct Pieces {
 struct Prefix {
     n: usize,
     cells: usize,
-    /// `[places + 1, cells]`.
+    /// Prefix sums, `[places + 1, cells]`.
     sums: Vec<f64>,
     rest: Vec<f64>,
     captured: Vec<f64>,

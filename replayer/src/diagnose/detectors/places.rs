@@ -8,8 +8,8 @@ use std::ops::Range;
 use backtape::head::LossReduction;
 use backtape::identity::{Microbatch, Rank};
 
-use super::direct::{distance, energy};
 use super::least_squares::runs_of;
+use super::single_tokens::{distance, energy};
 use super::suspect_tokens::place;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
@@ -46,7 +46,7 @@ pub struct Places {
     units: BTreeSet<UnitName>,
     /// The classes, ascending, where the wrong places are classes and not tokens.
     classes: Option<Vec<usize>>,
-    /// In words.
+    /// The places in words.
     pub words: String,
 }
 

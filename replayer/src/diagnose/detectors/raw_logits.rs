@@ -6,7 +6,7 @@ use backtape::identity::Microbatch;
 use backtape::role::Role;
 use rayon::prelude::*;
 
-use super::direct::dot;
+use super::single_tokens::dot;
 use crate::diagnose::evidence::Evidence;
 use crate::head::step::{matrix, numbers};
 use crate::head::{MicrobatchInputs, Stage};
@@ -96,7 +96,7 @@ impl<'a> RawLogits<'a> {
     /// the transform gives, with the captured lse or the transform's own. NaN where nothing was
     /// captured.
     pub fn error(&self, transform: Transform) -> f64 {
-        let one = |token: &Token| {
+        let of_token = |token: &Token| {
             let used = &self.heads[token.head];
             let (z, lse) = logits(token, &used.head, transform);
             if self.backward {
@@ -112,7 +112,7 @@ impl<'a> RawLogits<'a> {
                     + off(token.logprob, label - lse),
             )
         };
-        let errors: Vec<f64> = self.each.par_iter().filter_map(one).collect();
+        let errors: Vec<f64> = self.each.par_iter().filter_map(of_token).collect();
         if errors.is_empty() { f64::NAN } else { errors.iter().sum() }
     }
 

@@ -13,7 +13,7 @@ use backtape::shard::TensorKey;
 use half::{bf16, f16};
 
 use super::addends::{Addend, Part, addends_of, fitted, reference_parts};
-use super::direct::{Direct, distance, energy, tokens};
+use super::single_tokens::{Direct, distance, energy, tokens};
 use crate::assemble::Row;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::step::flat_rows;

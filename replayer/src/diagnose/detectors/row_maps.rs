@@ -22,7 +22,7 @@ pub enum Beyond {
 }
 
 impl Beyond {
-    /// In words.
+    /// What is read beyond the end, in words.
     pub fn name(self) -> &'static str {
         match self {
             Beyond::BlockMovedBack => "the last block",
@@ -35,7 +35,7 @@ impl Beyond {
     }
 }
 
-/// A map of rows.
+/// For each row, the row that wrong index arithmetic addresses instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Map {
     /// Block i starts at row `i * size * size`: its index was multiplied by the block size twice.

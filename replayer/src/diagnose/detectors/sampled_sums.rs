@@ -27,7 +27,7 @@ pub struct SampledSums {
     /// What is added after the sum was taken, `[rows, cols]`: the label's part, where it is not in
     /// the sum.
     pub(super) rest: Vec<f64>,
-    /// `[rows, cols]`.
+    /// The captured values, `[rows, cols]`.
     pub(super) captured: Vec<f64>,
     pub(super) stored: Option<Precision>,
     /// The class or token of each row.

@@ -8,8 +8,8 @@ use std::ops::Range;
 use backtape::nan::larger;
 
 use super::addends::{Addend, Part, Summed, fitted, reference_parts};
-use super::direct::{distance, dot, energy};
 use super::least_squares::multiples;
+use super::single_tokens::{distance, dot, energy};
 use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
@@ -215,13 +215,13 @@ impl Segments {
     /// The weights of the addends in the first segment, in words.
     pub fn holds(&self) -> String {
         let Some((_, addends, scale)) = self.of.first() else { return String::new() };
-        let one = |addend: &Addend| {
+        let of_addend = |addend: &Addend| {
             let whose = addend.rank.map_or("all ranks".to_string(), |rank| format!("rank {rank}"));
             let which = addend.microbatch.map_or(String::new(), |mb| format!(" microbatch {mb}"));
             format!("{whose}{which} {} times", addend.weight * scale)
         };
         let held = addends.iter().filter(|addend| addend.weight != 0.0);
-        held.map(one).collect::<Vec<_>>().join(", ")
+        held.map(of_addend).collect::<Vec<_>>().join(", ")
     }
 
     /// The world in which the sum has these segments.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Microbatch;
 
-use super::direct::energy;
+use super::single_tokens::energy;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;

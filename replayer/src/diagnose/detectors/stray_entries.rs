@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use backtape::identity::{Microbatch, Rank};
 
-use super::direct::Direct;
+use super::single_tokens::Direct;
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};

@@ -11,9 +11,9 @@ use backtape::identity::{Microbatch, Rank};
 
 use super::addend_counts::in_words;
 use super::addends::{adds_to, divisor};
-use super::direct::{distance, energy};
+use super::dlogits_plane::Rows;
 use super::least_squares::whole_weights;
-use super::plane::Rows;
+use super::single_tokens::{distance, energy};
 use crate::diagnose::data_worlds::{CountedLosses, ReplacedValues};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};

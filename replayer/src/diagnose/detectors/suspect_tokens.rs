@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use backtape::identity::{Microbatch, Rank};
 
-use super::direct::tokens;
+use super::single_tokens::tokens;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
 use crate::head::{MicrobatchInputs, Stage, Unit};
@@ -18,7 +18,7 @@ const PLACES: usize = 8;
 pub struct SuspectTokens<'e> {
     /// What is known of the divergence.
     pub evidence: &'e Evidence<'e>,
-    /// `[T]`.
+    /// Whether each token is suspect, `[T]` by microbatch.
     rows: BTreeMap<Option<Microbatch>, Vec<bool>>,
     /// The suspect microbatches of ranks in words; `None` where all tokens are suspect.
     places: Option<Vec<String>>,

@@ -34,7 +34,7 @@ const LOOKED_UP: usize = 16;
 /// right job too, so no threshold below that is tried.
 const ROUNDINGS: f64 = 64.0;
 
-/// A gradient filter.
+/// The parameters of a gradient filter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Filter {
     /// A tile is left out if all its magnitudes are below this.

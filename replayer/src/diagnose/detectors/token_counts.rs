@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 
 use super::addend_counts::in_words;
-use super::direct::distance;
+use super::dlogits_plane::Rows;
 use super::gradient::Gradient;
 use super::least_squares::whole_weights;
-use super::plane::Rows;
+use super::single_tokens::distance;
 use crate::diagnose::data_worlds::{CountedLosses, ReplacedValues};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};

@@ -6,9 +6,9 @@ use super::token_runs::TokenRuns;
 /// A permutation: row t holds the token that stood at `from[t]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Order {
-    /// In words.
+    /// The permutation in words.
     pub name: String,
-    /// `[T]`, a permutation.
+    /// The token that each row holds, `[T]`.
     pub from: Vec<usize>,
     /// Runs of tokens that the permutation maps to themselves.
     pub runs: Vec<Vec<usize>>,

@@ -7,7 +7,7 @@ use crate::head::{HeadStep, MicrobatchInputs};
 /// The tokens of a microbatch divided into runs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenRuns {
-    /// In words.
+    /// The division in words.
     pub name: String,
     /// Tokens of each run, in order; every token is in one run.
     pub runs: Vec<Vec<usize>>,

@@ -74,8 +74,9 @@ pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
     let recorder = Recorder::default();
     let mut worlds = evidence.background.clone();
     worlds.push(&recorder);
-    let one = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![0]);
-    let rows = Rows { tokens: evidence.inputs.iter().map(one).collect(), classes: vec![0] };
+    let of_microbatch = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![0]);
+    let rows =
+        Rows { tokens: evidence.inputs.iter().map(of_microbatch).collect(), classes: vec![0] };
     let wanted = [Stage::Lse, Stage::DqLse, Stage::DqLabel, Stage::Dq, Stage::Dlogits];
     // A gradient of k is a sum over all tokens of a unit, so replaying it shows all of them. Where
     // dk was recorded only as sums, only the stages of the sums replay it.
@@ -202,7 +203,7 @@ impl Part {
         Part { cotangents, ..self }
     }
 
-    /// As kernels read it.
+    /// The inputs of the kernels for this part.
     pub fn head(&self) -> HeadInputs<'_> {
         HeadInputs {
             bias: self.bias.as_deref(),

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::direct::distance;
 use super::gradient::Gradient;
+use super::single_tokens::distance;
 use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
@@ -121,7 +121,7 @@ struct Nearest {
 fn nearest(of: &Gradient, cut: &[Range<usize>]) -> Option<Vec<Nearest>> {
     let entries = of.entries(false)?;
     let (captured, reference, k) = (&of.captured, &of.reference, of.other());
-    let one = |row: usize| {
+    let of_row = |row: usize| {
         let part = |(number, shard): (usize, &Range<usize>)| {
             let mut sum = vec![0.0; captured.cols];
             for class in shard.clone() {
@@ -134,5 +134,5 @@ fn nearest(of: &Gradient, cut: &[Range<usize>]) -> Option<Vec<Nearest>> {
         let nearest = cut.iter().enumerate().map(part).min_by(|a, b| a.1.total_cmp(&b.1));
         Nearest { off, part: nearest.filter(|(_, near, _)| off > 0.0 && *near <= LEFT * off) }
     };
-    Some((0..reference.count()).into_par_iter().map(one).collect())
+    Some((0..reference.count()).into_par_iter().map(of_row).collect())
 }

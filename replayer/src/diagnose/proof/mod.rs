@@ -169,7 +169,7 @@ pub(super) fn prove(
     let near: Vec<(&dyn Cause, Hypothesis, Fit)> = hypotheses
         .filter_map(|(cause, hypothesis)| {
             let fit = reproduction.beside(&hypothesis, &right);
-            search.meter.leaves(cause.id());
+            search.meter.note_if_spent(cause.id());
             let fit = fit?;
             reproduction.gains(&fit, &right).then_some((cause, hypothesis, fit))
         })
@@ -189,7 +189,7 @@ pub(super) fn prove(
     // others could at most be tied.
     let proof = proof.filter(|proof| !spent || proof.times >= DECISIVE);
     if proof.is_none() && search.meter.is_over() {
-        ids.into_iter().for_each(|id| search.meter.leaves(id));
+        ids.into_iter().for_each(|id| search.meter.note_if_spent(id));
     }
     proof
 }

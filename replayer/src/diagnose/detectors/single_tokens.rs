@@ -22,7 +22,7 @@ const ALONE: usize = 1 << 20;
 
 /// A microbatch's head, for products of single rows.
 pub struct Direct<'a> {
-    /// The head.
+    /// The inputs of the head.
     pub head: HeadInputs<'a>,
     /// Where the work is reported.
     progress: &'a dyn Progress,
@@ -115,10 +115,10 @@ impl<'a> Direct<'a> {
     /// The logits of a row of q with all valid classes, where class v reads the row `k(v)` of k.
     pub fn against(&self, q: &[f64], k: &(dyn Fn(usize) -> Row + Sync)) -> TokenRow {
         let classes = 0..self.head.valid_vocab;
-        let one = |class: usize| self.logit(dot(q, &self.k(k(class))), class).0;
+        let of_class = |class: usize| self.logit(dot(q, &self.k(k(class))), class).0;
         let logits: Vec<f64> = match self.work() > ALONE {
-            true => classes.into_par_iter().map(one).collect(),
-            false => classes.map(one).collect(),
+            true => classes.into_par_iter().map(of_class).collect(),
+            false => classes.map(of_class).collect(),
         };
         let lse = self.lse(&logits);
         TokenRow { logits, lse }
@@ -156,12 +156,12 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     sums.iter().sum::<f64>() + rest
 }
 
-/// Squared distance.
+/// Squared distance of two vectors.
 pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum()
 }
 
-/// Sum of squares.
+/// Sum of squares of a vector.
 pub fn energy(a: &[f64]) -> f64 {
     a.iter().map(|x| x * x).sum()
 }

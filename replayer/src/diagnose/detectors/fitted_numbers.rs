@@ -13,8 +13,8 @@ const MANY: u64 = 12;
 /// How far, relatively, a round number may lie from the fitted one: in bf16 a small term is not
 /// known better.
 const ROUND: f64 = 0.04;
-/// A number that leaves more than this share of the energy is not looked at further. Other
-/// faults beside it may leave nearly all.
+/// A number that leaves more than this share of the energy is dropped. The share is large because
+/// another fault may make up nearly all of the energy.
 const USELESS: f64 = 0.999;
 /// A number that leaves more than this share of the energy explains a part of it.
 const HALF: f64 = 0.5;
@@ -92,11 +92,11 @@ fn energy(
         (None, Some(world)) => evidence.residuals_in(&**world)?,
         (None, None) => evidence.residuals.clone(),
     };
-    let one = |key: &Key| {
+    let of_key = |key: &Key| {
         let floor = evidence.residuals[key].floor.max(f64::MIN_POSITIVE);
         residuals.get(key).map(|residual| residual.energy / floor)
     };
-    keys.iter().map(one).sum::<Option<f64>>().filter(|sum| sum.is_finite())
+    keys.iter().map(of_key).sum::<Option<f64>>().filter(|sum| sum.is_finite())
 }
 
 /// A fitted number and the round numbers that it may stand for. `values`: how many values it was

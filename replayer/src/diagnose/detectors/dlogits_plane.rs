@@ -5,7 +5,7 @@ use backtape::identity::{Microbatch, Rank};
 use rayon::prelude::*;
 
 use super::captured::Values;
-use super::direct::{Direct, SCALAR, dot};
+use super::single_tokens::{Direct, SCALAR, dot};
 use crate::assemble::Row;
 use crate::diagnose::evidence::Evidence;
 use crate::kernels::formula::probability;
@@ -55,7 +55,7 @@ impl Rows {
 
     /// The product of this matrix, `[m, n]`, with `[n, k]`.
     pub fn times(&self, other: &Rows) -> Rows {
-        let one = |row: &[f64]| {
+        let of_row = |row: &[f64]| {
             let mut sum = vec![0.0; other.cols];
             for (&x, of) in row.iter().zip(other.values.chunks(other.cols.max(1))) {
                 if x != 0.0 {
@@ -64,7 +64,7 @@ impl Rows {
             }
             sum
         };
-        let rows: Vec<Vec<f64>> = self.values.par_chunks(self.cols.max(1)).map(one).collect();
+        let rows: Vec<Vec<f64>> = self.values.par_chunks(self.cols.max(1)).map(of_row).collect();
         Rows { cols: other.cols, values: rows.concat() }
     }
 }
