@@ -151,7 +151,7 @@ impl Rounded {
             What::Lse => round(lse) - label,
             What::Difference => round(lse - label),
             What::BothAndDifference => round(round(lse) - round(label)),
-            What::Probability => -round((label - lse).exp()).ln(),
+            What::Probability => -round(probability(label, lse)).ln(),
             What::KeptLse => lse - label,
             What::Maximum => (lse - largest) + (round(largest) - round(label)),
         }

@@ -137,7 +137,7 @@ impl<'a> FailingTokens<'a> {
         for (v, z) in row.logits.iter().enumerate() {
             let k_row = self.direct.k(k(v));
             let slope = self.direct.logit(dot(&q_row, &k_row), v).1;
-            let entry = slope * own.dense((z - lse).exp());
+            let entry = slope * own.dense(probability(z, lse));
             dense.iter_mut().zip(&k_row).for_each(|(sum, k)| *sum += entry * k);
         }
         if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {
