@@ -20,6 +20,7 @@ use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::detectors::single_tokens::{Direct, SCALAR, WORK};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels::formula::probability;
 use crate::kernels::round::Precision;
 use crate::replay::world::{Pass, Read, World};
 
