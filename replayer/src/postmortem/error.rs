@@ -6,7 +6,7 @@ use super::defect::Panicked;
 use crate::dump::OpenError;
 use crate::head::step::StepError;
 use crate::precision::PrecisionError;
-use crate::replay::against::AgainstError;
+use crate::replay::against::error::AgainstError;
 use crate::report::Report;
 use crate::spelling::hint;
 use crate::trajectory::ReadError;

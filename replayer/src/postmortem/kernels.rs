@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::device::{Device, Kernel};
 use crate::head::HeadStep;
 use crate::head::step::StepError;
-use crate::replay::compiled;
+use crate::replay::user_kernels;
 use crate::replay::variant::Variant;
 use crate::report::schema::KernelReport;
 
@@ -30,7 +30,7 @@ impl Kernels {
         let Some(device) = self.device.as_deref() else { return Ok(Default::default()) };
         let mut ran = (Vec::new(), Vec::new());
         for kernel in &self.kernels {
-            let compiled::Ran { variant, findings } = compiled::run(step, device, kernel)?;
+            let user_kernels::Ran { variant, findings } = user_kernels::run(step, device, kernel)?;
             ran.1.push(KernelReport { name: variant.name.clone(), findings });
             ran.0.push(Arc::new(variant));
         }

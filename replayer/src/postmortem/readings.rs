@@ -18,7 +18,7 @@ use crate::dump::{self, Place, Selection, StepDump};
 use crate::head::HeadStep;
 use crate::kernels::NoProgress;
 use crate::precision::{self, Precision};
-use crate::replay::variant::{UnitInputs, unit_inputs};
+use crate::replay::unit_inputs::{UnitInputs, unit_inputs};
 use crate::report::checked::ChecksReport;
 use crate::report::trajectory::TrajectoryReport;
 use crate::trajectory::{Declared, ReadError, judge, read};

@@ -134,7 +134,7 @@ impl<'a> FailingTokens<'a> {
         let width = captured.columns;
         let mut dense = vec![0.0; width];
         let q_row = self.direct.q(q);
-        for (v, z) in row.logits.iter().enumerate() {
+        for (v, &z) in row.logits.iter().enumerate() {
             let k_row = self.direct.k(k(v));
             let slope = self.direct.logit(dot(&q_row, &k_row), v).1;
             let entry = slope * own.dense(probability(z, lse));
