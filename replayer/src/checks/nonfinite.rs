@@ -122,12 +122,12 @@ fn order(key: &TensorKey, role: Option<Role>) -> (u8, Option<Microbatch>, Option
 fn count(subject: &Subject<'_>, info: &TensorInfo, held: &[Piece<'_>]) -> Count {
     let mut total = Count::default();
     for piece in held {
-        let one = piece_count(subject, info, piece);
-        total.nan += one.nan;
-        total.infinite += one.infinite;
-        total.elements += one.elements;
-        total.rows.extend(&one.rows);
-        match (&total.first, one.first) {
+        let in_piece = piece_count(subject, info, piece);
+        total.nan += in_piece.nan;
+        total.infinite += in_piece.infinite;
+        total.elements += in_piece.elements;
+        total.rows.extend(&in_piece.rows);
+        match (&total.first, in_piece.first) {
             (Some((row, _)), Some((other, _))) if *row <= other => {}
             (_, Some(first)) => total.first = Some(first),
             (_, None) => {}

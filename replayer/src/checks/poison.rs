@@ -131,9 +131,9 @@ fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize, padding: u64) -> H
             if run > 0 {
                 close(run, pattern, at);
             }
-            let found = PATTERNS.iter().position(|(known, _)| *known == word);
-            let found = found.filter(|_| column(at) < padding);
-            (run, pattern) = found.map_or((0, usize::MAX), |found| (1, found));
+            let hit = PATTERNS.iter().position(|(known, _)| *known == word);
+            let hit = hit.filter(|_| column(at) < padding);
+            (run, pattern) = hit.map_or((0, usize::MAX), |pattern| (1, pattern));
         }
     }
     if run > 0 {

@@ -59,7 +59,7 @@ impl<'a> Loss<'a> {
         let width = columns(&self.head);
         let Terms { smoothing: s, z_loss } = self.terms;
         let valid = self.head.valid_vocab;
-        let one = |(&token, row): (&usize, &[F])| {
+        let loss_of_token = |(&token, row): (&usize, &[F])| {
             let (lse, label) = (lse(row), label(&self.head, token).expect("tokens have labels"));
             let mut loss = match s {
                 0.0 => lse - row[label],
@@ -73,7 +73,7 @@ impl<'a> Loss<'a> {
             }
             loss
         };
-        self.tokens.par_iter().zip(all.par_chunks(width.max(1))).map(one).collect()
+        self.tokens.par_iter().zip(all.par_chunks(width.max(1))).map(loss_of_token).collect()
     }
 
     /// Adds up the tokens' losses in their order.
@@ -93,7 +93,7 @@ impl<'a> Loss<'a> {
         let slopes = slopes(&self.head, &self.tokens, &all, direction);
         let width = columns(&self.head).max(1);
         let rows = all.chunks(width).zip(slopes.chunks(width));
-        let one = |(row, slopes): (&[f64], &[f64]), token: usize| {
+        let token_derivative = |(row, slopes): (&[f64], &[f64]), token: usize| {
             let (lse, label) = (lse(row), label(&self.head, token).expect("tokens have labels"));
             let mean: f64 = row.iter().zip(slopes).map(|(z, s)| libm::exp(z - lse) * s).sum();
             let all: f64 = slopes[..self.head.valid_vocab].iter().sum();
@@ -102,7 +102,7 @@ impl<'a> Loss<'a> {
             (1.0 + 2.0 * z_loss * lse) * mean - (1.0 - smoothing) * slopes[label] - spread * all
         };
         let tokens = self.tokens.iter().zip(&self.shares);
-        rows.zip(tokens).map(|(row, (&token, share))| share * one(row, token)).sum()
+        rows.zip(tokens).map(|(row, (&token, share))| share * token_derivative(row, token)).sum()
     }
 
     /// The loss of a single one of the tokens, with its share.
