@@ -24,58 +24,78 @@ pub enum Dtype {
     F64,
 }
 
-/// Dtype, backtape's name, safetensors' name, numpy's or ml_dtypes' name, width in bytes.
-const TABLE: [(Dtype, &str, &str, &str, usize); 15] = [
-    (Dtype::Bool, "bool", "BOOL", "bool", 1),
-    (Dtype::U8, "u8", "U8", "uint8", 1),
-    (Dtype::I8, "i8", "I8", "int8", 1),
-    (Dtype::U16, "u16", "U16", "uint16", 2),
-    (Dtype::I16, "i16", "I16", "int16", 2),
-    (Dtype::U32, "u32", "U32", "uint32", 4),
-    (Dtype::I32, "i32", "I32", "int32", 4),
-    (Dtype::U64, "u64", "U64", "uint64", 8),
-    (Dtype::I64, "i64", "I64", "int64", 8),
-    (Dtype::F8E4m3, "f8e4m3", "F8_E4M3", "float8_e4m3fn", 1),
-    (Dtype::F8E5m2, "f8e5m2", "F8_E5M2", "float8_e5m2", 1),
-    (Dtype::F16, "f16", "F16", "float16", 2),
-    (Dtype::Bf16, "bf16", "BF16", "bfloat16", 2),
-    (Dtype::F32, "f32", "F32", "float32", 4),
-    (Dtype::F64, "f64", "F64", "float64", 8),
+/// An element type's width in bytes and its names.
+struct Entry {
+    dtype: Dtype,
+    name: &'static str,
+    safetensors: &'static str,
+    /// The name in numpy or ml_dtypes.
+    numpy: &'static str,
+    width: usize,
+}
+
+const fn entry(
+    dtype: Dtype,
+    name: &'static str,
+    safetensors: &'static str,
+    numpy: &'static str,
+    width: usize,
+) -> Entry {
+    Entry { dtype, name, safetensors, numpy, width }
+}
+
+/// Every element type, in the order of [`Dtype`]'s variants.
+const TABLE: [Entry; 15] = [
+    entry(Dtype::Bool, "bool", "BOOL", "bool", 1),
+    entry(Dtype::U8, "u8", "U8", "uint8", 1),
+    entry(Dtype::I8, "i8", "I8", "int8", 1),
+    entry(Dtype::U16, "u16", "U16", "uint16", 2),
+    entry(Dtype::I16, "i16", "I16", "int16", 2),
+    entry(Dtype::U32, "u32", "U32", "uint32", 4),
+    entry(Dtype::I32, "i32", "I32", "int32", 4),
+    entry(Dtype::U64, "u64", "U64", "uint64", 8),
+    entry(Dtype::I64, "i64", "I64", "int64", 8),
+    entry(Dtype::F8E4m3, "f8e4m3", "F8_E4M3", "float8_e4m3fn", 1),
+    entry(Dtype::F8E5m2, "f8e5m2", "F8_E5M2", "float8_e5m2", 1),
+    entry(Dtype::F16, "f16", "F16", "float16", 2),
+    entry(Dtype::Bf16, "bf16", "BF16", "bfloat16", 2),
+    entry(Dtype::F32, "f32", "F32", "float32", 4),
+    entry(Dtype::F64, "f64", "F64", "float64", 8),
 ];
 
 impl Dtype {
-    fn row(self) -> &'static (Dtype, &'static str, &'static str, &'static str, usize) {
+    fn entry(self) -> &'static Entry {
         &TABLE[self as usize]
     }
 
     /// Bytes of one element.
     pub fn width(self) -> usize {
-        self.row().4
+        self.entry().width
     }
 
     /// The name in messages and in JSON: `bf16`.
     pub fn name(self) -> &'static str {
-        self.row().1
+        self.entry().name
     }
 
     /// The name in a safetensors header: `BF16`.
     pub fn safetensors_name(self) -> &'static str {
-        self.row().2
+        self.entry().safetensors
     }
 
     /// The name numpy or ml_dtypes knows it by: `bfloat16`.
     pub fn numpy_name(self) -> &'static str {
-        self.row().3
+        self.entry().numpy
     }
 
     /// Finds a dtype by the name that a safetensors header carries.
     pub fn from_safetensors(name: &str) -> Option<Dtype> {
-        TABLE.iter().find(|row| row.2 == name).map(|row| row.0)
+        TABLE.iter().find(|entry| entry.safetensors == name).map(|entry| entry.dtype)
     }
 
     /// Finds a dtype by the name that numpy or ml_dtypes gives it.
     pub fn from_numpy(name: &str) -> Option<Dtype> {
-        TABLE.iter().find(|row| row.3 == name).map(|row| row.0)
+        TABLE.iter().find(|entry| entry.numpy == name).map(|entry| entry.dtype)
     }
 
     /// True for the floating-point types.
@@ -96,12 +116,12 @@ mod tests {
 
     #[test]
     fn the_table_is_in_the_order_of_the_variants_and_every_name_finds_its_way_back() {
-        for (index, row) in TABLE.iter().enumerate() {
-            assert_eq!(row.0 as usize, index);
-            assert_eq!(Dtype::from_safetensors(row.2), Some(row.0));
-            assert_eq!(Dtype::from_numpy(row.3), Some(row.0));
-            let json = serde_json::to_string(&row.0).unwrap();
-            assert_eq!(json, format!("\"{}\"", row.1));
+        for (index, entry) in TABLE.iter().enumerate() {
+            assert_eq!(entry.dtype as usize, index);
+            assert_eq!(Dtype::from_safetensors(entry.safetensors), Some(entry.dtype));
+            assert_eq!(Dtype::from_numpy(entry.numpy), Some(entry.dtype));
+            let json = serde_json::to_string(&entry.dtype).unwrap();
+            assert_eq!(json, format!("\"{}\"", entry.name));
         }
     }
 }

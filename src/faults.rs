@@ -136,14 +136,14 @@ mod present {
         if let Some(mut log) = plan.log.as_ref() {
             let _ = log.write_all(format!("{name}\n").as_bytes());
         }
-        let mut found = None;
+        let mut action = None;
         for rule in plan.rules.iter().filter(|rule| rule.point == "*" || rule.point == name) {
             let pass = rule.passed.fetch_add(1, Ordering::SeqCst) + 1;
             if pass == rule.at || (rule.onwards && pass > rule.at) {
-                found = Some(rule.action);
+                action = Some(rule.action);
             }
         }
-        found
+        action
     }
 
     fn act(action: Action, name: &'static str) -> io::Result<()> {

@@ -76,16 +76,16 @@ pub(crate) fn all_finite(dtype: Dtype, bytes: &[u8]) -> bool {
     // The loops do not stop early, so that the compiler can vectorise them.
     match dtype.width() {
         2 => {
-            let of = |bytes: &[u8; 2]| u16::from_le_bytes(*bytes) & top as u16 != top as u16;
-            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & of(bytes))
+            let is_finite = |bytes: &[u8; 2]| u16::from_le_bytes(*bytes) & top as u16 != top as u16;
+            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & is_finite(bytes))
         }
         4 => {
-            let of = |bytes: &[u8; 4]| u32::from_le_bytes(*bytes) & top as u32 != top as u32;
-            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & of(bytes))
+            let is_finite = |bytes: &[u8; 4]| u32::from_le_bytes(*bytes) & top as u32 != top as u32;
+            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & is_finite(bytes))
         }
         _ => {
-            let of = |bytes: &[u8; 8]| u64::from_le_bytes(*bytes) & top != top;
-            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & of(bytes))
+            let is_finite = |bytes: &[u8; 8]| u64::from_le_bytes(*bytes) & top != top;
+            bytes.as_chunks().0.iter().fold(true, |all, bytes| all & is_finite(bytes))
         }
     }
 }

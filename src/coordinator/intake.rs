@@ -112,8 +112,8 @@ impl Claimed {
                 return Err(self.bad(format!("its header has {header} bytes, it {said} in all")));
             }
         }
-        let found = describe(&self.path(), file).map_err(|error| self.bad(error))?;
-        self.hold_against(found)
+        let description = describe(&self.path(), file).map_err(|error| self.bad(error))?;
+        self.hold_against(description)
     }
 
     fn hold_against(&self, found: Description) -> Result<(FileRecord, Description), Refusal> {

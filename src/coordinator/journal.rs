@@ -243,15 +243,15 @@ fn lock(file: &File) -> Result<(), AppendError> {
 }
 
 fn make_ready(path: &Path, file: &File, good_bytes: u64, torn_bytes: u64) -> io::Result<()> {
-    let found = file.metadata()?.len();
-    if found != good_bytes {
+    let length = file.metadata()?.len();
+    if length != good_bytes {
         let refuse = |what| Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
         // A journal that was not loaded is never truncated: its lines were acknowledged.
         if good_bytes == 0 && !read_file(path, |_| Ok(())).is_ok_and(|end| end.lines == 0) {
             return refuse("it holds an older record");
         }
         // Nor are lines that were appended after it was loaded.
-        if good_bytes > 0 && found != good_bytes + torn_bytes {
+        if good_bytes > 0 && length != good_bytes + torn_bytes {
             return refuse(
                 "another coordinator has written it since: restart this one once that is gone",
             );

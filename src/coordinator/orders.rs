@@ -108,8 +108,8 @@ impl Orders {
     }
 
     pub(super) fn choose_ring(&mut self, number: u32, steps: Vec<Step>) {
-        let found = self.triggers.iter_mut().find(|trigger| trigger.number == number);
-        if let Some(trigger) = found {
+        let chosen = self.triggers.iter_mut().find(|trigger| trigger.number == number);
+        if let Some(trigger) = chosen {
             trigger.ring = Some(steps);
         }
     }

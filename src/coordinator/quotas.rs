@@ -180,8 +180,8 @@ impl OpenUploads {
             }
             let place = self.places.clone().try_acquire_owned();
             let place = place.map_err(|_| Refusal::Busy(MAX_UPLOADS))?;
-            let one = Open { number, file, replaced: replaced.clone(), _place: place };
-            open.entry(whose.clone()).or_default().push(one);
+            let upload = Open { number, file, replaced: replaced.clone(), _place: place };
+            open.entry(whose.clone()).or_default().push(upload);
         }
         Ok(OpenUpload { uploads: self.clone(), whose, number, replaced })
     }

@@ -245,7 +245,7 @@ impl AttemptState {
         let ranks = (0..self.opened.world_size).map(Rank);
         let never_joined: Vec<Rank> = ranks.filter(|rank| !self.has_joined(*rank)).collect();
         let open = self.open.iter().filter_map(|step| self.steps.get_key_value(step));
-        let one = |(&step, state): (&Step, &StepState)| Unsettled {
+        let unsettled_step = |(&step, state): (&Step, &StepState)| Unsettled {
             run: self.opened.run.clone(),
             attempt: self.opened.attempt,
             step,
@@ -253,7 +253,7 @@ impl AttemptState {
             never_joined: never_joined.clone(),
             missing: self.missing(step),
         };
-        open.map(one).collect()
+        open.map(unsettled_step).collect()
     }
 }
 

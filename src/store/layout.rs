@@ -109,14 +109,14 @@ pub fn file_name(rank: Rank, microbatch: Option<Microbatch>) -> Name {
 /// The paths of all runs in a store: the directories in which at least one attempt has a journal or
 /// a run record. The first attempt need not be 0, if the launcher counts its restarts.
 pub fn runs(backend: &Backend, store: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     for name in backend.list(store)?.directories {
         let run = store.join(name);
         if !AttemptDir::list(backend, &run)?.is_empty() {
-            found.push(run);
+            paths.push(run);
         }
     }
-    Ok(found)
+    Ok(paths)
 }
 
 /// True if an attempt's directory has a journal or a run record.

@@ -14,9 +14,9 @@ const PIECE_BYTES: u64 = 1 << 20;
 
 /// Cuts a box into consecutive contiguous pieces of about a MiB.
 pub(crate) fn pieces(place: &IndexBox, width: usize) -> Vec<IndexBox> {
-    let mut found = Vec::new();
-    cut(place.clone(), 0, width as u64, &mut found);
-    found
+    let mut pieces = Vec::new();
+    cut(place.clone(), 0, width as u64, &mut pieces);
+    pieces
 }
 
 fn cut(place: IndexBox, dim: usize, width: u64, found: &mut Vec<IndexBox>) {

@@ -41,7 +41,7 @@ pub fn addends_in(
     place: &IndexBox,
 ) -> Result<Vec<Vec<Tensor>>, AssembleError> {
     let info = known(dump, key)?;
-    let one = |shards: &Vec<crate::dump::ShardRef>| {
+    let addend = |shards: &Vec<crate::dump::ShardRef>| {
         let boxes = distinct_boxes(dump, shards);
         let covered = gaps(&place.extent(), &shifted(&boxes, place)).is_empty();
         let parts: Vec<IndexBox> = match covered {
@@ -50,14 +50,14 @@ pub fn addends_in(
         };
         parts.into_iter().map(|part| fill(dump, key, info.dtype, shards, part)).collect()
     };
-    group(dump, info).values().map(one).collect()
+    group(dump, info).values().map(addend).collect()
 }
 
 /// The boxes that make up a range of elements by row-major index, in that order.
 pub fn boxes_of(shape: &[u64], range: Range<u64>) -> Vec<IndexBox> {
-    let mut found = Vec::new();
-    cut(&mut Vec::new(), shape, range, &mut found);
-    found
+    let mut boxes = Vec::new();
+    cut(&mut Vec::new(), shape, range, &mut boxes);
+    boxes
 }
 
 fn cut(outer: &mut Vec<(u64, u64)>, shape: &[u64], range: Range<u64>, found: &mut Vec<IndexBox>) {

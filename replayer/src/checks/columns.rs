@@ -25,10 +25,11 @@ impl Columns {
     pub(super) fn new(dtype: Dtype, piece: &Piece<'_>, most: u32) -> Self {
         let (width, rows) = (dtype.width(), piece.rows());
         let step = rows.div_ceil(ROWS).max(1);
-        let held: Vec<&[u8]> = (0..rows).step_by(step).map(|row| piece.row_bytes(row)).collect();
-        let columns = held.first().map_or(0, |row| row.len() / width);
+        let sampled_rows: Vec<&[u8]> =
+            (0..rows).step_by(step).map(|row| piece.row_bytes(row)).collect();
+        let columns = sampled_rows.first().map_or(0, |row| row.len() / width);
         let column = |at: usize| {
-            let values = held.iter().map(|row| bits(row, width, at));
+            let values = sampled_rows.iter().map(|row| bits(row, width, at));
             (-share_equal(values.collect()).log2()).min(f64::from(most))
         };
         Columns { dtype, each: (0..columns).map(column).collect() }

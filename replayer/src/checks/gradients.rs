@@ -164,8 +164,8 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     let (mut steps, mut clipped, mut pairs) = (0u64, Vec::new(), 0u64);
     for subject in subjects {
         let at = |when| {
-            let of = subject.of_role(Role::GradNorm).find(|(key, _)| key.when == Some(when));
-            of.and_then(|(_, info)| number(subject, info))
+            let norm = subject.of_role(Role::GradNorm).find(|(key, _)| key.when == Some(when));
+            norm.and_then(|(_, info)| number(subject, info))
         };
         let Some((before, after)) = at(When::BeforeOp).zip(at(When::AfterOp)) else { continue };
         found.looked();

@@ -43,8 +43,15 @@ struct Count {
     rows: Vec<u64>,
 }
 
+/// A tensor with values that are not finite.
+struct Hit<'a> {
+    key: &'a TensorKey,
+    role: Option<Role>,
+    count: Count,
+}
+
 fn step(subject: &Subject<'_>, found: &mut Found) {
-    let mut hit: Vec<(&TensorKey, Option<Role>, Count)> = Vec::new();
+    let mut hits: Vec<Hit<'_>> = Vec::new();
     for (key, info) in subject.dump.tensors() {
         if format(info.dtype).is_none() {
             continue;
@@ -60,25 +67,27 @@ fn step(subject: &Subject<'_>, found: &mut Found) {
         found.looked();
         let count = count(subject, info, &held);
         if count.nan + count.infinite > 0 {
-            hit.push((key, info.role, count));
+            hits.push(Hit { key, role: info.role, count });
         }
     }
-    hit.sort_by_key(|(key, role, _)| order(key, *role));
-    let all_facts: Vec<Facts> = match hit.is_empty() {
+    hits.sort_by_key(|hit| order(hit.key, hit.role));
+    let all_facts: Vec<Facts> = match hits.is_empty() {
         true => Vec::new(),
         false => facts(subject).into_iter().flatten().collect(),
     };
-    let meant = |(key, role, count): &(&TensorKey, Option<Role>, Count)| {
-        role.is_none_or(|role| only_ignored_tokens(subject, key, (role, count), &all_facts))
+    let meant = |hit: &Hit<'_>| {
+        let only_ignored =
+            |role| only_ignored_tokens(subject, hit.key, (role, &hit.count), &all_facts);
+        hit.role.is_none_or(only_ignored)
     };
     // Report the first tensor whose values are a fault, if there is one, else the first of all.
-    let (at, severity) = match hit.iter().position(|one| !meant(one)) {
+    let (at, severity) = match hits.iter().position(|hit| !meant(hit)) {
         Some(at) => (at, Severity::Fail),
-        None if hit.is_empty() => return,
+        None if hits.is_empty() => return,
         None => (0, Severity::Warn),
     };
-    let (key, role, count) = hit.remove(at);
-    origin(subject, found, (key, role, &count, severity), &hit);
+    let first = hits.remove(at);
+    origin(subject, found, severity, &first, &hits);
 }
 
 /// Whether the tensor is of the forward pass and all its values that are not finite are in rows of
@@ -122,12 +131,12 @@ fn order(key: &TensorKey, role: Option<Role>) -> (u8, Option<Microbatch>, Option
 fn count(subject: &Subject<'_>, info: &TensorInfo, held: &[Piece<'_>]) -> Count {
     let mut total = Count::default();
     for piece in held {
-        let one = piece_count(subject, info, piece);
-        total.nan += one.nan;
-        total.infinite += one.infinite;
-        total.elements += one.elements;
-        total.rows.extend(&one.rows);
-        match (&total.first, one.first) {
+        let in_piece = piece_count(subject, info, piece);
+        total.nan += in_piece.nan;
+        total.infinite += in_piece.infinite;
+        total.elements += in_piece.elements;
+        total.rows.extend(&in_piece.rows);
+        match (&total.first, in_piece.first) {
             (Some((row, _)), Some((other, _))) if *row <= other => {}
             (_, Some(first)) => total.first = Some(first),
             (_, None) => {}
@@ -195,9 +204,11 @@ fn masked_from(subject: &Subject<'_>, info: &TensorInfo) -> Option<u64> {
 fn origin(
     subject: &Subject<'_>,
     found: &mut Found,
-    (key, role, count, severity): (&TensorKey, Option<Role>, &Count, Severity),
-    later: &[(&TensorKey, Option<Role>, Count)],
+    severity: Severity,
+    first: &Hit<'_>,
+    later: &[Hit<'_>],
 ) {
+    let Hit { key, role, count } = first;
     let (row, ranks) = count.first.clone().unwrap_or_default();
     let before = match role.and_then(Stage::of_role) {
         Some(stage) => clean_before(subject, key, stage),
@@ -237,12 +248,8 @@ fn origin(
 }
 
 /// Adds a note for each later tensor with values that are not finite.
-fn note_later(
-    subject: &Subject<'_>,
-    found: &mut Found,
-    later: &[(&TensorKey, Option<Role>, Count)],
-) {
-    for (key, _, count) in later {
+fn note_later(subject: &Subject<'_>, found: &mut Found, later: &[Hit<'_>]) {
+    for Hit { key, count, .. } in later {
         let ranks = count.first.as_ref().map(|(_, ranks)| ranks.as_slice()).unwrap_or_default();
         let place = Place::of(subject).tensor(key).ranks(ranks).rows(&count.rows);
         let evidence = format!(
@@ -283,9 +290,8 @@ fn clean_before(subject: &Subject<'_>, key: &TensorKey, stage: Stage) -> String 
     }
 }
 
-fn also(later: &[(&TensorKey, Option<Role>, Count)]) -> String {
-    let mut names: Vec<String> =
-        later.iter().take(NAMED).map(|(key, ..)| key.to_string()).collect();
+fn also(later: &[Hit<'_>]) -> String {
+    let mut names: Vec<String> = later.iter().take(NAMED).map(|hit| hit.key.to_string()).collect();
     if later.len() > NAMED {
         names.push(format!("{} more", later.len() - NAMED));
     }

@@ -60,12 +60,21 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
 /// What was found in one piece.
 #[derive(Default)]
 struct Hit {
-    /// Index of the pattern, number of words in runs that are long enough, and first word of the
-    /// first run.
-    filled: Option<(usize, u64, usize)>,
+    /// The runs of a pattern that are long enough.
+    filled: Option<Filled>,
     /// Number of NaNs with unusual payloads; below, element and bits of the first.
     payloads: u64,
     first_payload: Option<(usize, u64)>,
+}
+
+/// The runs of one pattern in a piece.
+struct Filled {
+    /// Index in [`PATTERNS`].
+    pattern: usize,
+    /// Number of words in all runs.
+    words: u64,
+    /// The first word of the first run.
+    first_word: usize,
 }
 
 /// The pieces of a tensor and what was found in each; `None` where the tensor has no bytes, or no
@@ -113,9 +122,11 @@ fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize, padding: u64) -> H
             return;
         }
         match &mut hit.filled {
-            Some((known, words, _)) if *known == pattern => *words += run as u64,
+            Some(filled) if filled.pattern == pattern => filled.words += run as u64,
             Some(_) => {}
-            None => hit.filled = Some((pattern, run as u64, end - run)),
+            None => {
+                hit.filled = Some(Filled { pattern, words: run as u64, first_word: end - run });
+            }
         }
     };
     for (nth, some) in piece.bytes.chunks(CHUNK).enumerate() {
@@ -131,9 +142,9 @@ fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize, padding: u64) -> H
             if run > 0 {
                 close(run, pattern, at);
             }
-            let found = PATTERNS.iter().position(|(known, _)| *known == word);
-            let found = found.filter(|_| column(at) < padding);
-            (run, pattern) = found.map_or((0, usize::MAX), |found| (1, found));
+            let hit = PATTERNS.iter().position(|(known, _)| *known == word);
+            let hit = hit.filter(|_| column(at) < padding);
+            (run, pattern) = hit.map_or((0, usize::MAX), |pattern| (1, pattern));
         }
     }
     if run > 0 {
@@ -180,9 +191,9 @@ fn report_runs(
     found: &mut Found,
 ) {
     for (piece, hit) in held.iter().zip(hits) {
-        let Some((pattern, words, first)) = hit.filled else { continue };
+        let Some(Filled { pattern, words, first_word }) = hit.filled else { continue };
         let width = piece.record.dtype.width();
-        let row = piece.global_row(first * 4 / width / piece.columns().max(1));
+        let row = piece.global_row(first_word * 4 / width / piece.columns().max(1));
         let (_, name) = PATTERNS[pattern];
         let all = words as usize * 4 == piece.bytes.len();
         let evidence = format!(

@@ -114,8 +114,8 @@ impl Chart {
                 let (captured, reference) = (rows.captured.get_f64(at), rows.reference[at]);
                 let index = ((rows.index)(row), column as u64);
                 let allowed = allowed(row, column, reference);
-                let found = element(index, (captured, reference), &allowed, bound);
-                put(&mut cells[column / self.block.1], &Some(found));
+                let cell = element(index, (captured, reference), &allowed, bound);
+                put(&mut cells[column / self.block.1], &Some(cell));
             }
         }
         cells

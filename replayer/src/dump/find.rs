@@ -42,10 +42,10 @@ impl StepDump {
         let of_name: Vec<&TensorKey> =
             self.tensors().keys().filter(|key| key.tensor == tensor && moment(key)).collect();
         let wanted = microbatch.map(Microbatch);
-        let found: Vec<&TensorKey> =
+        let matches: Vec<&TensorKey> =
             of_name.iter().filter(|key| key.microbatch == wanted).copied().collect();
         let name = name.to_string();
-        match found.as_slice() {
+        match matches.as_slice() {
             [one] => Ok((*one).clone()),
             // With a single microbatch there is nothing to choose.
             [] if microbatch.is_none() && of_name.len() == 1 => Ok(of_name[0].clone()),
@@ -64,8 +64,8 @@ impl StepDump {
                 }
             }
             several => {
-                let found = several.iter().map(|key| (*key).clone()).collect();
-                Err(FindError::Moment { name, found })
+                let matches = several.iter().map(|key| (*key).clone()).collect();
+                Err(FindError::Moment { name, found: matches })
             }
         }
     }

@@ -110,13 +110,13 @@ pub(crate) fn held(
 /// A tensor in equal slabs along its first dimension, one per rank.
 pub(crate) fn slabs(name: &str, shape: &[u64], ranks: u32, whole: &[u8]) -> Vec<Held> {
     let rows = shape[0] / u64::from(ranks);
-    let one = |rank: u32| {
+    let slab_of = |rank: u32| {
         let mut place = IndexBox::whole(shape);
         place.0[0] = (u64::from(rank) * rows, (u64::from(rank) + 1) * rows);
         let bytes = naive_cut(shape, whole, &place, 4);
         held(&key(name), (Dtype::F32, shape), place, rank, bytes)
     };
-    (0..ranks).map(one).collect()
+    (0..ranks).map(slab_of).collect()
 }
 
 /// Writes and commits step 0 of attempt 0 of run `run-a`.

@@ -69,38 +69,38 @@ pub(super) fn judge(
         }
         Err(error) => return Err(vec![(FaultKind::Unreadable, format!("{name}: {error}"))]),
     };
-    let mut found = Vec::new();
+    let mut faults = Vec::new();
     if length != record.length {
         let (kind, verb) = match length < record.length {
             true => (FaultKind::Truncated, "truncated"),
             false => (FaultKind::Extended, "extended"),
         };
         let wanted = record.length;
-        found.push((kind, format!("{name} was {verb}: {length} bytes, {wanted} were written")));
+        faults.push((kind, format!("{name} was {verb}: {length} bytes, {wanted} were written")));
     }
     match ShardFile::open(path) {
         Ok(file) if file.header_hash() != record.header_hash => {
-            found.push(altered(&file, record, others));
+            faults.push(altered(&file, record, others));
         }
         Ok(file) => {
-            found.extend(disagreements(&file, record, manifest));
-            if found.is_empty() {
+            faults.extend(disagreements(&file, record, manifest));
+            if faults.is_empty() {
                 return Ok(file);
             }
         }
         // The wrong length was already reported.
-        Err(ShardFileError::Truncated { .. }) if !found.is_empty() => {}
-        Err(ShardFileError::Contradiction { .. }) if !found.is_empty() => {}
+        Err(ShardFileError::Truncated { .. }) if !faults.is_empty() => {}
+        Err(ShardFileError::Contradiction { .. }) if !faults.is_empty() => {}
         Err(error @ ShardFileError::Read { .. }) => {
-            found
+            faults
                 .push((FaultKind::Unreadable, format!("{name} cannot be read: {}", chain(&error))));
         }
         Err(error) => {
             let sentence = format!("the header of {name} was altered: {}", chain(&error));
-            found.push((FaultKind::AlteredHeader, sentence));
+            faults.push((FaultKind::AlteredHeader, sentence));
         }
     }
-    Err(found)
+    Err(faults)
 }
 
 fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Found {
@@ -123,13 +123,13 @@ fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Fou
 /// Where the manifest and the file's own header disagree.
 fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> Vec<Found> {
     let (about, name) = (file.about(), &record.name);
-    let mut found = Vec::new();
+    let mut faults = Vec::new();
     let mut differ = |what: &str, listed: String, own: String| {
         if listed != own {
             let sentence = format!(
                 "the manifest and the header of {name} disagree on {what}: {listed} in the manifest, {own} in the header"
             );
-            found.push((FaultKind::Disagrees, sentence));
+            faults.push((FaultKind::Disagrees, sentence));
         }
     };
     differ("the run", manifest.run.to_string(), about.run.to_string());
@@ -149,7 +149,7 @@ fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> 
             differ(&what, value.to_string(), other.unwrap_or_default());
         }
     }
-    found
+    faults
 }
 
 fn fields(record: &ShardRecord) -> serde_json::Map<String, serde_json::Value> {

@@ -250,15 +250,15 @@ fn numbered(name: &str, prefix: &str) -> Option<u64> {
 
 /// Subdirectories sorted by name, without hidden ones.
 fn directories(path: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
+    let mut paths = Vec::new();
     for entry in std::fs::read_dir(path)? {
         let path = entry?.path();
         if path.is_dir() && !directory_name(&path).starts_with('.') {
-            found.push(path);
+            paths.push(path);
         }
     }
-    found.sort();
-    Ok(found)
+    paths.sort();
+    Ok(paths)
 }
 
 /// The directory's own name, also of `.` and `..`.

@@ -116,11 +116,11 @@ impl Place {
 
     /// Bytes of every shard file of a step, without opening one.
     pub(super) fn shard_files(&self, step: &StepDir) -> io::Result<Vec<u64>> {
-        let shards = |name: &Path| name.extension().is_some_and(|of| of == "safetensors");
+        let shards = |name: &Path| name.extension().is_some_and(|ending| ending == "safetensors");
         if let Some(copy) = &self.copy {
             let below = step.path.strip_prefix(copy.root()).unwrap_or(&step.path);
-            let of = copy.objects.iter().filter(|(name, _)| name.parent() == Some(below));
-            return Ok(of.filter(|(name, _)| shards(name)).map(|(_, bytes)| *bytes).collect());
+            let objects = copy.objects.iter().filter(|(name, _)| name.parent() == Some(below));
+            return Ok(objects.filter(|(name, _)| shards(name)).map(|(_, bytes)| *bytes).collect());
         }
         let mut sizes = Vec::new();
         for entry in std::fs::read_dir(&step.path)? {
@@ -156,9 +156,9 @@ impl Place {
         let below = attempt.path.strip_prefix(copy.root()).unwrap_or(&attempt.path);
         let lines = below.join(JOURNAL_LINES);
         // The objects are numbered with leading zeros, so that their names sort in order.
-        let of = copy.objects.iter().filter(|(name, _)| name.parent() == Some(&lines));
+        let lines_objects = copy.objects.iter().filter(|(name, _)| name.parent() == Some(&lines));
         let (names, sizes): (Vec<PathBuf>, Vec<u64>) =
-            of.map(|(name, bytes)| (copy.url.join(name), *bytes)).unzip();
+            lines_objects.map(|(name, bytes)| (copy.url.join(name), *bytes)).unzip();
         if names.is_empty() || sizes.iter().sum::<u64>() > MAX_EXAMINED_BYTES {
             return Ok(());
         }

@@ -337,7 +337,7 @@ impl HeadStep<'_> {
         let values = values.ok_or_else(|| unfit(&tensor, &format!("{tokens} integers")))?;
         let ignore = self.options.ignore_label;
         let mut outside = Vec::new();
-        let one = |(token, &label): (usize, &i64)| match usize::try_from(label) {
+        let checked_label = |(token, &label): (usize, &i64)| match usize::try_from(label) {
             _ if Some(label) == ignore => IGNORED,
             Ok(row) if row < valid => row as u32,
             _ => {
@@ -345,7 +345,7 @@ impl HeadStep<'_> {
                 IGNORED
             }
         };
-        let labels = values.iter().enumerate().map(one).collect();
+        let labels = values.iter().enumerate().map(checked_label).collect();
         let wanted = || wanted_labels(&outside, valid);
         // If all labels that are not a class have the same negative value, and no `ignore_label` is
         // declared, the declaration was forgotten, and it is not known what the job computed for

@@ -129,8 +129,8 @@ impl<'a> HeadStep<'a> {
     /// Microbatches of the tensors of some roles, including tensors that cannot be used.
     fn microbatches_of(&self, wanted: &dyn Fn(Role) -> bool) -> BTreeSet<Option<Microbatch>> {
         let all = self.tensors.keys().chain(self.unusable.keys());
-        let of = all.filter(|key| self.role_of(key).is_some_and(wanted));
-        of.map(|key| key.microbatch).collect()
+        let keys = all.filter(|key| self.role_of(key).is_some_and(wanted));
+        keys.map(|key| key.microbatch).collect()
     }
 
     /// The tensor of the scores of a microbatch, usable or not. Scores that were recorded without a
@@ -156,13 +156,16 @@ impl<'a> HeadStep<'a> {
     pub fn scores(&self) -> Role {
         // Damaged tensors count too: a replay that started from another tensor would judge
         // something else.
-        let held = |role| self.dump.tensors().values().any(|info| info.role == Some(role));
+        let has_role = |role| self.dump.tensors().values().any(|info| info.role == Some(role));
         match self.options.loss {
             Loss::SoftmaxXent => Role::Q,
             Loss::XentLogits => Role::Logits,
-            Loss::Grpo if held(Role::Q) => Role::Q,
+            Loss::Grpo if has_role(Role::Q) => Role::Q,
             // With usable logits, log-probabilities are compared as a stage, not taken as input.
-            Loss::Grpo if held(Role::Logits) && (held(Role::Labels) || !held(Role::Logprobs)) => {
+            Loss::Grpo
+                if has_role(Role::Logits)
+                    && (has_role(Role::Labels) || !has_role(Role::Logprobs)) =>
+            {
                 Role::Logits
             }
             Loss::Grpo => Role::Logprobs,

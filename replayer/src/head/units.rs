@@ -162,14 +162,15 @@ impl HeadStep<'_> {
 
     /// Whether each unit's ranks hold the whole tensor, and no other rank holds a part of it.
     fn whole_addends(&self, key: &TensorKey, units: &[Unit]) -> bool {
-        let held = |unit: &Unit| !unit.rows.is_empty() && self.holds(key, unit) == Held::Whole;
-        units.iter().all(held) && self.held_in(key, units)
+        let is_whole = |unit: &Unit| !unit.rows.is_empty() && self.holds(key, unit) == Held::Whole;
+        units.iter().all(is_whole) && self.held_in(key, units)
     }
 
     /// The same for a sum over microbatches. Some units may not have recorded it, and it includes
     /// addends of ranks that have no tokens in this microbatch.
     fn own_sums(&self, key: &TensorKey, units: &[Unit]) -> bool {
-        let held = |unit: &Unit| matches!(self.holds(key, unit), Held::Whole | Held::Nothing);
+        let is_whole_or_absent =
+            |unit: &Unit| matches!(self.holds(key, unit), Held::Whole | Held::Nothing);
         let of_tokens = self.tensors.values().filter(|info| info.role == Some(self.scores()));
         let of_tokens = of_tokens.flat_map(|info| &info.shards);
         let known: BTreeSet<Rank> = of_tokens.map(|at| self.dump.record(at).rank).collect();
@@ -179,7 +180,8 @@ impl HeadStep<'_> {
         // nothing.
         let silent = units.iter().any(|unit| self.holds(key, unit) == Held::Nothing);
         let told = self.dump.manifest.mesh.0.len() < 2 || !silent;
-        told && units.iter().all(held) && adding.all(|rank| known.contains(&rank) || joined(&rank))
+        told && units.iter().all(is_whole_or_absent)
+            && adding.all(|rank| known.contains(&rank) || joined(&rank))
     }
 
     /// Whether only ranks of the units hold parts of a tensor.
@@ -341,10 +343,10 @@ impl HeadStep<'_> {
         };
         let by_device: Vec<(String, Vec<usize>)> = own.into_iter().map(tokens).collect();
         let mut all: Vec<usize> = by_device.iter().flat_map(|(_, rows)| rows.clone()).collect();
-        let held = all.len();
+        let row_count = all.len();
         all.sort_unstable();
         all.dedup();
-        if by_device.len() > 1 && all.len() == held { by_device } else { Vec::new() }
+        if by_device.len() > 1 && all.len() == row_count { by_device } else { Vec::new() }
     }
 
     /// How many devices of all ranks hold tokens of a microbatch, which is the number of addends

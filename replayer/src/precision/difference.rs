@@ -264,9 +264,9 @@ fn base(loss: &Loss<'_>) -> f64 {
 
 /// The noise of the f32 loss, root mean square over the directions in which it can be measured.
 fn noise_of(loss: &Loss<'_>, scale: f64, directions: &[Direction]) -> Option<f64> {
-    let one = |by: &Direction| noise::measure(|h| loss.at::<f32>(h, by), 1e-4 * scale);
-    let found: Vec<f64> = directions.iter().filter_map(one).collect();
-    (!found.is_empty()).then(|| rms(found.into_iter()))
+    let noise_along = |by: &Direction| noise::measure(|h| loss.at::<f32>(h, by), 1e-4 * scale);
+    let noises: Vec<f64> = directions.iter().filter_map(noise_along).collect();
+    (!noises.is_empty()).then(|| rms(noises.into_iter()))
 }
 
 /// The second derivative, by differences of the f64 loss. With a step of 10^-3 of the scale their

@@ -182,8 +182,8 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let seed = seed_of(step.dump.run.as_str(), step.dump.step.0);
     let confidence = confidence(step, &inputs);
     let draw = |work: f64, least: usize| {
-        let one = (head.valid_vocab * head.q.cols).max(1) as f64;
-        let n = options.tokens.unwrap_or(((work / one) as usize).max(least));
+        let products_per_token = (head.valid_vocab * head.q.cols).max(1) as f64;
+        let n = options.tokens.unwrap_or(((work / products_per_token) as usize).max(least));
         stratified(&inputs.labels, &confidence, n, seed)
     };
     let rows = draw(SUMMATION_WORK, HELD);
@@ -329,8 +329,8 @@ fn derivatives(
 
 /// Replays dq and dk, if they were recorded.
 fn gradients(step: &HeadStep<'_>) -> Gradients {
-    let held = |role: &Role| step.tensors.values().any(|info| info.role == Some(*role));
-    let roles: Vec<Role> = [Role::Dq, Role::Dk].into_iter().filter(held).collect();
+    let has_role = |role: &Role| step.tensors.values().any(|info| info.role == Some(*role));
+    let roles: Vec<Role> = [Role::Dq, Role::Dk].into_iter().filter(has_role).collect();
     if roles.is_empty() {
         return Gradients::NotRecorded;
     }

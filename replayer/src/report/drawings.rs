@@ -78,7 +78,7 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     };
     let named = dump.manifest.files.iter().map(|file| file.rank.0.saturating_add(1));
     let world = named.chain([dump.manifest.world_size]).max().unwrap_or(0).min(MAX_RANKS);
-    let one = |rank: u32| RankDrawn {
+    let drawn_rank = |rank: u32| RankDrawn {
         rank,
         host: String::new(),
         held: if missing.contains(&Rank(rank)) { Held::Missing } else { Held::Nothing },
@@ -88,9 +88,9 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
         replicated: 0,
         apart: 0,
     };
-    let mut found: Vec<RankDrawn> = (0..world).map(one).collect();
+    let mut drawn: Vec<RankDrawn> = (0..world).map(drawn_rank).collect();
     for file in &dump.manifest.files {
-        let Some(of) = found.get_mut(file.rank.0 as usize) else { continue };
+        let Some(of) = drawn.get_mut(file.rank.0 as usize) else { continue };
         of.held = Held::Recorded;
         for shard in &file.shards {
             of.shards += 1;
@@ -100,16 +100,16 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
             }
         }
     }
-    note_replicas(dump, &mut found);
+    note_replicas(dump, &mut drawn);
     for finding in proof.findings.iter().filter(|of| of.severity == Severity::Fault) {
         let Some(kind) = kind(finding.kind) else { continue };
         for rank in &finding.ranks {
-            if let Some(of) = found.get_mut(rank.0 as usize) {
+            if let Some(of) = drawn.get_mut(rank.0 as usize) {
                 of.faults[kind] += 1;
             }
         }
     }
-    found
+    drawn
 }
 
 /// Index into [`FAULTS`] of the kind of a finding; `None` where it is about the step as a whole.

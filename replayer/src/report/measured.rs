@@ -79,13 +79,13 @@ pub(super) fn ulps(summary: &Summary) -> String {
 
 /// The counts of each class of scores, with those of a normal distribution in brackets.
 fn scores(classes: &[ScoreClass]) -> String {
-    let one = |class: &ScoreClass| {
+    let line_of = |class: &ScoreClass| {
         let name = match class.to {
             Some(to) => format!("<{to}"),
             None => format!(">={}", class.from),
         };
         format!("{name} {} ({})", count(class.count), count(class.normal.round() as u64))
     };
-    let parts: Vec<String> = classes.iter().map(one).collect();
+    let parts: Vec<String> = classes.iter().map(line_of).collect();
     format!("|error|/sigma (normal): {}", parts.join(", "))
 }

@@ -187,11 +187,11 @@ fn verdict(report: &TrajectoryReport) -> String {
     let flags = &report.judged.flags;
     let raised = flags.iter().filter(|flag| flag.status == Status::Flagged).count() as u64;
     let looked = flags.iter().filter(|flag| flag.status != Status::NotChecked).count();
-    let of = flags.len();
+    let flag_count = flags.len();
     match report.verdict {
         TrajectoryVerdict::Flagged => {
             format!(
-                "FLAGGED: {} raised; {looked} of {of} had something to look at.",
+                "FLAGGED: {} raised; {looked} of {flag_count} had something to look at.",
                 plural(raised, "flag")
             )
         }
@@ -199,7 +199,7 @@ fn verdict(report: &TrajectoryReport) -> String {
             "INCOMPLETE: no flag is raised; what is damaged above could not be looked at.".into()
         }
         TrajectoryVerdict::Clear => {
-            format!("CLEAR: no flag is raised; {looked} of {of} had something to look at.")
+            format!("CLEAR: no flag is raised; {looked} of {flag_count} had something to look at.")
         }
     }
 }

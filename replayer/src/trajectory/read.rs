@@ -113,8 +113,8 @@ pub fn read(attempt: &Path) -> Result<Trajectory, ReadError> {
     }
     let mut trajectory = Trajectory::default();
     for (rank, path) in files {
-        let one = read_rank(rank, &path, &mut trajectory)?;
-        trajectory.ranks.push(one);
+        let scalars = read_rank(rank, &path, &mut trajectory)?;
+        trajectory.ranks.push(scalars);
     }
     Ok(trajectory)
 }
@@ -129,7 +129,7 @@ fn read_rank(rank: u32, path: &Path, all: &mut Trajectory) -> Result<RankScalars
     let failed = |source| ReadError::Read { path: path.into(), source };
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut reader = BufReader::new(File::open(path).map_err(failed)?);
-    let mut one = RankScalars { rank, ..RankScalars::default() };
+    let mut scalars = RankScalars { rank, ..RankScalars::default() };
     let (mut line, mut number, mut damaged) = (Vec::new(), 0, 0);
     // An incomplete line of a killed process is followed by the header of the next process.
     let mut torn: Option<String> = None;
@@ -146,11 +146,11 @@ fn read_rank(rank: u32, path: &Path, all: &mut Trajectory) -> Result<RankScalars
         }
         match parsed {
             Ok(Line::Header(header)) => {
-                one.processes += 1;
+                scalars.processes += 1;
                 all.world_size = all.world_size.max(header.world_size);
             }
-            Ok(Line::Row(row)) => one.push(&row),
-            Ok(Line::Note(note)) => one.notes.push(format!("rank {rank}: {note}")),
+            Ok(Line::Row(row)) => scalars.push(&row),
+            Ok(Line::Note(note)) => scalars.notes.push(format!("rank {rank}: {note}")),
             Err(source @ LineError::Newer(_)) => {
                 return Err(ReadError::Newer { path: path.into(), source });
             }
@@ -166,7 +166,7 @@ fn read_rank(rank: u32, path: &Path, all: &mut Trajectory) -> Result<RankScalars
     if damaged > NAMED_DAMAGE {
         all.damage.push(format!("{name}: {} more lines", damaged - NAMED_DAMAGE));
     }
-    Ok(one)
+    Ok(scalars)
 }
 
 /// Counts one more damaged line and names the first ones.

@@ -109,9 +109,9 @@ fn sawtooth(view: &View<'_>, loss: &Series, changes: &[f64], found: &mut Found) 
     let least = DROP * noise(loss.values()) * std::f64::consts::SQRT_2;
     let rate = view.of("learning_rate");
     let steered = |index: usize| {
-        let of = |i: usize| rate.and_then(|rate| rate.at(loss.steps()[i]));
+        let rate_at = |i: usize| rate.and_then(|rate| rate.at(loss.steps()[i]));
         let moved = |(a, b): (f64, f64)| (a - b).abs() > 0.1 * a.abs().max(b.abs());
-        of(index).zip(of(index + 1)).is_some_and(moved)
+        rate_at(index).zip(rate_at(index + 1)).is_some_and(moved)
     };
     let drops: Vec<usize> =
         (0..changes.len()).filter(|&i| changes[i] < -least && !steered(i)).collect();

@@ -29,19 +29,19 @@ pub(super) fn findings(
     not_checked: &mut Vec<NotChecked>,
 ) -> Vec<VerifyFinding> {
     let groups = group(dump, info);
-    let mut found = Vec::new();
+    let mut all_findings = Vec::new();
     for shards in groups.values() {
-        found.extend(agreement::findings(dump, key, shards, contents));
-        found.extend(lost(dump, key, shards, contents));
+        all_findings.extend(agreement::findings(dump, key, shards, contents));
+        all_findings.extend(lost(dump, key, shards, contents));
     }
     let by_mesh = groups.keys().all(|addend| matches!(addend, Addend::Mesh(_)));
     if by_mesh {
-        found.extend(narrow(dump, key, info, &groups));
-        found.extend(absent_coordinates(dump, key, &groups));
-        return found;
+        all_findings.extend(narrow(dump, key, info, &groups));
+        all_findings.extend(absent_coordinates(dump, key, &groups));
+        return all_findings;
     }
     match uneven(dump, key, info, &groups) {
-        Some(findings) => found.extend(findings),
+        Some(findings) => all_findings.extend(findings),
         None => not_checked.push(NotChecked {
             what: format!("whether every element of {key} has equally many addends"),
             why: "its boxes are cut too finely to be compared".into(),
@@ -49,7 +49,7 @@ pub(super) fn findings(
     }
     let absent = absent_ranks(dump, info);
     if absent.is_empty() {
-        return found;
+        return all_findings;
     }
     if dump.listed {
         not_checked.push(NotChecked {
@@ -60,9 +60,9 @@ pub(super) fn findings(
         let who = name_ranks(&absent);
         let sentence = format!("{key}: an addend may be lost: nothing of it was found from {who}");
         let finding = VerifyFinding::fault(FindingKind::MissingAddend, sentence);
-        found.push(finding.of(key).by(absent));
+        all_findings.push(finding.of(key).by(absent));
     }
-    found
+    all_findings
 }
 
 /// The boxes of one addend that no intact shard holds.
@@ -92,17 +92,17 @@ fn narrow(
     info: &TensorInfo,
     groups: &BTreeMap<Addend, Vec<ShardRef>>,
 ) -> Vec<VerifyFinding> {
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     for (addend, shards) in groups {
         let mut boxes: Vec<&IndexBox> = shards.iter().map(|at| &dump.record(at).place).collect();
         boxes.sort();
         boxes.dedup();
         for gap in gaps(&info.shape, boxes).iter().take(NAMED) {
             let sentence = format!("{key} {gap}: no rank recorded it of the addend at {addend}");
-            found.push(VerifyFinding::fault(FindingKind::Gap, sentence).of(key).at(gap));
+            findings.push(VerifyFinding::fault(FindingKind::Gap, sentence).of(key).at(gap));
         }
     }
-    found
+    findings
 }
 
 /// Finds coordinates on the summed axes for which no rank holds an addend.
@@ -117,13 +117,15 @@ fn absent_coordinates(
     let sizes = &dump.manifest.mesh.0;
     let size = |axis: &String| Some(u64::from(sizes.iter().find(|(name, _)| name == axis)?.1));
     let expected = first.iter().try_fold(1u64, |n, (axis, _)| n.checked_mul(size(axis)?))?;
-    let held = groups.len() as u64;
-    if held >= expected {
+    let group_count = groups.len() as u64;
+    if group_count >= expected {
         return None;
     }
     let axes: Vec<&str> = first.iter().map(|(axis, _)| axis.as_str()).collect();
-    let sentence =
-        format!("{key}: {held} of {expected} addends over {} were recorded", axes.join(" x "));
+    let sentence = format!(
+        "{key}: {group_count} of {expected} addends over {} were recorded",
+        axes.join(" x ")
+    );
     Some(VerifyFinding::fault(FindingKind::MissingAddend, sentence).of(key))
 }
 

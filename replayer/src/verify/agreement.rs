@@ -29,14 +29,14 @@ pub(super) fn findings(
     for at in shards {
         by_box.entry(&dump.record(at).place).or_default().push(*at);
     }
-    let mut found = Vec::new();
+    let mut all_findings = Vec::new();
     for (place, replicas) in &by_box {
         let intact = replicas.iter().filter(|at| contents[at].intact);
         let records: Vec<_> = intact.map(|at| dump.record(at)).collect();
-        found.extend(replicas_disagree(key, place, &records));
+        all_findings.extend(replicas_disagree(key, place, &records));
     }
-    found.extend(overlaps(dump, key, &by_box));
-    found
+    all_findings.extend(overlaps(dump, key, &by_box));
+    all_findings
 }
 
 /// Compares replicas by the recorded hashes, as the shards are intact. Hashes of 128 bits do not
@@ -80,7 +80,7 @@ fn overlaps(
 ) -> Vec<VerifyFinding> {
     let boxes: Vec<&IndexBox> = by_box.keys().copied().collect();
     let pairs = overlapping_pairs(&boxes);
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     for (a, b) in pairs.iter().copied() {
         let Some(shared) = boxes[a].intersection(boxes[b]) else {
             continue;
@@ -100,19 +100,19 @@ fn overlaps(
                 ),
             ),
             // Further overlaps are only counted, below.
-            _ if found.len() >= NAMED => continue,
+            _ if findings.len() >= NAMED => continue,
             _ => (
                 FindingKind::Overlap,
                 format!("{key}: boxes {} and {} of {who} share {shared}", boxes[a], boxes[b]),
             ),
         };
-        found.push(VerifyFinding::fault(kind, sentence).of(key).at(&shared).by(ranks));
+        findings.push(VerifyFinding::fault(kind, sentence).of(key).at(&shared).by(ranks));
     }
-    if pairs.len() > found.len() {
+    if pairs.len() > findings.len() {
         let sentence = format!("{key}: {} pairs of boxes overlap in all", pairs.len());
-        found.push(VerifyFinding::fault(FindingKind::Overlap, sentence).of(key));
+        findings.push(VerifyFinding::fault(FindingKind::Overlap, sentence).of(key));
     }
-    found
+    findings
 }
 
 /// Whether both boxes have the same bits in `shared`; `None` if one of them has no intact shard.

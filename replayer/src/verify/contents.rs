@@ -30,13 +30,13 @@ pub(super) type Contents = BTreeMap<ShardRef, Checked>;
 pub(super) fn check(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Contents {
     let shards = dump.tensors().values().flat_map(|info| &info.shards);
     let shards: Vec<ShardRef> = shards.copied().collect();
-    let one = |at: &ShardRef| {
+    let check_shard = |at: &ShardRef| {
         let fingerprint = dump.intact_bytes(at).map(|bytes| fingerprint(dump, at, bytes));
         progress(dump.record(at).length);
         let intact = fingerprint.is_some();
         (*at, Checked { intact, fingerprint })
     };
-    let checked: Vec<_> = shards.par_iter().map(one).collect();
+    let checked: Vec<_> = shards.par_iter().map(check_shard).collect();
     checked.into_iter().collect()
 }
 
@@ -69,7 +69,7 @@ pub(super) fn findings(
     info: &TensorInfo,
     contents: &Contents,
 ) -> Vec<VerifyFinding> {
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     for at in &info.shards {
         let record = dump.record(at);
         let file = dump.file_of(at);
@@ -94,9 +94,9 @@ pub(super) fn findings(
             }
             Some(_) => continue,
         };
-        found.push(finding.of(key).at(&record.place).by([record.rank]).within(file.path()));
+        findings.push(finding.of(key).at(&record.place).by([record.rank]).within(file.path()));
     }
-    found
+    findings
 }
 
 /// A clause that names the box of the same extent at which the bytes have the recorded fingerprint.

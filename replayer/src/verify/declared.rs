@@ -13,7 +13,7 @@ use crate::dump::{FileFault, StepDump, TensorInfo, name_ranks};
 
 /// What is wrong with the step as a whole.
 pub(super) fn step(dump: &StepDump) -> Vec<VerifyFinding> {
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     if let Some(why) = dump.state.why() {
         let missing_ranks = dump.state.missing_ranks();
         let who = match missing_ranks {
@@ -24,15 +24,15 @@ pub(super) fn step(dump: &StepDump) -> Vec<VerifyFinding> {
         let word = if dump.is_whole() { "not committed" } else { "partial" };
         let sentence = format!("step {} is {word}: {why}{who}", dump.step);
         let finding = VerifyFinding::fault(FindingKind::Uncommitted, sentence);
-        found.push(finding.by(missing_ranks.to_vec()));
+        findings.push(finding.by(missing_ranks.to_vec()));
     }
     if dump.tensors().is_empty() {
         let sentence = format!("step {} holds no tensor: there is nothing to verify", dump.step);
-        found.push(VerifyFinding::fault(FindingKind::Empty, sentence));
+        findings.push(VerifyFinding::fault(FindingKind::Empty, sentence));
     }
-    found.extend(dump.faults().iter().map(file));
-    found.extend(omissions(dump));
-    found
+    findings.extend(dump.faults().iter().map(file));
+    findings.extend(omissions(dump));
+    findings
 }
 
 fn file(fault: &FileFault) -> VerifyFinding {
@@ -64,11 +64,12 @@ fn omissions(dump: &StepDump) -> Vec<VerifyFinding> {
     }
     let one =
         |((tensor, microbatch, reason), ranks): ((&String, Option<_>, &String), Vec<Rank>)| {
-            let of = microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
+            let of_microbatch =
+                microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
             // The text comes from the job and must not break the line.
             let (tensor, reason) = (one_line(tensor), one_line(reason));
             let who = name_ranks(&ranks);
-            let sentence = format!("{tensor}{of} was not recorded by {who}: {reason}");
+            let sentence = format!("{tensor}{of_microbatch} was not recorded by {who}: {reason}");
             let finding = VerifyFinding::fault(FindingKind::Omitted, sentence).by(ranks);
             match key_of(dump, &tensor, microbatch) {
                 Some(key) => finding.of(key),
@@ -95,7 +96,7 @@ pub(super) fn omitted<'a>(dump: &'a StepDump, key: &TensorKey) -> Option<&'a Omi
 
 /// Findings from the declarations of one tensor.
 pub(super) fn tensor(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFinding> {
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     for disagreement in &info.disagreements {
         let finding = VerifyFinding::fault(
             FindingKind::DeclarationsDisagree,
@@ -106,7 +107,7 @@ pub(super) fn tensor(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec
         let mut ranks: Vec<Rank> = few.flat_map(|(_, ranks)| ranks.iter().copied()).collect();
         ranks.sort();
         ranks.dedup();
-        found.push(finding.of(key).by(ranks));
+        findings.push(finding.of(key).by(ranks));
     }
     let absent = absent_ranks(dump, info);
     if !absent.is_empty() {
@@ -116,9 +117,9 @@ pub(super) fn tensor(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec
             _ => sentence,
         };
         let finding = VerifyFinding::note(FindingKind::HeldBySome, sentence);
-        found.push(finding.of(key).by(absent));
+        findings.push(finding.of(key).by(absent));
     }
-    found
+    findings
 }
 
 fn one_line(text: &str) -> String {

@@ -14,9 +14,9 @@ use crate::dump::StepDump;
 pub(super) fn findings(dump: &StepDump, not_checked: &mut Vec<NotChecked>) -> Vec<VerifyFinding> {
     let Some(attempt) = dump.directory.parent() else { return Vec::new() };
     let run = run_record(dump, &attempt.join(RUN_RECORD), not_checked);
-    let mut found = Vec::from_iter(run);
-    found.extend(journal(dump, &attempt.join(JOURNAL), not_checked));
-    found
+    let mut all_findings = Vec::from_iter(run);
+    all_findings.extend(journal(dump, &attempt.join(JOURNAL), not_checked));
+    all_findings
 }
 
 fn fault(path: &Path, sentence: String) -> VerifyFinding {
@@ -68,10 +68,10 @@ fn journal(dump: &StepDump, path: &Path, not_checked: &mut Vec<NotChecked>) -> V
         }
         Err(error) => return vec![fault(path, format!("{JOURNAL} cannot be read: {error}"))],
     };
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     if let (true, Some(how)) = (dump.listed, examined.contradicts(&dump.manifest)) {
         let step = dump.step;
-        found.push(fault(
+        findings.push(fault(
             path,
             format!("{JOURNAL} does not tell of step {step} what its manifest tells: {how}"),
         ));
@@ -82,7 +82,7 @@ fn journal(dump: &StepDump, path: &Path, not_checked: &mut Vec<NotChecked>) -> V
             "{JOURNAL} ends in {} bytes that are no whole line: a crash cut them off, or they were altered",
             examined.torn_bytes
         );
-        found.push(VerifyFinding::note(FindingKind::DamagedRecord, sentence).within(path));
+        findings.push(VerifyFinding::note(FindingKind::DamagedRecord, sentence).within(path));
     }
-    found
+    findings
 }

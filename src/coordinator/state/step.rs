@@ -153,14 +153,14 @@ impl StepState {
     }
 
     pub(super) fn header_hashes(&self) -> BTreeMap<(Rank, Name), TrustHash> {
-        let of = |(rank, own): (&Rank, &KeptFiles)| {
+        let hashes_of_rank = |(rank, own): (&Rank, &KeptFiles)| {
             let rank = *rank;
             own.0
                 .iter()
                 .map(move |(name, kept)| ((rank, name.clone()), kept.header_hash))
                 .collect::<Vec<_>>()
         };
-        self.files.iter().flat_map(of).collect()
+        self.files.iter().flat_map(hashes_of_rank).collect()
     }
 
     /// True when every rank closed and all counted files are reported. No rank reports more than it

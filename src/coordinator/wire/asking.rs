@@ -57,10 +57,10 @@ pub fn embedded(run_directory: &Path) -> Result<Place, AskError> {
     let path = run_directory.join(RENDEZVOUS);
     let absent = || AskError::NoRendezvous { path: path.clone() };
     let bytes = std::fs::read(&path).map_err(|_| absent())?;
-    let found: serde_json::Value = serde_json::from_slice(&bytes).map_err(|_| absent())?;
-    let address = found.get("address").and_then(serde_json::Value::as_str);
+    let rendezvous: serde_json::Value = serde_json::from_slice(&bytes).map_err(|_| absent())?;
+    let address = rendezvous.get("address").and_then(serde_json::Value::as_str);
     let address = address.map(str::to_string).ok_or_else(absent)?;
-    let token = found.get("token").cloned();
+    let token = rendezvous.get("token").cloned();
     let token: Option<Token> = token.and_then(|token| serde_json::from_value(token).ok());
     Ok(Place { address, access: Access { tls: None, token } })
 }
@@ -87,23 +87,23 @@ pub async fn plan(place: &Place, run: &str, text: PlanText) -> Result<String, As
 pub async fn status(place: &Place, run: &str) -> Result<String, AskError> {
     let request = proto::RunStatusRequest { run: run.into() };
     let answer = connect(&place.address, &place.access)?.run_status(patient(request)).await;
-    let of = answer.map_err(|status| refused(&place.address, status))?.into_inner();
-    let absent = match of.absent.as_str() {
+    let run_status = answer.map_err(|status| refused(&place.address, status))?.into_inner();
+    let absent = match run_status.absent.as_str() {
         "" => String::new(),
         ranks => format!(" (not yet: {ranks})"),
     };
     let mut text = format!(
         "run {run} attempt {} in {}: {} of {} ranks joined{absent}; steps: {} committed, {} open; {}; coordinator {}",
-        of.attempt,
-        of.directory,
-        of.joined,
-        of.world_size,
-        of.committed,
-        of.open,
-        size(of.bytes),
-        of.version,
+        run_status.attempt,
+        run_status.directory,
+        run_status.joined,
+        run_status.world_size,
+        run_status.committed,
+        run_status.open,
+        size(run_status.bytes),
+        run_status.version,
     );
-    for step in &of.steps {
+    for step in &run_status.steps {
         let state = match (step.committed, step.partial) {
             (true, _) => "committed",
             (false, true) => "partial",
@@ -113,7 +113,7 @@ pub async fn status(place: &Place, run: &str) -> Result<String, AskError> {
             "\nstep {} {state}: {} of {} ranks closed, {} files, {} shards, {}",
             step.step,
             step.closed_ranks,
-            of.world_size,
+            run_status.world_size,
             step.files,
             step.shards,
             size(step.bytes)

@@ -189,11 +189,11 @@ impl Bucket {
     pub(super) fn list(&self, directory: &Path) -> io::Result<Listing> {
         let (store, key) = (self.store.clone(), self.key(directory)?);
         wait(async move {
-            let found = store.list_with_delimiter(Some(&key)).await?;
+            let listed = store.list_with_delimiter(Some(&key)).await?;
             let name = |key: &Key| key.filename().map(str::to_string);
             Ok(Listing {
-                directories: found.common_prefixes.iter().filter_map(name).collect(),
-                files: found.objects.iter().filter_map(|object| name(&object.location)).collect(),
+                directories: listed.common_prefixes.iter().filter_map(name).collect(),
+                files: listed.objects.iter().filter_map(|object| name(&object.location)).collect(),
             })
         })
     }

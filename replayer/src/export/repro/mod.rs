@@ -100,8 +100,8 @@ fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>,
         [one] if asked.is_none() || *one == asked => Ok(*one),
         several if asked.is_some() && several.contains(&asked) => Ok(asked),
         several => {
-            let held: Vec<String> = several.iter().flatten().map(Microbatch::to_string).collect();
-            Err(ReproError::Microbatch { held: held.join(", ") })
+            let names: Vec<String> = several.iter().flatten().map(Microbatch::to_string).collect();
+            Err(ReproError::Microbatch { held: names.join(", ") })
         }
     }
 }
