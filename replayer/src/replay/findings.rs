@@ -38,7 +38,7 @@ impl Findings {
     }
 
     /// Adds squares of what tokens that may be there or not may be of a stage.
-    pub(super) fn add_open(&mut self, stage: Stage, squares: f64) {
+    pub(super) fn add_uncertain(&mut self, stage: Stage, squares: f64) {
         match self.open.iter_mut().find(|(of, _)| *of == stage) {
             Some((_, total)) => *total += squares,
             None => self.open.push((stage, squares)),
@@ -46,7 +46,7 @@ impl Findings {
     }
 
     /// Their share of the stage's norm, where its sums hold any.
-    pub(super) fn open_share(&self, stage: Stage) -> Option<f64> {
+    pub(super) fn uncertain_share(&self, stage: Stage) -> Option<f64> {
         let (_, squares) = self.open.iter().find(|(of, _)| *of == stage)?;
         let (_, tally, _) = self.tallies.iter().find(|(of, ..)| *of == stage)?;
         Some(relative(*squares, tally.reference_energy))

@@ -211,7 +211,7 @@ impl Running {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::matrix::Values;
+    use crate::kernels::matrix::{Matrix, Values};
 
     fn chain(descending: bool, divides_first: bool) -> Option<Chain> {
         let rounds_addends = true;

@@ -45,7 +45,7 @@ impl Replay<'_> {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
             let mut slab = walk.slab((&head, range.clone()), &mut dq.exact, look_at_dk)?;
-            self.plan.allow_open(problem, (&head, range), &mut slab);
+            self.plan.allow_uncertain_tokens(problem, (&head, range), &mut slab);
             match &mut findings.floors {
                 Some(floors) => floors.of_slab(&mut slab, captured),
                 None => {

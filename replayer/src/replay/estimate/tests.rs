@@ -6,7 +6,7 @@ use crate::draw::Draw;
 use crate::kernels::matrix::Values;
 use crate::kernels::tiles::NoProgress;
 use crate::kernels::transform::Transform;
-use crate::replay::sample::stratified;
+use crate::replay::stratified_sample::stratified;
 
 const D: usize = 6;
 const T: usize = 1200;
