@@ -115,13 +115,19 @@ impl Judge<'_> {
             if forced {
                 continue; // judged from captured parts: the floor is propagated
             }
-            for (number, member) in state.emulated.iter().enumerate() {
-                let values = member_values(member, stage);
-                if !values.is_empty() {
-                    let energy = error_energy(values, &reference, gradient.stored);
-                    findings.emulated(stage, number, energy);
-                }
-            }
+            note_members(state, gradient, &reference, findings);
+        }
+    }
+}
+
+/// Notes the errors of the emulated policies, those that have values of the stage.
+fn note_members(state: &DqState, gradient: &Gradient, reference: &[f64], findings: &mut Findings) {
+    let stage = gradient.stage;
+    for (number, member) in state.emulated.iter().enumerate() {
+        let values = member_values(member, stage);
+        if !values.is_empty() {
+            let energy = error_energy(values, reference, gradient.stored);
+            findings.emulated(stage, number, energy);
         }
     }
 }

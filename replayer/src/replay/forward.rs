@@ -214,7 +214,7 @@ impl Replay<'_> {
         let forced =
             captured.filter(|_| head.given.is_none() && self.plan.wants(Stage::Logits) && trusted);
         let Some(key) = forced else { return Ok((exact, variance)) };
-        match self.from_captured_logits(key, head, exact.clone()) {
+        match self.forward_of_captured_logits(key, head, exact.clone()) {
             // Logits that cannot be used are said where they are judged.
             Err(error) if error.is_of_dump() => Ok((exact, variance)),
             forced => forced,
@@ -222,7 +222,7 @@ impl Replay<'_> {
     }
 
     /// The forward pass from captured logits: what they hold is not blamed on lse.
-    fn from_captured_logits(
+    fn forward_of_captured_logits(
         &self,
         key: &backtape::shard::TensorKey,
         head: &HeadInputs<'_>,
