@@ -1,5 +1,4 @@
-//! What one unit's backward found: the captured tensors, and the comparisons
-//! that grow slab by slab.
+//! What one unit's backward found: comparisons that grow slab by slab.
 
 use super::comparison::HitClass;
 use super::maps::{Draw, Drawn};

@@ -13,7 +13,7 @@ pub(super) struct Problem<'a> {
     /// The first rank of the unit.
     pub(super) rank: Option<Rank>,
     pub(super) lse: Vec<f64>,
-    /// Relative variance of the unit's softmax terms.
+    /// How each softmax term `g p` may be rounded.
     pub(super) noise: TermNoise,
     /// Relative variance that lse brings to a token's softmax terms.
     pub(super) scale: Vec<f64>,

@@ -1,7 +1,7 @@
 //! The backward walk of one unit over the vocabulary, slab by slab.
 //!
-//! What is held beyond the inputs and the `[T, D]` outputs is a few slabs of `SLAB_BYTES`,
-//! whatever V is. dq goes from slab to slab: each goes on from the sums that the one before left.
+//! What is held beyond the inputs and the `[T, D]` outputs is a few slabs of 32 MiB, whatever V
+//! is. dq goes from slab to slab: each goes on from the sums that the one before left.
 
 use super::captured_gradients::{Captured, error_energy, picked};
 use super::context::Replay;
