@@ -2,6 +2,7 @@
 //!
 //! Goal: ARCHITECTURE's absences stay absent. Method: read every source file.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Lines a source file may have.
@@ -147,6 +148,191 @@ fn a_layer_of_the_replayer_knows_only_those_before_it() {
             }
         }
     }
+    assert!(faults.is_empty(), "{faults:#?}");
+}
+
+/// Code of the files of the replay by their modules, comments and unit tests left out.
+fn replay_files() -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    for (file, text) in sources(&["replayer/src/replay"], "rs") {
+        let inside = file.strip_prefix("replayer/src/replay/").unwrap().trim_end_matches(".rs");
+        if inside.ends_with("tests") {
+            continue;
+        }
+        let module = inside.trim_end_matches("/mod").replace('/', "::");
+        let code = text.split("#[cfg(test)]").next().unwrap().lines();
+        let code = code.filter(|line| !line.trim_start().starts_with("//"));
+        found.insert(module, code.collect::<Vec<_>>().join("\n"));
+    }
+    found
+}
+
+/// The paths that a tree of `use` names.
+fn expanded(tree: &str) -> Vec<String> {
+    let Some((before, inside)) = tree.split_once('{') else { return vec![tree.trim().into()] };
+    let inside = inside.trim_end().trim_end_matches('}');
+    let (mut depth, mut parts) = (0, vec![String::new()]);
+    for c in inside.chars() {
+        match c {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            _ => {}
+        }
+        match c == ',' && depth == 0 {
+            true => parts.push(String::new()),
+            false => parts.last_mut().unwrap().push(c),
+        }
+    }
+    let named = parts.iter().filter(|part| !part.trim().is_empty());
+    named.flat_map(|part| expanded(part)).map(|path| before.trim().to_string() + &path).collect()
+}
+
+/// Every path of the code that may lead to another file.
+fn paths(code: &str) -> Vec<String> {
+    let part_of_path = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
+    let statements = code.split(';').filter_map(|statement| {
+        let line = statement.rfind("use ").filter(|&at| {
+            let before = statement[..at].rsplit('\n').next().unwrap().trim();
+            before.is_empty() || before.starts_with("pub")
+        })?;
+        Some(expanded(&statement[line + 4..]))
+    });
+    let mut found: Vec<String> = statements.flatten().collect();
+    for root in ["super::", "crate::replay::"] {
+        for (at, _) in code.match_indices(root) {
+            let starts = !code[..at].ends_with(part_of_path);
+            let path = code[at..].split(|c: char| !part_of_path(c)).next().unwrap();
+            found.extend(starts.then(|| path.trim_end_matches(':').to_string()));
+        }
+    }
+    found
+}
+
+/// The file that a path leads to from a module: that of the longest module it begins with.
+fn reached(path: &str, from: &str, files: &BTreeMap<String, String>) -> Option<String> {
+    let mut own: Vec<&str> = from.split("::").filter(|module| *module != "mod").collect();
+    let mut rest: Vec<&str> = path.split("::").map(str::trim).collect();
+    if rest.starts_with(&["crate", "replay"]) {
+        own.clear();
+        rest.drain(..2);
+    } else if rest[0] == "super" {
+        while rest.first() == Some(&"super") {
+            own.pop();
+            rest.remove(0);
+        }
+    } else if !files.contains_key(&[&own[..], &rest[..1]].concat().join("::")) {
+        return None; // of another crate or layer
+    }
+    let whole = [own, rest].concat();
+    let prefixes = (1..=whole.len()).rev().map(|n| whole[..n].join("::"));
+    let module = prefixes.into_iter().find(|module| files.contains_key(module));
+    Some(module.unwrap_or_else(|| "mod".into()))
+}
+
+/// The types whose methods lie in several files.
+const SPREAD: [&str; 4] = ["Replay", "Plan", "Judge", "Executor"];
+
+/// Methods of these types that other files may call: type, and name.
+fn methods(code: &str) -> Vec<(&'static str, String)> {
+    let mut of = None;
+    let mut found = Vec::new();
+    for line in code.lines() {
+        if line.starts_with("impl") || line.starts_with('}') {
+            let head = line.trim_start_matches("impl<'a> ").trim_start_matches("impl ");
+            of = SPREAD.into_iter().find(|name| head.starts_with(&format!("{name}<")));
+        }
+        if let (Some(of), true, Some((_, after))) =
+            (of, line.starts_with("    pub"), line.split_once(" fn "))
+        {
+            let name = after.split(['(', '<']).next().unwrap();
+            found.push((of, name.to_string()));
+        }
+    }
+    found
+}
+
+/// Calls of methods: the word before the dot, and the method.
+fn calls(code: &str) -> BTreeSet<(&str, &str)> {
+    let word = |c: char| c.is_alphanumeric() || c == '_';
+    let pieces: Vec<&str> = code.split('.').collect();
+    let pairs = pieces.windows(2).filter_map(|pair| {
+        let receiver = pair[0].trim_end().rsplit(|c| !word(c)).next()?;
+        let (name, _) = pair[1].split_once('(')?;
+        let name = name.split("::<").next()?;
+        name.chars().all(word).then_some((receiver, name))
+    });
+    pairs.collect()
+}
+
+/// Which files of the replay each of them needs: by its imports, and by the methods it calls.
+fn needs(files: &BTreeMap<String, String>) -> BTreeMap<String, BTreeSet<String>> {
+    let all: Vec<_> = files
+        .iter()
+        .flat_map(|(file, code)| methods(code).into_iter().map(move |(of, name)| (of, name, file)))
+        .collect();
+    let of_file = |(file, code): (&String, &String)| {
+        let mut needed: BTreeSet<String> =
+            paths(code).iter().filter_map(|path| reached(path, file, files)).collect();
+        let calls = calls(code);
+        for (of, name, defined) in &all {
+            let own = code.contains(&format!("fn {name}("));
+            let called = |receiver: &str| calls.contains(&(receiver, name.as_str()));
+            let called = called(&of.to_lowercase()) || (called("self") && !own);
+            needed.extend(called.then(|| (*defined).clone()));
+        }
+        needed.remove(file);
+        (file.clone(), needed)
+    };
+    files.iter().map(of_file).collect()
+}
+
+/// Goal: each file of the replay can be read once those that it needs were read.
+#[test]
+fn no_file_of_the_replay_is_in_a_circle() {
+    let mut left = needs(&replay_files());
+    loop {
+        let known: BTreeSet<String> = left.keys().cloned().collect();
+        let free = |needed: &BTreeSet<String>| needed.is_disjoint(&known);
+        let before = left.len();
+        left.retain(|_, needed| !free(needed));
+        if left.len() == before {
+            break;
+        }
+    }
+    let stuck: BTreeSet<String> = left.keys().cloned().collect();
+    left.values_mut().for_each(|needed| needed.retain(|other| stuck.contains(other)));
+    assert!(left.is_empty(), "in a circle, or above one: {left:#?}");
+}
+
+/// Layers of the replay, lowest first, and the files of each, as docs/decisions/replay.md has them.
+fn layers_of_the_replay() -> Vec<(String, Vec<String>)> {
+    let page = std::fs::read_to_string(root().join("docs/decisions/replay.md")).unwrap();
+    let section = page.split("## Layers").nth(1).unwrap().split("\n## ").next().unwrap();
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    let row = |line: &str| {
+        let mut names = line.split('`').skip(1).step_by(2).map(str::to_string);
+        (names.next().unwrap(), names.collect())
+    };
+    rows.map(row).collect()
+}
+
+#[test]
+fn a_layer_of_the_replay_knows_only_those_before_it() {
+    let layers = layers_of_the_replay();
+    let place = |file: &str| layers.iter().position(|(_, files)| files.iter().any(|f| f == file));
+    let needs = needs(&replay_files());
+    let mut faults = Vec::new();
+    for (file, needed) in &needs {
+        let Some(here) = place(file) else {
+            faults.push(format!("docs/decisions/replay.md does not name {file}"));
+            continue;
+        };
+        let above = needed.iter().filter(|other| place(other).is_some_and(|there| there > here));
+        faults.extend(above.map(|other| format!("{file} needs {other}, of a later layer")));
+    }
+    let named = layers.iter().flat_map(|(_, files)| files);
+    let gone = named.filter(|file| !needs.contains_key(*file));
+    faults.extend(gone.map(|file| format!("docs/decisions/replay.md names {file}, which is none")));
     assert!(faults.is_empty(), "{faults:#?}");
 }
 

@@ -191,7 +191,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let sample = draw(DIFFERENCE_WORK / EVALUATIONS, 4);
     let loss = Loss::new(head, &sample.rows, &inputs.weights, stored, terms);
     if loss.tokens.is_empty() {
-        return Err(PrecisionError::NoTokens { of: replay::microbatch::name(microbatch) });
+        return Err(PrecisionError::NoTokens { of: replay::microbatch::words(microbatch) });
     }
     let mut draw = Draw::new(seed);
     let (differences, check, skipped) = derivatives(&loss, &mut draw);
@@ -199,7 +199,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
         schema: SCHEMA,
         run: step.dump.run.to_string(),
         step: step.dump.step.0,
-        of: replay::microbatch::name(microbatch),
+        of: replay::microbatch::words(microbatch),
         inputs: format!("q {}, k {}", about(q), about(k)),
         seed,
         tokens: (inputs.labels.len(), rows.rows.len(), loss.tokens.len()),
@@ -225,7 +225,7 @@ fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>,
         Some(found) => Ok(*found),
         None => {
             let held: Vec<String> =
-                step.microbatches.iter().map(|mb| replay::microbatch::name(*mb)).collect();
+                step.microbatches.iter().map(|mb| replay::microbatch::words(*mb)).collect();
             Err(PrecisionError::Microbatch { asked, held: held.join(", ") })
         }
     }

@@ -1,5 +1,5 @@
-//! Backward stages of one unit: dq and dk, each with its two parts, and dbias: what they
-//! start from, and what the dump holds of them. `slabs` walks them.
+//! The backward of one unit: dq, dk and dbias, by the walk over the vocabulary or by what the
+//! effort has in its place, and from captured dlogits where there are any.
 
 use backtape::role::Role;
 
@@ -29,7 +29,7 @@ impl Replay<'_> {
             return Ok(());
         };
         let captured = self.judge.captured(slice, unit, outcome)?;
-        if captured.gradients.is_empty() && self.plan.sums_alone.is_none() {
+        if captured.gradients.is_empty() && self.plan.sums_without_addends.is_none() {
             return Ok(());
         }
         if let Effort::Tokens { count, seed } = self.plan.effort {
@@ -41,7 +41,7 @@ impl Replay<'_> {
             let mut findings = match self.plan.effort {
                 // Probes see sums over all classes, in which open tokens can't be told apart.
                 Effort::Probes { count, seed }
-                    if !self.plan.recomputes() && !problem.any_open() =>
+                    if !self.plan.recomputes() && !problem.any_uncertain() =>
                 {
                     self.probe(problem, &captured, unit, (count, seed), outcome)
                 }
@@ -62,7 +62,7 @@ impl Replay<'_> {
             }
             let own = captured.all_but(&from_dlogits);
             let of = (slice, unit);
-            self.plan.note_open(of, problem, (&captured, &own), &mut findings, outcome);
+            self.plan.note_uncertain_tokens(of, problem, (&captured, &own), &mut findings, outcome);
             self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
             Ok(())
         })

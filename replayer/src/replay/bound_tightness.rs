@@ -27,7 +27,7 @@ const COARSE: f64 = 8.0;
 impl Plan<'_> {
     /// Says of every stage that passes with an error far beyond every member's what the
     /// job would have to declare.
-    pub(super) fn note_loose(&self, outcome: &mut Outcome) {
+    pub(super) fn note_wide_bounds(&self, outcome: &mut Outcome) {
         let open = open(&self.roundings);
         if open.is_empty() {
             return;
@@ -49,7 +49,7 @@ impl Plan<'_> {
 
     /// Says of every stage that passes with an error far below every member's that its dtypes
     /// are declared in fewer bits than the job shows.
-    pub(super) fn note_coarse(&self, outcome: &mut Outcome) {
+    pub(super) fn note_coarse_dtypes(&self, outcome: &mut Outcome) {
         let declared = &self.step.options.declared.dtypes;
         let coarse = |name: &&String| unit(name).is_some_and(|unit| unit > F32);
         let coarse: Vec<String> = declared

@@ -31,13 +31,13 @@ const NAMED: usize = 6;
 
 impl Plan<'_> {
     /// Adds to a slab what these tokens may take from, or add to, its sums.
-    pub(super) fn allow_open(
+    pub(super) fn allow_uncertain_tokens(
         &self,
         problem: &Problem<'_>,
         (head, range): (&HeadInputs<'_>, Range<usize>),
         slab: &mut Slab,
     ) {
-        let rows = problem.open();
+        let rows = problem.uncertain_rows();
         if rows.is_empty() {
             return;
         }
@@ -65,18 +65,18 @@ impl Plan<'_> {
         let walking = (self.tiles, Keep::Dk, progress);
         reference::backward_onto((&mut dq, &mut sums), (&head, 0), given, walking);
         let found = Slab::completed(problem, (&head, range), sums);
-        slab.open_by(&found);
+        slab.take_uncertain(&found);
     }
 
     /// The same of dlogits: true where no row of them can be judged.
-    pub(super) fn note_open_rows(
+    pub(super) fn note_uncertain_rows(
         &self,
         slice: &Slice,
         upstream: &Upstream,
         outcome: &mut Outcome,
     ) -> bool {
         let (tokens, microbatch) = (slice.inputs.tokens(), slice.inputs.microbatch);
-        let open: Vec<usize> = (0..tokens).filter(|&t| upstream.is_open(t)).collect();
+        let open: Vec<usize> = (0..tokens).filter(|&t| upstream.is_uncertain(t)).collect();
         if open.is_empty() {
             return false;
         }
@@ -85,14 +85,14 @@ impl Plan<'_> {
             outcome.leave(stage, microbatch, why);
             return true;
         }
-        let what = format!("rows of {stage} of {}", super::microbatch::name(microbatch));
+        let what = format!("rows of {stage} of {}", super::microbatch::words(microbatch));
         outcome.narrow(stage, what, why);
         false
     }
 
     /// Says what these tokens leave without a verdict. A gradient most of which they may be has
     /// none at all.
-    pub(super) fn note_open(
+    pub(super) fn note_uncertain_tokens(
         &self,
         (slice, unit): (&Slice, &Unit),
         problem: &Problem<'_>,
@@ -100,17 +100,18 @@ impl Plan<'_> {
         findings: &mut Findings,
         outcome: &mut Outcome,
     ) {
-        let open: Vec<usize> = problem.open().into_iter().map(|row| unit.rows[row]).collect();
+        let open: Vec<usize> =
+            problem.uncertain_rows().into_iter().map(|row| unit.rows[row]).collect();
         if open.is_empty() {
             return;
         }
         let microbatch = slice.inputs.microbatch;
         let why = said(&open, unit.rows.len());
-        let of = super::microbatch::name(microbatch);
+        let of = super::microbatch::words(microbatch);
         for gradient in captured.gradients.iter().filter(|one| stages.contains(&one.stage)) {
             let stage = gradient.stage;
             let all = open.len() == unit.rows.len();
-            match findings.open_share(stage) {
+            match findings.uncertain_share(stage) {
                 _ if stage.is_of_q() && !all => {
                     outcome.narrow(stage, format!("rows of {stage} of {of}"), why.clone());
                 }

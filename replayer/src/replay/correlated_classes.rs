@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::rounding_variance::few;
+use super::rounding_variance::share_of_equal_roundings;
 use crate::kernels::matrix::HeadInputs;
 
 /// For each of some classes, the share of the roundings of its entries, 0 to 1, that all tokens share;
@@ -36,7 +36,7 @@ pub(super) fn shared_by_tokens(
         let (mean, variance) = row.fold((bias[v], 0.0), |sum, x| (sum.0 + x.0, sum.1 + x.1));
         let logits = variance.sqrt() / (of_logits * mean.abs());
         let p = (variance + of_lse).sqrt() / of_p;
-        few(logits).max(few(p))
+        share_of_equal_roundings(logits).max(share_of_equal_roundings(p))
     };
     classes.map(share).collect()
 }

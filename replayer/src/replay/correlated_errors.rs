@@ -2,7 +2,7 @@
 //!
 //! A partial sum in the binade of spacing `U` is a multiple of `U`, so adding `x` to any
 //! of them errs by what rounding `x` itself to `U` does: equal addends err alike, however
-//! they are ordered. The √n law of `allowed` takes them for independent. Heads that
+//! they are ordered. The √n law of `rounding_variance` takes them for independent. Heads that
 //! start at zero, or near it, have such sums at step 0: the exponentials of a token, the
 //! losses of all tokens, the entries of dlogits that dbias sums.
 
@@ -45,7 +45,7 @@ pub(super) fn spread(n: f64, total: f64, squares: f64) -> f64 {
 }
 
 /// Variance of summing addends one after the other: every partial sum is rounded once.
-pub(super) fn in_order(sum: Sum, addends: &[f64]) -> f64 {
+pub(super) fn sequential_variance(sum: Sum, addends: &[f64]) -> f64 {
     let u = sum.unit();
     let partial = addends.iter().scan(0.0, |sum, x| {
         *sum += x;
@@ -56,7 +56,7 @@ pub(super) fn in_order(sum: Sum, addends: &[f64]) -> f64 {
 
 /// How far summing these one after the other may be off because many round to the same
 /// side: for each binade that the partial sums pass, the addends' mean error there.
-pub(super) fn to_one_side(sum: Sum, addends: &[f64]) -> f64 {
+pub(super) fn one_sided_error(sum: Sum, addends: &[f64]) -> f64 {
     if !sum.precision.keeps_f32() || sum.precision == Precision::F64 {
         return 0.0;
     }
@@ -205,8 +205,8 @@ mod tests {
             };
             let addends: Vec<f32> = (0..5000).map(|at| one(at, &mut uniform)).collect();
             let of = wide(&addends);
-            let random = in_order(Sum::NATIVE, &of).sqrt();
-            let side = to_one_side(Sum::NATIVE, &of);
+            let random = sequential_variance(Sum::NATIVE, &of).sqrt();
+            let side = one_sided_error(Sum::NATIVE, &of);
             let error = error(&addends);
             assert!(error < side + 5.0 * random, "draw {draw}: {error} {side} {random}");
             beyond += usize::from(error > 5.0 * random);
@@ -275,10 +275,10 @@ mod tests {
     #[test]
     fn addends_that_are_no_numbers_or_of_either_sign_are_walked_once() {
         for wrong in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, f64::MAX] {
-            assert_eq!(to_one_side(Sum::NATIVE, &[1.0, wrong, wrong, 2.0]), 0.0, "{wrong}");
+            assert_eq!(one_sided_error(Sum::NATIVE, &[1.0, wrong, wrong, 2.0]), 0.0, "{wrong}");
         }
         let signs: Vec<f64> = (0..200_000).map(|at| if at % 2 == 0 { 1.5 } else { -1.5 }).collect();
-        assert!(to_one_side(Sum::NATIVE, &signs).is_finite());
+        assert!(one_sided_error(Sum::NATIVE, &signs).is_finite());
     }
 
     #[test]
@@ -287,8 +287,8 @@ mod tests {
         for _ in 0..50 {
             let addends: Vec<f32> = (0..5000).map(|_| uniform() as f32 + 10.0).collect();
             let of = wide(&addends);
-            let side = to_one_side(Sum::NATIVE, &of);
-            assert!(side < in_order(Sum::NATIVE, &of).sqrt(), "{side}");
+            let side = one_sided_error(Sum::NATIVE, &of);
+            assert!(side < sequential_variance(Sum::NATIVE, &of).sqrt(), "{side}");
         }
     }
 
@@ -324,7 +324,7 @@ mod tests {
             let total: f64 = wide.iter().sum();
             let squares = wide.iter().map(|x| x * x).sum();
             squared += error(&addends).powi(2);
-            known += in_order(Sum::NATIVE, &wide);
+            known += sequential_variance(Sum::NATIVE, &wide);
             unknown += Sum::NATIVE.variance(wide.len() as f64, total, squares);
         }
         assert!(squared < known, "{squared} {known}");

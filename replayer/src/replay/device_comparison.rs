@@ -19,14 +19,14 @@ impl Judge<'_> {
     /// Whether a device is asked to compare. A drawing wants the elements, and what a swamped
     /// accumulator certainly loses, or a token at a clip bound may lack, is known here alone.
     pub(super) fn compares_there(&self, problem: &Problem<'_>) -> bool {
-        self.plan.draw.is_none() && !self.plan.roundings.swamps() && !problem.any_open()
+        self.plan.draw.is_none() && !self.plan.roundings.swamps() && !problem.any_uncertain()
     }
 
     /// The same of dk: what ranks rounded of their own parts, and what is allowed of a dk that was
     /// recorded as a sum alone, is told from the sums, which are then needed here.
     pub(super) fn compares_dk_there(&self, problem: &Problem<'_>, captured: &Captured) -> bool {
         let told = captured.of(&Stage::OF_K).any(|of| of.apart.is_some())
-            || self.plan.kept_alone(problem.head.k.len()).is_some();
+            || self.plan.kept_without_addends(problem.head.k.len()).is_some();
         self.compares_there(problem) && !told
     }
 

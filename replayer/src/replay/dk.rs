@@ -77,8 +77,8 @@ impl Judge<'_> {
                 tally.stored_in(stored, &reference);
             }
             findings.merge(stage, tally, bound);
-            if let Some(squares) = slab.open_squares(stage).filter(|_| !forced) {
-                findings.add_open(stage, squares);
+            if let Some(squares) = slab.uncertain_squares(stage).filter(|_| !forced) {
+                findings.add_uncertain(stage, squares);
             }
             if stage != Stage::DkLse {
                 findings.count_hits(stage, looked, &slab.hits);
@@ -103,7 +103,8 @@ impl Judge<'_> {
         }
         let elements = slab.range.start * slab.columns()..slab.range.end * slab.columns();
         let squares = |of: &Gradient| of.squares(elements.clone()).filter(|(n, _)| *n > 1.0);
-        let sum = (gradient.stage == Stage::Dk && !self.plan.whole).then(|| squares(gradient));
+        let sum =
+            (gradient.stage == Stage::Dk && !self.plan.whole_entries).then(|| squares(gradient));
         let Some((n, both)) = sum.flatten() else { return Vec::new() };
         let label = captured.stage(Stage::DkLabel).and_then(squares);
         let joined = self.adding();
@@ -199,8 +200,8 @@ impl Judge<'_> {
         let looked = rows.looked_at(allowed, &bound);
         findings.expect(Stage::Dbias, slab.range.start, &looked);
         findings.merge(Stage::Dbias, rows.tally(&looked, &bound), bound);
-        if let Some(squares) = slab.open_squares(Stage::Dbias) {
-            findings.add_open(Stage::Dbias, squares);
+        if let Some(squares) = slab.uncertain_squares(Stage::Dbias) {
+            findings.add_uncertain(Stage::Dbias, squares);
         }
     }
 

@@ -16,7 +16,7 @@ use crate::kernels::round::Precision;
 
 /// Relative errors that all sums of some entries have in common.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Alike {
+pub(super) struct SharedErrors {
     /// The mean error of all entries, weighted by their energy; where entries lie near a tie, the
     /// largest that their last bits allow.
     pub(super) certain: f64,
@@ -27,7 +27,7 @@ pub(super) struct Alike {
 /// Bits of an f32 that no number of a format of at most 16 bits has.
 const UNUSED: u32 = 13;
 
-impl Alike {
+impl SharedErrors {
     /// Of captured entries `[T, V]`, stored in `stored`, of a job that rounds its own to a format
     /// from `finest` to `coarsest` for its products; `g` of each token.
     pub(super) fn of(
@@ -35,19 +35,19 @@ impl Alike {
         stored: Precision,
         [finest, coarsest]: [Precision; 2],
         g: &[f64],
-    ) -> Alike {
+    ) -> SharedErrors {
         let finer = |one: Precision, than: Precision| one.unit_roundoff() < than.unit_roundoff();
-        let again = finer(stored, coarsest).then(|| Alike::rounded(entries, coarsest, g));
+        let again = finer(stored, coarsest).then(|| SharedErrors::rounded(entries, coarsest, g));
         let before = finer(finest, stored) && !stored.keeps_f32();
-        let before = before.then(|| Alike::stored(entries, stored));
+        let before = before.then(|| SharedErrors::stored(entries, stored));
         let [again, before] = [again, before].map(Option::unwrap_or_default);
         let [certain, shared] = [again.certain + before.certain, again.shared + before.shared];
-        Alike { certain, shared }
+        SharedErrors { certain, shared }
     }
 
     /// Of entries that were rounded when they were captured, and not in the job: those of one
     /// value may all have erred alike, by at most a rounding.
-    fn stored(entries: &Matrix<'_>, format: Precision) -> Alike {
+    fn stored(entries: &Matrix<'_>, format: Precision) -> SharedErrors {
         let mut energies = vec![0.0f64; 1 << (31 - UNUSED)];
         for entry in (0..entries.len()).map(|at| entries.get_f64(at)) {
             let of = (entry.abs() as f32).to_bits() >> UNUSED;
@@ -55,17 +55,17 @@ impl Alike {
         }
         let all: f64 = energies.iter().sum();
         if !(all > 0.0) || !all.is_finite() {
-            return Alike::default();
+            return SharedErrors::default();
         }
         let unit = format.unit_roundoff();
         let most = largest(energies.iter().copied()) / all;
         let squares: f64 = energies.iter().map(|energy| (energy / all).powi(2)).sum();
         let rest = (squares - most * most).max(0.0);
-        Alike { certain: unit * most, shared: unit * unit / 3.0 * rest }
+        SharedErrors { certain: unit * most, shared: unit * unit / 3.0 * rest }
     }
 
     /// Of entries that a job may have rounded to a format.
-    fn rounded(entries: &Matrix<'_>, to: Precision, g: &[f64]) -> Alike {
+    fn rounded(entries: &Matrix<'_>, to: Precision, g: &[f64]) -> SharedErrors {
         let of_token = |t: usize| {
             let row = t * entries.cols..(t + 1) * entries.cols;
             MeanError::of(row.map(|at| entries.get_f64(at)), to)
@@ -78,7 +78,7 @@ impl Alike {
         }
         let (error, squares) = all.sums();
         if !(squares > 0.0) || !squares.is_finite() {
-            return Alike::default();
+            return SharedErrors::default();
         }
         let apart = |of: &MeanError| {
             let (own, energy) = of.sums();
@@ -86,7 +86,7 @@ impl Alike {
         };
         // What is lost below the format's range is no rounding, and not allowed here.
         let certain = all.most().min(to.unit_roundoff());
-        Alike { certain, shared: groups.values().map(apart).sum() }
+        SharedErrors { certain, shared: groups.values().map(apart).sum() }
     }
 }
 
@@ -102,15 +102,15 @@ mod tests {
         Matrix { rows: tokens, cols, values: Values::F64(entries) }
     }
 
-    fn alike(entries: &[f64], tokens: usize, g: &[f64]) -> Alike {
+    fn alike(entries: &[f64], tokens: usize, g: &[f64]) -> SharedErrors {
         let formats = [Precision::F32, Precision::Bf16];
-        Alike::of(&matrix(entries, tokens), Precision::F32, formats, g)
+        SharedErrors::of(&matrix(entries, tokens), Precision::F32, formats, g)
     }
 
     /// Of entries captured in bf16.
-    fn stored(entries: &[f64], finest: Precision) -> Alike {
+    fn stored(entries: &[f64], finest: Precision) -> SharedErrors {
         let formats = [finest, Precision::Bf16];
-        Alike::of(&matrix(entries, 1), Precision::Bf16, formats, &[1.0])
+        SharedErrors::of(&matrix(entries, 1), Precision::Bf16, formats, &[1.0])
     }
 
     /// A number and what bf16 makes of it, relatively.
@@ -148,7 +148,11 @@ mod tests {
     fn of_one_value_that_was_stored_in_few_bits_all_may_have_erred_alike() {
         let found = stored(&[0.5, -0.5, 0.5], Precision::F32);
         assert_eq!((found.certain, found.shared), (BF16, 0.0));
-        assert_eq!(stored(&[0.5; 3], Precision::Bf16), Alike::default(), "the job's own are those");
+        assert_eq!(
+            stored(&[0.5; 3], Precision::Bf16),
+            SharedErrors::default(),
+            "the job's own are those"
+        );
         let many: Vec<f64> = (0..128).map(|i| 1.0 + f64::from(i) / 128.0).collect();
         let found = stored(&many, Precision::F32);
         assert!(found.certain < 0.02 * BF16 && found.shared.sqrt() < 0.06 * BF16, "{found:?}");
@@ -156,7 +160,7 @@ mod tests {
 
     #[test]
     fn what_holds_no_number_or_nothing_says_nothing() {
-        assert_eq!(alike(&[f64::NAN, 1.0], 1, &[1.0]), Alike::default());
-        assert_eq!(alike(&[0.0, 0.0], 1, &[0.0]), Alike::default());
+        assert_eq!(alike(&[f64::NAN, 1.0], 1, &[1.0]), SharedErrors::default());
+        assert_eq!(alike(&[0.0, 0.0], 1, &[0.0]), SharedErrors::default());
     }
 }

@@ -54,7 +54,8 @@ impl Judge<'_> {
         let parts = picked.parts(&Stage::OF_Q, 0..unit.rows.len());
         // A captured sum of captured parts is judged whatever the parts are.
         let all: Vec<usize> = (0..unit.rows.len()).collect();
-        let sure: Vec<usize> = all.iter().copied().filter(|&row| !problem.is_open(row)).collect();
+        let sure: Vec<usize> =
+            all.iter().copied().filter(|&row| !problem.is_uncertain(row)).collect();
         let adding = self.adding();
         let bound = self.bound(unit.rows.len(), d);
         for gradient in picked.of(stages) {
@@ -104,22 +105,29 @@ impl Judge<'_> {
             findings.merge(stage, tally, bound);
             let (first, all, rows) = (0, unit.rows.len(), &compared);
             // A row that is not judged is no fault in a drawing either.
-            let drawn = |row: usize, column: usize, x: f64| match problem.is_open(row) && !forced {
-                true => Allowed { certain: f64::INFINITY, ..Allowed::default() },
-                false => allowed(row, column, x),
-            };
+            let drawn =
+                |row: usize, column: usize, x: f64| match problem.is_uncertain(row) && !forced {
+                    true => Allowed { certain: f64::INFINITY, ..Allowed::default() },
+                    false => allowed(row, column, x),
+                };
             let (allowed, bound) = (&drawn, &bound);
             findings.draw(self.plan.draw, &Drawn { stage, first, all, rows, allowed, bound });
             if forced {
                 continue; // judged from captured parts: the floor is propagated
             }
-            for (number, member) in state.emulated.iter().enumerate() {
-                let values = member_values(member, stage);
-                if !values.is_empty() {
-                    let energy = error_energy(values, &reference, gradient.stored);
-                    findings.emulated(stage, number, energy);
-                }
-            }
+            note_members(state, gradient, &reference, findings);
+        }
+    }
+}
+
+/// Notes the errors of the emulated policies, those that have values of the stage.
+fn note_members(state: &DqState, gradient: &Gradient, reference: &[f64], findings: &mut Findings) {
+    let stage = gradient.stage;
+    for (number, member) in state.emulated.iter().enumerate() {
+        let values = member_values(member, stage);
+        if !values.is_empty() {
+            let energy = error_energy(values, reference, gradient.stored);
+            findings.emulated(stage, number, energy);
         }
     }
 }

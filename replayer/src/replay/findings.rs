@@ -1,5 +1,4 @@
-//! What one unit's backward found: the captured tensors, and the comparisons
-//! that grow slab by slab.
+//! What one unit's backward found: comparisons that grow slab by slab.
 
 use super::comparison::HitClass;
 use super::maps::{Draw, Drawn};
@@ -38,7 +37,7 @@ impl Findings {
     }
 
     /// Adds squares of what tokens that may be there or not may be of a stage.
-    pub(super) fn add_open(&mut self, stage: Stage, squares: f64) {
+    pub(super) fn add_uncertain(&mut self, stage: Stage, squares: f64) {
         match self.open.iter_mut().find(|(of, _)| *of == stage) {
             Some((_, total)) => *total += squares,
             None => self.open.push((stage, squares)),
@@ -46,7 +45,7 @@ impl Findings {
     }
 
     /// Their share of the stage's norm, where its sums hold any.
-    pub(super) fn open_share(&self, stage: Stage) -> Option<f64> {
+    pub(super) fn uncertain_share(&self, stage: Stage) -> Option<f64> {
         let (_, squares) = self.open.iter().find(|(of, _)| *of == stage)?;
         let (_, tally, _) = self.tallies.iter().find(|(of, ..)| *of == stage)?;
         Some(relative(*squares, tally.reference_energy))

@@ -11,8 +11,8 @@ use super::loss::Upstream;
 use super::microbatch::Slice;
 use super::plausible_policies::Member;
 use super::problem::Problem;
-use super::sampled_floors::{Drawn, Floors};
-use super::stage_values::{Lists, put_block};
+use super::sampled_floors::{DrawnRows, Floors};
+use super::stage_values::{ValuesByStage, put_block};
 use super::stratified_sample::{by_hits, by_size};
 use crate::head::step::StepError;
 use crate::head::{Stage, Unit};
@@ -44,12 +44,12 @@ impl Replay<'_> {
         members: &[Member],
     ) -> Result<Option<Floors>, StepError> {
         let head = &problem.head;
-        if !self.executor.emulates_samples() || problem.any_open() || head.q.rows == 0 {
+        if !self.executor.emulates_samples() || problem.any_uncertain() || head.q.rows == 0 {
             return Ok(None);
         }
         let sizes = sizes(problem, &state.confidence(unit));
         let (drawn, weights) = by_size(&sizes, rows(OF_DQ, head), SEED);
-        let tokens = Drawn { rows: drawn, weights };
+        let tokens = DrawnRows { rows: drawn, weights };
         let classes = of_classes(head);
         if !(share((tokens.rows.len(), classes.rows.len()), head) <= WORTH_IT) {
             return Ok(None);
@@ -59,7 +59,7 @@ impl Replay<'_> {
         let upstream = (&problem.lse[..], &problem.cotangents());
         let mut emulated = Vec::new();
         for member in members {
-            let mut lists = Lists::new();
+            let mut lists = ValuesByStage::new();
             let take = &mut |block: crate::kernels::policy::DkParts<'_>| {
                 put_block(&mut lists, &block);
             };
@@ -139,13 +139,13 @@ fn sizes(problem: &Problem<'_>, confidence: &[f64]) -> Vec<f64> {
 }
 
 /// The classes that stand for all, by how often they are labels.
-fn of_classes(head: &HeadInputs<'_>) -> Drawn {
+fn of_classes(head: &HeadInputs<'_>) -> DrawnRows {
     let mut hits = vec![0; head.valid_vocab];
     for &label in head.labels.iter().filter(|&&label| label != IGNORED) {
         hits.get_mut(label as usize).into_iter().for_each(|hits| *hits += 1);
     }
     let (rows, weights) = by_hits(&hits, rows(OF_DK, head), SEED);
-    Drawn { rows, weights }
+    DrawnRows { rows, weights }
 }
 
 /// Rows that hold so many elements, and so many rows, at least.

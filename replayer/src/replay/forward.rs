@@ -16,7 +16,7 @@ use super::outcome::{Outcome, Status};
 use super::plan::Plan;
 use super::plausible_policies::members;
 use super::qk_products::Products;
-use super::rounding_variance::{CONFIDENT, few, relative, stored};
+use super::rounding_variance::{CONFIDENT, relative, share_of_equal_roundings, stored};
 use super::token_column::{Column, Expected, Tokens};
 use super::world::{At, Expectation, Pass};
 use crate::head::roundings::precision_of;
@@ -89,7 +89,7 @@ impl Replay<'_> {
             return Ok(ForwardState::of_logprobs(&captured));
         };
         let mut products = self.executor.room_for_products(&head, inputs);
-        let (exact, mut variance) = self.exact(slice, &head, &mut products)?;
+        let (exact, mut variance) = self.reference_columns(slice, &head, &mut products)?;
         self.judge.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
         self.judge.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
         self.judge.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
@@ -202,7 +202,7 @@ impl Plan<'_> {
 impl Replay<'_> {
     /// lse and label logits in f64, from the captured logits where they were
     /// captured and are not the head's input.
-    fn exact(
+    fn reference_columns(
         &self,
         slice: &Slice,
         head: &HeadInputs<'_>,
@@ -215,7 +215,7 @@ impl Replay<'_> {
         let forced =
             captured.filter(|_| head.given.is_none() && self.plan.wants(Stage::Logits) && trusted);
         let Some(key) = forced else { return Ok((exact, variance)) };
-        match self.forced(key, head, exact.clone()) {
+        match self.forward_of_captured_logits(key, head, exact.clone()) {
             // Logits that cannot be used are said where they are judged.
             Err(error) if error.is_of_dump() => Ok((exact, variance)),
             forced => forced,
@@ -223,7 +223,7 @@ impl Replay<'_> {
     }
 
     /// The forward pass from captured logits: what they hold is not blamed on lse.
-    fn forced(
+    fn forward_of_captured_logits(
         &self,
         key: &backtape::shard::TensorKey,
         head: &HeadInputs<'_>,
@@ -351,7 +351,7 @@ impl Judge<'_> {
         let step = 2.0 * p.unit_roundoff().max(dlogits.unit_roundoff());
         let alike = |(t, max): (usize, f64)| {
             let variance = logit_variance(&exact, t, classes);
-            let few = few(variance.sqrt() / step);
+            let few = share_of_equal_roundings(variance.sqrt() / step);
             (if max > CONFIDENT { 1.0 } else { few }, (few, variance))
         };
         let (alike, rest): (Vec<f64>, Vec<(f64, f64)>) = largest.enumerate().map(alike).unzip();

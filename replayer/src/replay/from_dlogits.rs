@@ -5,7 +5,7 @@ use backtape::role::Role;
 
 use super::captured_gradients::{Captured, Gradient, picked};
 use super::context::Replay;
-use super::dlogits_rounding::Alike;
+use super::dlogits_rounding::SharedErrors;
 use super::findings::Findings;
 use super::gathered_rows::Gathered;
 use super::judge::Judge;
@@ -45,7 +45,7 @@ struct Product<'a> {
     /// The world's factor, and whether its product is rounded.
     factor: (f64, bool),
     /// What rounding the entries once more does to all of them.
-    alike: Alike,
+    alike: SharedErrors,
 }
 
 /// Operands of the products as a hypothesis has them.
@@ -149,7 +149,7 @@ impl Replay<'_> {
         };
         let formats = [self.plan.roundings.narrowest.dlogits, self.plan.roundings.widest.dlogits];
         let stored = dlogits.stored.unwrap_or(Precision::F64);
-        let alike = Alike::of(&entries, stored, formats, problem.cotangents().label);
+        let alike = SharedErrors::of(&entries, stored, formats, problem.cotangents().label);
         let tiles = self.plan.tiles;
         let coarse = self.judge.entry_floor(0.0) > 0.0;
         let q = |_| column_squares(&problem.head.q, problem.head.copies);

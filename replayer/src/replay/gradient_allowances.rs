@@ -137,7 +137,7 @@ impl Judge<'_> {
             row_variance: 1,
             shared_total: self.shared_scale(0.0) + self.narrowing() + problem.constants,
             bias: label_bias(problem, 0, parts),
-            few: if self.plan.whole { Rounding::default() } else { Rounding::to(label_grad) },
+            few: if self.plan.whole_entries { Rounding::default() } else { Rounding::to(label_grad) },
             ..Label::default()
         };
         let constant = self.plan.roundings.shared_g() * self.one_constant();
@@ -174,7 +174,7 @@ impl Judge<'_> {
             shared_whole: self.shared_scale(problem.few),
             shared_confident: self.one_constant(),
             bias: problem.dense_bias,
-            whole: self.plan.whole.into(),
+            whole: self.plan.whole_entries.into(),
             ..Dense::default()
         }
     }
@@ -189,7 +189,7 @@ impl Judge<'_> {
         let compute = self.plan.roundings.compute();
         let (square, constant) = (compute * compute / 3.0, FLUSH * FLUSH);
         let sum = Rounding { square, constant, unit: 0.0, half: FLUSH };
-        match self.plan.whole {
+        match self.plan.whole_entries {
             true => Joined { sum: Rounding { unit: compute, ..sum }, ..Joined::default() },
             false => {
                 Joined { part: Rounding::to(self.plan.roundings.widest.parts), sum, apart: compute }

@@ -36,7 +36,11 @@ struct Judged<'a> {
 }
 
 impl Replay<'_> {
-    pub(super) fn across(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+    pub(super) fn judge_sums_and_norm(
+        &self,
+        slices: &[Slice],
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
         self.sums(slices, outcome)?;
         if slices.iter().any(|slice| self.plan.step.judged(&slice.inputs).is_some()) {
             let why = "ranks hold several versions of what the gradients are computed from";
@@ -83,7 +87,7 @@ impl Replay<'_> {
         };
         let Some(addends) = slices.iter().map(of).collect::<Option<Vec<_>>>() else {
             let why = "dk of some microbatch was not captured";
-            return self.judge.sum_alone(slices, (stage, key, why), outcome);
+            return self.judge.judge_sum_without_addends(slices, (stage, key, why), outcome);
         };
         for rank in self.plan.holders(key) {
             let tensor = match self.plan.held_by(key, rank) {
@@ -143,7 +147,7 @@ impl Replay<'_> {
             let part = self.plan.step.find(Role::Dk, slice.inputs.microbatch);
             let Some(part) = part.filter(|part| *part != key) else {
                 let why = "dk before the reduction was not captured";
-                return self.judge.sum_alone(slices, (stage, key, why), outcome);
+                return self.judge.judge_sum_without_addends(slices, (stage, key, why), outcome);
             };
             parts.push((slice.inputs.microbatch, part));
         }

@@ -33,8 +33,8 @@ pub(super) struct Upstream {
 
 impl Upstream {
     /// Whether the g of some of these tokens may be there or not.
-    pub(super) fn any_open(&self, tokens: &[usize]) -> bool {
-        tokens.iter().any(|&t| self.is_open(t))
+    pub(super) fn any_uncertain(&self, tokens: &[usize]) -> bool {
+        tokens.iter().any(|&t| self.is_uncertain(t))
     }
 
     /// A world's g of other terms is made of the same log-probabilities as the declared one, and
@@ -48,7 +48,7 @@ impl Upstream {
     }
 
     /// Whether the g of a token may be there or not.
-    pub(super) fn is_open(&self, token: usize) -> bool {
+    pub(super) fn is_uncertain(&self, token: usize) -> bool {
         !(self.certain[token] <= 0.0)
     }
 }

@@ -8,7 +8,7 @@ use backtape::shard::TensorKey;
 
 use super::addends::Sum;
 use super::comparison::Comparison;
-use super::correlated_errors::{in_order, to_one_side};
+use super::correlated_errors::{one_sided_error, sequential_variance};
 use super::expected_loss::{LossTotals, Total};
 use super::judge::Judge;
 use super::microbatch::Slice;
@@ -264,14 +264,14 @@ impl Judge<'_> {
         let most = copies.iter().copied().fold(1.0, f64::max);
         // Terms of one sequence are alike: their partial sums, in the order of the tokens,
         // may be larger than those of terms in an order that does not know them.
-        let in_order = in_order(sum, &values);
+        let in_order = sequential_variance(sum, &values);
         let counted: Vec<f64> = values.iter().copied().filter(|&x| x != 0.0).collect();
         let own = errs.sum::<f64>()
             + most * sum.variance(values.len() as f64, total, squares).max(in_order)
             + relative(2.0 * self.plan.roundings.compute(), total);
         // One constant moves all terms the same way: amplitudes add.
         let shared = of(&terms.shared).iter().map(|v| v.sqrt()).sum();
-        let certain = of(&terms.certain).iter().sum::<f64>() + to_one_side(sum, &counted);
+        let certain = of(&terms.certain).iter().sum::<f64>() + one_sided_error(sum, &counted);
         Total { value: total, own, shared, certain }
     }
 

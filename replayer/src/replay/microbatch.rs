@@ -70,6 +70,6 @@ pub(super) fn slices<'a>(
 }
 
 /// A microbatch as words.
-pub(crate) fn name(microbatch: Option<Microbatch>) -> String {
+pub(crate) fn words(microbatch: Option<Microbatch>) -> String {
     microbatch.map_or("the step".into(), |mb| format!("microbatch {mb}"))
 }

@@ -103,7 +103,7 @@ use maps::Draw;
 use microbatch::slices;
 use outcome::{Outcome, Passes};
 use plan::Plan;
-use reference_dk::SumsAlone;
+use reference_dk::SumsWithoutAddends;
 use tasks::Cluster;
 use world::Declared;
 
@@ -134,17 +134,17 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     let wanted = wanted(step, request.compare)?;
     let roundings = Roundings::plausible(&step.options, slices[0].inputs.dtype(step))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
-    let whole = rounding_variance::whole(step, &roundings);
-    let sums_alone = SumsAlone::of(step, &slices, &wanted, &roundings);
+    let whole_entries = rounding_variance::rounds_whole_entries(step, &roundings);
+    let sums_without_addends = SumsWithoutAddends::of(step, &slices, &wanted, &roundings);
     let plan = Plan {
         step,
-        whole,
+        whole_entries,
         comparisons: wanted.len() * units.max(1),
         wanted,
         roundings,
         tiles: Tiles::default(),
         effort: request.effort,
-        sums_alone,
+        sums_without_addends,
         draw: request.draws.then(|| Draw::new(&slices)),
         trial: false,
     };
@@ -164,12 +164,12 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
     }
     replay.judge.step_loss(&slices, &mut outcome)?;
     replay.note_effort(&slices, &mut outcome);
-    replay.across(&slices, &mut outcome)?;
+    replay.judge_sums_and_norm(&slices, &mut outcome)?;
     unit_report::note_hits(&slices, &mut outcome);
     outcome.set_aside_unjudged();
     outcome.finish(step, &coverage::stages_of(request.compare));
-    replay.plan.note_loose(&mut outcome);
-    replay.plan.note_coarse(&mut outcome);
+    replay.plan.note_wide_bounds(&mut outcome);
+    replay.plan.note_coarse_dtypes(&mut outcome);
     drop(replay);
     outcome.passes = Passes(passes);
     Ok(outcome)

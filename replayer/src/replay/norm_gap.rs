@@ -1,4 +1,4 @@
-//! The gap between the grad_norms of two runs, shared out as `norm` does it.
+//! The gap between the grad_norms of two runs, shared out as `grad_norm` does it.
 
 use backtape::identity::Microbatch;
 use backtape::role::Role;

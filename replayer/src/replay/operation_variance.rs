@@ -49,7 +49,7 @@ impl Judge<'_> {
             cap_rel_var: square(logits) / 3.0 + (EXP_ERROR * compute).powi(2),
             label_step: 2.0 * self.plan.roundings.widest.label_grad.unit_roundoff(),
             filter: self.plan.step.options.declared.gradient_filter.unwrap_or(0.0),
-            whole: self.plan.whole,
+            whole: self.plan.whole_entries,
             exp_rel_var: (EXP_ERROR * compute).powi(2),
             confident: if self.constant() > F32 { CONFIDENT } else { 0.0 },
         }

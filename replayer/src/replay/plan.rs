@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::maps::Draw;
-use super::reference_dk::SumsAlone;
+use super::reference_dk::SumsWithoutAddends;
 use crate::head::{HeadStep, Roundings, Stage};
 use crate::kernels::Tiles;
 
@@ -45,9 +45,9 @@ pub(crate) struct Plan<'a> {
     pub(super) comparisons: usize,
     pub(super) effort: Effort,
     /// Whether entries of dlogits are rounded with the label's part in them.
-    pub(super) whole: bool,
+    pub(super) whole_entries: bool,
     /// Whose sums are judged, where dk was recorded summed and not in the addends of the sum.
-    pub(super) sums_alone: Option<SumsAlone>,
+    pub(super) sums_without_addends: Option<SumsWithoutAddends>,
     /// What is to be drawn, if anything is.
     pub(super) draw: Option<Draw>,
     /// True for a trial of a hypothesis: no floors, no norms.

@@ -88,7 +88,7 @@ impl Replay<'_> {
             self.judge_plane_part(stage, part, upstream, captured)
         };
         self.executor.planes(&plane, &of, &mut judge, &mut put)?;
-        if stage == Stage::Dlogits && self.plan.note_open_rows(slice, upstream, outcome) {
+        if stage == Stage::Dlogits && self.plan.note_uncertain_rows(slice, upstream, outcome) {
             return Ok(());
         }
         let found = Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound);
@@ -113,7 +113,7 @@ impl Plan<'_> {
             scale.iter_mut().zip(g).for_each(|(scale, g)| *scale += g);
         }
         let pairs = tokens.clone().map(|t| (state.alike[t], state.logit_variance[t]));
-        let open = |t: usize| stage == Stage::Dlogits && upstream.is_open(t);
+        let open = |t: usize| stage == Stage::Dlogits && upstream.is_uncertain(t);
         let sure = tokens.clone().filter(|&t| !open(t)).map(|t| t - tokens.start);
         PlanePart {
             stage: stage as usize,
@@ -122,7 +122,7 @@ impl Plan<'_> {
             alike: pairs.collect(),
             scale,
             sure: sure.collect(),
-            key: super::tasks::drive::name(key),
+            key: super::tasks::drive::tensor_json(key),
             tokens: tokens.clone(),
         }
     }
@@ -171,7 +171,7 @@ impl Replay<'_> {
         let tally = Tally::of_looked((&looked, columns), &index, &repeats, &bound);
         // Of log-probabilities the floor is propagated.
         let emulated = stage != Stage::Logprobs && !self.plan.trial;
-        let members = if emulated { self.plan.ends() } else { Vec::new() };
+        let members = if emulated { self.plan.extreme_members() } else { Vec::new() };
         let energy = |member: &Member| sums.energy(&member.policy, precision);
         Ok((tally, members.iter().map(energy).collect::<Result<_, _>>()?))
     }
@@ -179,7 +179,7 @@ impl Replay<'_> {
 
 impl Plan<'_> {
     /// The members that round most differently.
-    fn ends(&self) -> Vec<Member> {
+    fn extreme_members(&self) -> Vec<Member> {
         let all = members(&self.roundings);
         let last = all.len() - 1;
         let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
@@ -187,7 +187,8 @@ impl Plan<'_> {
     }
 
     fn add_energies(&self, energies: &mut Vec<MemberError>, part: &[f64]) {
-        for (number, (member, &energy)) in self.ends().into_iter().zip(part).enumerate() {
+        for (number, (member, &energy)) in self.extreme_members().into_iter().zip(part).enumerate()
+        {
             match energies.get_mut(number) {
                 Some(total) => total.energy += energy,
                 None => energies.push(MemberError { name: member.name, energy }),

@@ -1,4 +1,5 @@
-//! A captured span of the token x vocabulary plane against the reference: here, and on a device.
+//! What is allowed of a captured span of the token x vocabulary plane, and its comparison with a
+//! reference that lies in this process.
 
 use backtape::nan::largest;
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use backtape::identity::Microbatch;
 
-use super::rounding_variance::few;
+use super::rounding_variance::share_of_equal_roundings;
 use crate::kernels::matrix::{Cotangents, HeadInputs};
 use crate::kernels::round::Precision;
 
@@ -30,6 +30,6 @@ impl Span<'_> {
     /// Share of the roundings of a token's entries to a format that are one.
     pub(super) fn alike(&self, row: usize, to: Precision) -> f64 {
         let (alike, variance) = self.alike[row];
-        alike.max(few(variance.sqrt() / (2.0 * to.unit_roundoff())))
+        alike.max(share_of_equal_roundings(variance.sqrt() / (2.0 * to.unit_roundoff())))
     }
 }

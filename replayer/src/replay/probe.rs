@@ -10,7 +10,7 @@
 //! variances. What multiplies a whole term (p, g, lse) is not averaged over the row but
 //! multiplies the term's own probe: `Σ_t var (g p)² (q_t·x)²`, computed as such.
 //!
-//! The variances are those of `dk`, `dq` and `allowed`, summed over the row. Bounded from
+//! The variances are those of `gradient_allowances`, summed over the row. Bounded from
 //! above, not computed: the size of the dense part of a row is taken from what was
 //! captured less the exact label part; a token's lse and g count both as independent of
 //! the other tokens' (a tail) and as alike in all rows of dk (their errors add).

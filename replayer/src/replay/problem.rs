@@ -13,7 +13,7 @@ pub(super) struct Problem<'a> {
     /// The first rank of the unit.
     pub(super) rank: Option<Rank>,
     pub(super) lse: Vec<f64>,
-    /// Relative variance of the unit's softmax terms.
+    /// How each softmax term `g p` may be rounded.
     pub(super) noise: TermNoise,
     /// Relative variance that lse brings to a token's softmax terms.
     pub(super) scale: Vec<f64>,
@@ -99,17 +99,17 @@ impl Problem<'_> {
     }
 
     /// Rows whose g may be there or not.
-    pub(super) fn open(&self) -> Vec<usize> {
-        (0..self.unsure.len()).filter(|&row| self.is_open(row)).collect()
+    pub(super) fn uncertain_rows(&self) -> Vec<usize> {
+        (0..self.unsure.len()).filter(|&row| self.is_uncertain(row)).collect()
     }
 
     /// Whether a row's g may be there or not.
-    pub(super) fn is_open(&self, row: usize) -> bool {
+    pub(super) fn is_uncertain(&self, row: usize) -> bool {
         self.unsure.get(row).is_some_and(|&unsure| !(unsure <= 0.0))
     }
 
     /// Whether any is.
-    pub(super) fn any_open(&self) -> bool {
-        (0..self.unsure.len()).any(|row| self.is_open(row))
+    pub(super) fn any_uncertain(&self) -> bool {
+        (0..self.unsure.len()).any(|row| self.is_uncertain(row))
     }
 }

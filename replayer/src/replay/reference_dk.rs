@@ -141,12 +141,12 @@ impl Kept {
 
 /// Whose sums are judged apart, where dk was recorded in sums alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct SumsAlone {
+pub(super) struct SumsWithoutAddends {
     /// The ranks that hold tokens together; none where the sum is that of all ranks.
     groups: Vec<Vec<Rank>>,
 }
 
-impl SumsAlone {
+impl SumsWithoutAddends {
     /// `None` where dk of every microbatch was recorded, or no sum of it is among what is
     /// `compared`. What an accumulator of few bits loses is known of recorded addends only.
     pub(super) fn of(
@@ -154,7 +154,7 @@ impl SumsAlone {
         slices: &[Slice],
         compared: &BTreeSet<Stage>,
         roundings: &Roundings,
-    ) -> Option<SumsAlone> {
+    ) -> Option<SumsWithoutAddends> {
         let asked = Stage::SUMS.iter().any(|stage| compared.contains(stage));
         let several = step.microbatches.iter().any(Option::is_some);
         let lacks = |microbatch: &Option<_>| step.find(Role::Dk, *microbatch).is_none();
@@ -167,9 +167,13 @@ impl SumsAlone {
         let by_rank = local.is_some() && step.tensors[sum].partial.is_some();
         let groups = if by_rank { together(slices) } else { Vec::new() };
         let elements = step.tensors[sum].shape.iter().product::<u64>() as usize;
-        let found = SumsAlone { groups };
+        let found = SumsWithoutAddends { groups };
         // Where not each rank's sum can be kept, the sum of all is judged.
-        Some(if found.bytes(elements) <= KEPT_BYTES { found } else { SumsAlone::default() })
+        Some(if found.bytes(elements) <= KEPT_BYTES {
+            found
+        } else {
+            SumsWithoutAddends::default()
+        })
     }
 
     /// The ranks of each sum; a sum of all ranks names none.

@@ -11,7 +11,7 @@ use super::outcome::Outcome;
 use super::plan::Plan;
 use super::problem::Problem;
 use super::reference_dk::{
-    Addend, Emulated, KEPT_BYTES, Kept, KeptSum, ReferenceDk, SumsAlone, add,
+    Addend, Emulated, KEPT_BYTES, Kept, KeptSum, ReferenceDk, SumsWithoutAddends, add,
 };
 use super::rounding_variance::rounded;
 use super::slab::Slab;
@@ -27,8 +27,8 @@ impl Plan<'_> {
 
     /// The sums that were recorded alone, where what is allowed of their elements is kept: it is
     /// told from the sums of each slab.
-    pub(super) fn kept_alone(&self, elements: usize) -> Option<&SumsAlone> {
-        let alone = self.sums_alone.as_ref().filter(|_| self.keeps(elements));
+    pub(super) fn kept_without_addends(&self, elements: usize) -> Option<&SumsWithoutAddends> {
+        let alone = self.sums_without_addends.as_ref().filter(|_| self.keeps(elements));
         alone.filter(|alone| alone.bytes(elements) <= KEPT_BYTES)
     }
 }
@@ -46,14 +46,18 @@ impl Judge<'_> {
         if !self.plan.keeps(elements) {
             return;
         }
-        let alone = self.plan.kept_alone(elements);
+        let alone = self.plan.kept_without_addends(elements);
         let sum = |ranks: Vec<Rank>| KeptSum {
             ranks,
             total: vec![0.0; elements],
             allowed: vec![Kept::default(); if alone.is_some() { elements } else { 0 }],
         };
         let kept = outcome.reference_dk.get_or_insert_with(|| ReferenceDk {
-            sums: alone.map_or(vec![Vec::new()], SumsAlone::groups).into_iter().map(sum).collect(),
+            sums: alone
+                .map_or(vec![Vec::new()], SumsWithoutAddends::groups)
+                .into_iter()
+                .map(sum)
+                .collect(),
             emulated: match self.plan.step.microbatches.len() == 1 && slice.units.len() == 1 {
                 true => Emulated::Squares(0.0),
                 false => Emulated::Sum(vec![0.0; elements]),
@@ -114,14 +118,14 @@ impl Judge<'_> {
     }
 
     /// The same in a trial, for a sum without addends.
-    pub(super) fn keep_sum_alone(
+    pub(super) fn keep_sum_without_addends(
         &self,
         problem: &Problem<'_>,
         slab: &Slab,
         of: (&Slice, &Unit),
         outcome: &mut Outcome,
     ) {
-        if self.plan.sums_alone.is_some() {
+        if self.plan.sums_without_addends.is_some() {
             self.keep_reference(problem, slab, of, outcome);
         }
     }

@@ -48,7 +48,7 @@ pub(super) fn carried(sum: Sum, n: f64, carried: f64) -> f64 {
 /// Whether the label's part is added to an entry of dlogits before that is rounded:
 /// wherever dlogits are whole, where p is declared not to be rounded by itself. A job that
 /// recorded the parts has them.
-pub(super) fn whole(step: &HeadStep<'_>, roundings: &Roundings) -> bool {
+pub(super) fn rounds_whole_entries(step: &HeadStep<'_>, roundings: &Roundings) -> bool {
     use backtape::role::Role::{DkLabel, DkLse, DqLabel, DqLse};
     let parts = [DqLse, DqLabel, DkLse, DkLabel];
     let part = |info: &TensorInfo| info.role.is_some_and(|role| parts.contains(&role));
@@ -64,7 +64,7 @@ pub(super) const CONFIDENT: f64 = 0.25;
 /// Share of the roundings that are one, of numbers that spread over σ steps of a grid:
 /// they have so few errors, not one each. The squares of the steps' shares sum to
 /// 1/(2√π σ) for a normal spread.
-pub(super) fn few(steps: f64) -> f64 {
+pub(super) fn share_of_equal_roundings(steps: f64) -> f64 {
     (1.0 / (2.0 * std::f64::consts::PI.sqrt() * steps)).min(1.0)
 }
 

@@ -15,12 +15,12 @@ use std::ops::Range;
 use super::captured_gradients::{Captured, error_energy};
 use super::elementwise::sum;
 use super::slab::Slab;
-use super::stage_values::Lists;
+use super::stage_values::ValuesByStage;
 use crate::compare::RowTally;
 use crate::head::Stage;
 
 /// Some rows, ascending, and how many each stands for.
-pub(super) struct Drawn {
+pub(super) struct DrawnRows {
     pub(super) rows: Vec<usize>,
     pub(super) weights: Vec<f64>,
 }
@@ -38,15 +38,15 @@ pub(super) struct Sums {
 
 /// The drawn rows of one unit, and what was found of them so far.
 pub(super) struct Floors {
-    pub(super) tokens: Drawn,
-    pub(super) classes: Drawn,
+    pub(super) tokens: DrawnRows,
+    pub(super) classes: DrawnRows,
     pub(super) depth: usize,
     /// Rows of the drawn classes as each member has them.
-    pub(super) emulated: Vec<Lists>,
+    pub(super) emulated: Vec<ValuesByStage>,
     pub(super) sums: Vec<(Stage, Sums)>,
 }
 
-impl Drawn {
+impl DrawnRows {
     /// Those in a range: place among the drawn, row from the range's start on, weight.
     fn within(&self, range: &Range<usize>) -> Vec<(usize, usize, f64)> {
         let [from, to] =

@@ -228,7 +228,7 @@ impl Slab {
     }
 
     /// Takes the backward of those tokens, of the sizes of their q.
-    pub(super) fn open_by(&mut self, found: &Slab) {
+    pub(super) fn take_uncertain(&mut self, found: &Slab) {
         let sizes = |values: &[f64]| values.iter().map(|x| x.abs()).collect::<Vec<f64>>();
         let (lse, label) = (sizes(&found.lse), sizes(&found.label));
         let both = sum(&lse, &label);
@@ -245,7 +245,7 @@ impl Slab {
         value_of(&self.lost, stage, at) + value_of(&self.open, stage, at)
     }
 
-    pub(super) fn open_squares(&self, stage: Stage) -> Option<f64> {
+    pub(super) fn uncertain_squares(&self, stage: Stage) -> Option<f64> {
         let (_, open) = self.open.iter().find(|(of, _)| *of == stage)?;
         Some(open.iter().map(|x| x * x).sum())
     }

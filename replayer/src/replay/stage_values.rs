@@ -4,13 +4,13 @@ use crate::head::Stage;
 use crate::kernels::policy::DkParts;
 
 /// Values of a stage.
-pub(super) type List = (Stage, Vec<f64>);
+pub(super) type StageValues = (Stage, Vec<f64>);
 
 /// Of several stages.
-pub(super) type Lists = Vec<List>;
+pub(super) type ValuesByStage = Vec<StageValues>;
 
 /// Writes an emulated block's values into the list of each stage that it has values of.
-pub(super) fn put_block(lists: &mut Lists, block: &DkParts<'_>) {
+pub(super) fn put_block(lists: &mut ValuesByStage, block: &DkParts<'_>) {
     let all = [
         (Stage::DkLse, block.dk_lse),
         (Stage::DkLabel, block.dk_label),
@@ -24,7 +24,7 @@ pub(super) fn put_block(lists: &mut Lists, block: &DkParts<'_>) {
 }
 
 /// Writes values into the list of a stage, which grows as they come.
-fn put(lists: &mut Lists, stage: Stage, at: usize, values: &[f64]) {
+fn put(lists: &mut ValuesByStage, stage: Stage, at: usize, values: &[f64]) {
     let index = lists.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
         lists.push((stage, Vec::new()));
         lists.len() - 1
@@ -35,7 +35,7 @@ fn put(lists: &mut Lists, stage: Stage, at: usize, values: &[f64]) {
 }
 
 /// A value of a stage's list, 0 where there is none.
-pub(super) fn value_of(lists: &[List], stage: Stage, at: usize) -> f64 {
+pub(super) fn value_of(lists: &[StageValues], stage: Stage, at: usize) -> f64 {
     let of = lists.iter().find(|(of, _)| *of == stage);
     of.and_then(|(_, values)| values.get(at)).copied().unwrap_or(0.0)
 }

@@ -39,7 +39,7 @@ struct Judged<'a> {
 
 impl Judge<'_> {
     /// Judges such sums; `why` they are not judged from their addends.
-    pub(super) fn sum_alone(
+    pub(super) fn judge_sum_without_addends(
         &self,
         slices: &[Slice],
         (stage, key, why): (Stage, &TensorKey, &str),
@@ -61,7 +61,7 @@ impl Judge<'_> {
         let classes = kept.classes.as_deref().unwrap_or(&every);
         let (mut wrong, mut averages) = (false, 1.0_f64);
         for sum in &kept.sums {
-            let captured = match self.plan.held_sum(key, &sum.ranks, slices)? {
+            let captured = match self.plan.captured_sum(key, &sum.ranks, slices)? {
                 Ok(captured) => captured,
                 Err(why) => {
                     outcome.skip(stage, why);
@@ -76,7 +76,7 @@ impl Judge<'_> {
             let ranks = if sum.ranks.is_empty() { self.plan.ranks_of_tokens(slices) } else { 1.0 };
             let count = slices.len() as f64 * ranks;
             let one = Judged { stage, key, sum, classes, captured, ranks, count };
-            let (found, averaged) = self.judge_alone(&one, divisor);
+            let (found, averaged) = self.compare_sum_or_mean(&one, divisor);
             averages = averages.max(averaged);
             wrong |= found.excess.is_some();
             outcome.add(stage, found);
@@ -91,10 +91,10 @@ impl Judge<'_> {
 
     /// The comparison, and 1; where the ranks may have been averaged, that of the mean if it
     /// agrees, and over how many it is.
-    fn judge_alone(&self, of: &Judged<'_>, divisor: f64) -> (Comparison, f64) {
-        let found = self.compare_alone(of, divisor);
+    fn compare_sum_or_mean(&self, of: &Judged<'_>, divisor: f64) -> (Comparison, f64) {
+        let found = self.compare_sum(of, divisor);
         if found.excess.is_some() && of.ranks > 1.0 && self.plan.may_average_ranks(of.ranks) {
-            let mean = self.compare_alone(of, divisor * of.ranks);
+            let mean = self.compare_sum(of, divisor * of.ranks);
             if mean.excess.is_none() {
                 return (mean, of.ranks);
             }
@@ -102,7 +102,7 @@ impl Judge<'_> {
         (found, 1.0)
     }
 
-    fn compare_alone(&self, of: &Judged<'_>, divisor: f64) -> Comparison {
+    fn compare_sum(&self, of: &Judged<'_>, divisor: f64) -> Comparison {
         let (rows, columns) = (of.classes.len(), of.sum.total.len() / of.classes.len().max(1));
         let captured = Matrix { rows, cols: columns, values: Values::F64(&of.captured.values) };
         let reduce = self.plan.roundings.reduce;
@@ -135,7 +135,7 @@ impl Judge<'_> {
 impl Plan<'_> {
     /// The captured sum: what these ranks hold of it together, or where none is named, what all
     /// do. `Err` says why there is none.
-    fn held_sum(
+    fn captured_sum(
         &self,
         key: &TensorKey,
         ranks: &[Rank],

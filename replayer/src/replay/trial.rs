@@ -25,7 +25,7 @@ use super::outcome::Outcome;
 use super::problem::Problem;
 use super::rounding_ties::near_ties;
 use super::slab::Slab;
-use super::stage_values::{List, Lists, put_block};
+use super::stage_values::{StageValues, ValuesByStage, put_block};
 use super::world::{At, World};
 use super::world_replay::counted_in_world;
 use crate::head::step::{StepError, vocabulary_slab};
@@ -91,12 +91,12 @@ impl Replay<'_> {
         let dlogits = self.judge.usable_dlogits(slice, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
         let captured = self.captured_once((slice, unit), classes, outcome)?;
-        if captured.gradients.is_empty() && self.plan.sums_alone.is_none() {
+        if captured.gradients.is_empty() && self.plan.sums_without_addends.is_none() {
             return Ok(());
         }
         let mut findings = Findings::default();
         let dk = captured.of(&Stage::OF_CLASSES).next().is_some();
-        let dk = dk || self.plan.sums_alone.is_some();
+        let dk = dk || self.plan.sums_without_addends.is_some();
         let dq = captured.of(&Stage::OF_Q).next().is_some();
         // Of all rows one pass that is held gives both gradients; of a sample, and of what has
         // several slabs, each has a pass of its own.
@@ -141,10 +141,10 @@ impl Replay<'_> {
             }
         }
         let own = captured.all_but(&from_dlogits);
-        if upstream.any_open(&unit.rows) {
+        if upstream.any_uncertain(&unit.rows) {
             self.with_problem(slice, unit, state, upstream, &mut |problem| {
                 let (of, stages) = ((slice, unit), (&*captured, &own[..]));
-                self.plan.note_open(of, problem, stages, &mut findings, outcome);
+                self.plan.note_uncertain_tokens(of, problem, stages, &mut findings, outcome);
             });
         }
         self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
@@ -206,10 +206,10 @@ impl Replay<'_> {
                 let onto = (&mut dq.exact, keep);
                 let mut slab = self.executor.reference_slab(problem, &head, range.clone(), onto);
                 self.emulate_dk(problem, &head, &mut slab);
-                self.plan.allow_open(problem, (&head, range), &mut slab);
+                self.plan.allow_uncertain_tokens(problem, (&head, range), &mut slab);
                 self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), findings);
                 self.judge.judge_dbias(problem, &slab, captured, findings);
-                self.judge.keep_sum_alone(problem, &slab, of, outcome);
+                self.judge.keep_sum_without_addends(problem, &slab, of, outcome);
             }
             return;
         };
@@ -220,12 +220,12 @@ impl Replay<'_> {
         let mut slab = pass.slab.clone();
         slab.classes = Some(classes.clone());
         self.emulate_dk(&problem, &head, &mut slab);
-        self.plan.allow_open(&problem, (&head, 0..classes.len()), &mut slab);
+        self.plan.allow_uncertain_tokens(&problem, (&head, 0..classes.len()), &mut slab);
         let chosen = (!picked).then(|| captured.of_classes(classes));
         let captured = chosen.as_ref().unwrap_or(captured);
         self.judge.judge_dk(&problem, &slab, (captured, &Stage::OF_K), findings);
         self.judge.judge_dbias(&problem, &slab, captured, findings);
-        self.judge.keep_sum_alone(&problem, &slab, of, outcome);
+        self.judge.keep_sum_without_addends(&problem, &slab, of, outcome);
     }
 
     /// dk as the world's policy has it, in place of the reference.
@@ -235,7 +235,7 @@ impl Replay<'_> {
             return;
         };
         let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
-            let mut found: Lists = Vec::new();
+            let mut found: ValuesByStage = Vec::new();
             let progress = self.executor.progress();
             let take = &mut |block: policy::DkParts<'_>| put_block(&mut found, &block);
             policy::backward(&of, head, lse, cotangents, tiles, progress, take);
@@ -252,7 +252,7 @@ impl Replay<'_> {
             let [lse, label, smooth] = &end.cotangents(&problem.cotangents());
             run(&end.head, &end.lse, &Cotangents { lse, label, smooth })
         });
-        let lost = |((stage, a), (_, b)): (&List, &List)| {
+        let lost = |((stage, a), (_, b)): (&StageValues, &StageValues)| {
             let apart = distance(a, b);
             (*stage, if *stage == Stage::DkLabel { apart } else { sum(&apart, &flipped) })
         };

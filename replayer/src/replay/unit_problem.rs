@@ -9,7 +9,7 @@ use super::judge::Judge;
 use super::loss::Upstream;
 use super::microbatch::Slice;
 use super::problem::Problem;
-use super::rounding_variance::few;
+use super::rounding_variance::share_of_equal_roundings;
 use super::slab::k_sums;
 use super::smoothing_bias::of_smoothed_entries;
 use super::world::UnitTokens;
@@ -78,7 +78,7 @@ impl Replay<'_> {
         let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
         let [g_lse, g_label, g_smooth] = self.judge.token_cotangents(&tokens);
-        let (unsure, of_unsure) = match upstream.any_open(&unit.rows) {
+        let (unsure, of_unsure) = match upstream.any_uncertain(&unit.rows) {
             true => {
                 let unsure = pick(&upstream.certain);
                 let of = self.judge.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
@@ -225,7 +225,7 @@ impl Judge<'_> {
             let (entry, floor) = (g[t].abs() / classes, self.entry_floor(g[t]));
             let step = (2.0 * u).max(if entry > 0.0 { 2.0 * floor / entry } else { 0.0 });
             let variance = u * u * entry * entry / 3.0 + floor * floor;
-            few(spread[t].sqrt() / step) * spread[t] * variance
+            share_of_equal_roundings(spread[t].sqrt() / step) * spread[t] * variance
         };
         let of_token = |t: usize| {
             let norm = head.q.row_energy(t);

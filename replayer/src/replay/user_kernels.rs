@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Microbatch;
 
-use super::microbatch::{Slice, name};
+use super::microbatch::{Slice, words};
 use super::outcome::Outcome;
 use super::variant::{Variant, of_tokens};
 use super::world::{At, Declared, Supplied};
@@ -46,7 +46,7 @@ pub fn run(step: &HeadStep<'_>, device: &dyn Device, kernel: &Kernel) -> Result<
                     let of = Unit { head, lse, g: &g, stage: kernel.stage };
                     let given = device.own(kernel, &of).map_err(|why| wrong(why.to_string()))?;
                     let rank = unit.rank().map_or(String::new(), |rank| format!(", rank {rank}"));
-                    let place = format!("{}{rank}", name(slice.inputs.microbatch));
+                    let place = format!("{}{rank}", words(slice.inputs.microbatch));
                     let told = given.findings.iter().map(|found| format!("{place}: {found}"));
                     ran.findings.extend(told);
                     let at = At {

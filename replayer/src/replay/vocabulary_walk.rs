@@ -1,7 +1,7 @@
 //! The backward walk of one unit over the vocabulary, slab by slab.
 //!
-//! What is held beyond the inputs and the `[T, D]` outputs is a few slabs of `SLAB_BYTES`,
-//! whatever V is. dq goes from slab to slab: each goes on from the sums that the one before left.
+//! What is held beyond the inputs and the `[T, D]` outputs is a few slabs of 32 MiB, whatever V
+//! is. dq goes from slab to slab: each goes on from the sums that the one before left.
 
 use super::captured_gradients::{Captured, error_energy, picked};
 use super::context::Replay;
@@ -45,7 +45,7 @@ impl Replay<'_> {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
             let mut slab = walk.slab((&head, range.clone()), &mut dq.exact, look_at_dk)?;
-            self.plan.allow_open(problem, (&head, range), &mut slab);
+            self.plan.allow_uncertain_tokens(problem, (&head, range), &mut slab);
             match &mut findings.floors {
                 Some(floors) => floors.of_slab(&mut slab, captured),
                 None => {

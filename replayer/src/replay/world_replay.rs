@@ -8,7 +8,7 @@ use super::executor::pass_cache::PassCache;
 use super::judge::Judge;
 use super::microbatch::Slice;
 use super::plan::{Effort, Plan};
-use super::reference_dk::SumsAlone;
+use super::reference_dk::SumsWithoutAddends;
 use super::world::World;
 use crate::head::step::StepError;
 use crate::head::{HeadStep, Roundings, Stage};
@@ -38,17 +38,17 @@ pub(super) fn counted_in_world(
     let slices = super::microbatch::slices(&altered, world, HeadStep::inputs)?;
     let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
     let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
-    let whole = super::rounding_variance::whole(&altered, &roundings);
-    let sums_alone = SumsAlone::of(&altered, &slices, compared, &roundings);
+    let whole_entries = super::rounding_variance::rounds_whole_entries(&altered, &roundings);
+    let sums_without_addends = SumsWithoutAddends::of(&altered, &slices, compared, &roundings);
     let plan = Plan {
         step: &altered,
-        whole,
+        whole_entries,
         wanted: compared.clone(),
         roundings,
         tiles: Tiles::default(),
         comparisons: compared.len().max(1) * units.max(1),
         effort: Effort::All,
-        sums_alone,
+        sums_without_addends,
         draw: None,
         trial: true,
     };

@@ -13,7 +13,7 @@ use crate::diagnose::cause::{Cause, Observed};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Share, Stage};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::microbatch::name;
+use crate::replay::microbatch;
 
 /// At least this share of the values must be NaN: an element may stay finite where no product
 /// reaches its class.
@@ -79,8 +79,8 @@ type Empty = (Option<Microbatch>, Vec<Rank>);
 fn words((microbatch, ranks): &Empty) -> String {
     let ranks: Vec<String> = ranks.iter().map(|rank| rank.to_string()).collect();
     match ranks.is_empty() {
-        true => name(*microbatch),
-        false => format!("{} of rank {}", name(*microbatch), ranks.join(", ")),
+        true => microbatch::words(*microbatch),
+        false => format!("{} of rank {}", microbatch::words(*microbatch), ranks.join(", ")),
     }
 }
 

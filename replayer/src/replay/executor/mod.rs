@@ -81,7 +81,7 @@ impl<'a> Executor<'a> {
         Executor { plan, place: Place::Here, passes: None, progress }
     }
 
-    /// The work of its products is told to it.
+    /// Told how much work was done, by whoever multiplies.
     pub(super) fn progress(&self) -> &'a dyn Progress {
         self.progress
     }

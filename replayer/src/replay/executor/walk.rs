@@ -13,7 +13,7 @@ use crate::replay::microbatch::Slice;
 use crate::replay::plausible_policies::Member;
 use crate::replay::problem::Problem;
 use crate::replay::slab::{Looked, Slab};
-use crate::replay::tasks::drive::Walked;
+use crate::replay::tasks::drive::ClusterWalk;
 
 /// Compares the rows of a slab where their sums lie.
 pub(in crate::replay) type LookAtDk<'l> =
@@ -32,7 +32,7 @@ pub(in crate::replay) struct Walk<'a> {
 
 enum By<'a> {
     Here,
-    Cluster(Box<Walked<'a>>),
+    Cluster(Box<ClusterWalk<'a>>),
     Device(Box<dyn BackwardWalk + 'a>),
 }
 
@@ -48,7 +48,7 @@ impl<'a> Executor<'a> {
         let by = match &self.place {
             // Nothing to compute is no task.
             Place::Cluster(driver) if head.q.rows > 0 && head.k.rows > 0 => {
-                By::Cluster(Box::new(Walked::new(driver, problem, (slice, unit), members)))
+                By::Cluster(Box::new(ClusterWalk::new(driver, problem, (slice, unit), members)))
             }
             Place::Device(device) => {
                 let rows = self.plan.slab_rows(head.q.cols, head.k.rows).min(head.k.rows);

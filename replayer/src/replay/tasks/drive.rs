@@ -31,7 +31,7 @@ const WAITING_BYTES: usize = 16 << 30;
 const ARRAYS: usize = 16;
 
 /// The tensor of a task, as it is sent.
-pub(in crate::replay) fn name(key: &TensorKey) -> String {
+pub(in crate::replay) fn tensor_json(key: &TensorKey) -> String {
     serde_json::to_string(key).expect("plain data")
 }
 
@@ -70,9 +70,9 @@ impl<'a> Driver<'a> {
             attempt: dump.attempt.0,
             step: dump.step.0,
             policy: cluster.policy.clone(),
-            unusable: plan.step.unusable.keys().map(name).collect(),
+            unusable: plan.step.unusable.keys().map(tensor_json).collect(),
             comparisons: plan.comparisons,
-            whole: plan.whole,
+            whole: plan.whole_entries,
             spill: cluster.spill.clone(),
         };
         Driver { cluster, session, plan, progress }
@@ -144,11 +144,11 @@ fn upstream(lse: &[f64], cotangents: &Cotangents<'_, f64>) -> Tokens {
 }
 
 impl Driver<'_> {
-    fn lie(&self, slice: &Slice) -> Sources {
-        let rows = Some(name(&slice.inputs.rows_key));
+    fn sources(&self, slice: &Slice) -> Sources {
+        let rows = Some(tensor_json(&slice.inputs.rows_key));
         match slice.inputs.scores {
             Scores::Product { .. } => {
-                let k = self.plan.step.held(Role::K, slice.inputs.microbatch).map(name);
+                let k = self.plan.step.held(Role::K, slice.inputs.microbatch).map(tensor_json);
                 Sources { q: rows, k, given: None }
             }
             _ => Sources { q: None, k: None, given: rows },
@@ -161,7 +161,7 @@ impl Driver<'_> {
         slice: &Slice,
         head: &HeadInputs<'_>,
     ) -> Result<Forward, StepError> {
-        let (sources, v) = (self.lie(slice), head.k.rows);
+        let (sources, v) = (self.sources(slice), head.k.rows);
         // Given logits are read by rows: a task has all of their columns.
         let parts = match head.given {
             Some(_) => std::iter::once(0..v).collect(),
@@ -190,7 +190,7 @@ impl Driver<'_> {
         (key, spans): (&TensorKey, &[Range<usize>]),
         head: &HeadInputs<'_>,
     ) -> Result<Vec<ForwardSums>, StepError> {
-        let sources = Sources { q: None, k: None, given: Some(name(key)) };
+        let sources = Sources { q: None, k: None, given: Some(tensor_json(key)) };
         let mut started = VecDeque::new();
         for tokens in spans {
             let rows: Vec<usize> = tokens.clone().collect();
@@ -209,7 +209,7 @@ impl Driver<'_> {
         head: &HeadInputs<'_>,
         member: usize,
     ) -> Result<(Vec<f64>, Vec<f64>), StepError> {
-        let sources = self.lie(slice);
+        let sources = self.sources(slice);
         let mut started = Vec::new();
         for tokens in self.blocks(head.q.rows) {
             let rows: Vec<usize> = tokens.clone().collect();
@@ -234,7 +234,7 @@ impl Driver<'_> {
         (lse, cotangents): (&[f64], &Cotangents<'_, f64>),
         spans: Vec<PlanePart>,
     ) -> Result<Vec<(Tally, Vec<f64>)>, StepError> {
-        let sources = self.lie(slice);
+        let sources = self.sources(slice);
         let mut started = VecDeque::new();
         for span in spans {
             let tokens = span.tokens.clone();
@@ -262,8 +262,8 @@ fn joined(all: Vec<ForwardSums>) -> ForwardSums {
 }
 
 /// A backward walk of one unit: its tasks, slab by slab.
-pub(in crate::replay) struct Walked<'a> {
-    on: &'a Driver<'a>,
+pub(in crate::replay) struct ClusterWalk<'a> {
+    driver: &'a Driver<'a>,
     problem: &'a Problem<'a>,
     sources: Sources,
     rows: &'a [usize],
@@ -284,21 +284,21 @@ struct Started {
     classes: usize,
 }
 
-impl<'a> Walked<'a> {
+impl<'a> ClusterWalk<'a> {
     pub(in crate::replay) fn new(
-        on: &'a Driver<'a>,
+        driver: &'a Driver<'a>,
         problem: &'a Problem<'a>,
         (slice, unit): (&Slice, &'a Unit),
         members: &[Member],
-    ) -> Walked<'a> {
+    ) -> ClusterWalk<'a> {
         let (tokens, d, v) = (problem.head.q.rows, problem.head.q.cols, problem.head.k.rows);
-        let blocks = on.blocks(tokens);
-        let slabs: VecDeque<_> = on.plan.slabs(d, v).collect();
+        let blocks = driver.blocks(tokens);
+        let slabs: VecDeque<_> = driver.plan.slabs(d, v).collect();
         let of_slab = slabs.front().map_or(1, |slab| slab.len() * d * 8 * ARRAYS).max(1);
-        Walked {
-            on,
+        ClusterWalk {
+            driver,
             problem,
-            sources: on.lie(slice),
+            sources: driver.sources(slice),
             rows: &unit.rows,
             members: members.len(),
             dq: blocks.iter().map(|_| None).collect(),
@@ -323,23 +323,24 @@ impl<'a> Walked<'a> {
         };
         let mut sums = DkSums::default();
         for (part, dk) in std::mem::take(&mut slab.parts) {
-            sums.append(part.start, self.on.fetch(dk)?);
+            sums.append(part.start, self.driver.fetch(dk)?);
         }
         let head = &self.problem.head;
         let work = reference::backward_work(head) / head.k.rows.max(1) as u64;
-        self.on.progress.advance(work * slab.classes as u64);
+        self.driver.progress.advance(work * slab.classes as u64);
         Ok(sums)
     }
 
     fn begin(&mut self, slab: Range<usize>) -> Result<Started, StepError> {
         let head = &self.problem.head;
         let mut parts = Vec::new();
-        for classes in self.on.parts(slab.clone(), head.q.cols) {
+        for classes in self.driver.parts(slab.clone(), head.q.cols) {
             let mut dk = None;
             for (block, tokens) in self.blocks.iter().enumerate() {
                 let task = self.task(Kind::Backward, tokens.clone(), classes.clone());
                 let task = Task { first: tokens.start, ..task };
-                let mut sums = self.on.start(task, vec![self.dq[block].take(), dk.take()], 2)?;
+                let mut sums =
+                    self.driver.start(task, vec![self.dq[block].take(), dk.take()], 2)?;
                 (dk, self.dq[block]) = (sums.pop(), sums.pop());
             }
             parts.extend(dk.map(|dk| (classes.start - slab.start..classes.end - slab.start, dk)));
@@ -347,7 +348,7 @@ impl<'a> Walked<'a> {
         let mut emulated = VecDeque::new();
         for member in 0..self.members {
             let task = self.task(Kind::Emulated, 0..head.q.rows, slab.clone());
-            emulated.extend(self.on.start(Task { member, ..task }, Vec::new(), 1)?);
+            emulated.extend(self.driver.start(Task { member, ..task }, Vec::new(), 1)?);
         }
         Ok(Started { parts, emulated, classes: slab.len() })
     }
@@ -357,7 +358,7 @@ impl<'a> Walked<'a> {
         let part = part(&self.sources, &block, &self.rows[tokens.clone()], classes);
         let lse = &self.problem.lse[tokens.clone()];
         let tokens = upstream(lse, &self.problem.cotangents().of(tokens));
-        Task { tokens, ..self.on.task(kind, part) }
+        Task { tokens, ..self.driver.task(kind, part) }
     }
 
     /// What the next member makes of the slab, in the order of the members.
@@ -367,7 +368,7 @@ impl<'a> Walked<'a> {
     ) -> Result<DqParts, StepError> {
         let next = self.waiting.front_mut().and_then(|slab| slab.emulated.pop_front());
         let next = next.ok_or_else(|| StepError::Task { why: "the walk is over".into() })?;
-        Ok(self.on.fetch::<Emulated>(next)?.lend(on_dk))
+        Ok(self.driver.fetch::<Emulated>(next)?.lend(on_dk))
     }
 
     /// Leaves the slab, so that others may wait.
@@ -379,7 +380,7 @@ impl<'a> Walked<'a> {
     pub(in crate::replay) fn finish(self) -> Result<Backward, StepError> {
         let mut total = Backward::default();
         for dq in self.dq.into_iter().flatten() {
-            total.extend(self.on.fetch(dq)?);
+            total.extend(self.driver.fetch(dq)?);
         }
         Ok(total)
     }

@@ -99,8 +99,8 @@ pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>
         tiles: Tiles::default(),
         comparisons: task.session.comparisons,
         effort: Effort::All,
-        whole: task.session.whole,
-        sums_alone: None,
+        whole_entries: task.session.whole,
+        sums_without_addends: None,
         draw: None,
         trial: false,
     };
