@@ -1,15 +1,17 @@
-//! The shard record: the description of the bytes that one rank held of one tensor.
+//! What is said of a shard, the bytes that one rank held of a tensor: by the job ([`TensorKey`],
+//! [`Shard`]) and in a dump ([`ShardRecord`]).
+
+mod record;
 
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::Dtype;
-use crate::faults;
-use crate::fingerprint::Fingerprint;
-use crate::hash::ContentHash;
-use crate::identity::{Attempt, Microbatch, Name, Rank};
+use crate::identity::{Microbatch, Name};
 use crate::index_box::IndexBox;
-use crate::placement::{MeshCoordinates, Placements, Reduction};
+use crate::placement::{Placements, Reduction};
 use crate::role::Role;
+
+pub use record::{FingerprintSource, RecordError, ShardRecord};
 
 /// Most dimensions a tensor may have; numpy's own limit is 64.
 pub const MAX_DIMENSIONS: usize = 32;
@@ -27,25 +29,12 @@ pub enum When {
     PreReduce,
     /// After the reduction over ranks.
     PostReduce,
-    /// In the backward pass, where activation checkpointing computes the forward pass a second
-    /// time.
+    /// Again, in the backward pass: activation checkpointing computes the forward anew.
     Recompute,
 }
 
-/// Who computed a fingerprint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum FingerprintSource {
-    /// The framework, on the sharded array, with its own global indices: independent of the box in
-    /// the record, so that it also checks the box.
-    Framework,
-    /// The recorder, from the box that the job gave: it detects damage on the way to the dump, but
-    /// not a wrong box.
-    Recorder,
-}
-
-/// Identifies one captured value of a tensor: the same name can be captured for each microbatch and
-/// at several moments of a step.
+/// Which value of a tensor: one name can be captured per microbatch and at
+/// several moments of a step.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TensorKey {
     /// The tensor's name.
@@ -73,104 +62,93 @@ impl std::fmt::Display for TensorKey {
     }
 }
 
-/// One shard: of which tensor, which box of it, which rank held it, and the hash of its bytes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ShardRecord {
-    /// The tensor, its microbatch and when it was captured.
-    #[serde(flatten)]
-    pub key: TensorKey,
-    /// Its part in the loss head, if it has one.
+/// A word that a job gave as a role and that is none.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{word:?} is not a role; the roles are {known}")]
+pub struct UnknownRole {
+    /// The word, or its beginning.
+    word: String,
+    /// Every role.
+    known: String,
+}
+
+impl TensorKey {
+    /// The role that the job gives the tensor by `word`, or by the tensor's own name where that is
+    /// a role and `word` is absent.
+    pub fn role(&self, word: Option<&str>) -> Result<Option<Role>, UnknownRole> {
+        let Some(word) = word else { return Ok(Role::from_name(self.tensor.as_str())) };
+        match Role::from_name(word) {
+            // What is computed again plays no role (`Shard::role`): no word for one is wrong.
+            None if self.when != Some(When::Recompute) => Err(UnknownRole {
+                word: word.chars().take(80).collect(),
+                known: Role::ALL.iter().map(|role| role.name()).collect::<Vec<_>>().join(" "),
+            }),
+            role => Ok(role),
+        }
+    }
+}
+
+/// One shard as the job describes it: which part of a tensor its bytes are. Python's
+/// `backtape.shards.Shard` says the same; this is carried unchanged from the Python binding through
+/// the recorder into the shard's record ([`ShardRecord`]).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shard {
+    /// The tensor's part in the loss head, if it has one. In a dump a value that the backward pass
+    /// computed again has none: the forward's value has it, with which it is compared.
     pub role: Option<Role>,
-    /// Element type of the bytes, as the job held them.
+    /// Element type; the bits are the job's own.
     pub dtype: Dtype,
     /// Shape of the global tensor.
     pub shape: Vec<u64>,
-    /// The box of the global tensor that the bytes hold, row-major.
-    #[serde(rename = "box")]
+    /// The part of it that the bytes are, row-major.
     pub place: IndexBox,
-    /// The rank that held it.
-    pub rank: Rank,
-    /// The rank's machine.
-    pub host: Name,
-    /// The launch of the run.
-    pub attempt: Attempt,
-    /// The rank's coordinates on the mesh.
-    pub mesh: MeshCoordinates,
-    /// How the tensor is distributed over the mesh, as far as the framework reports it.
+    /// How the tensor lies on the mesh, as far as the framework says.
     pub placement: Placements,
-    /// Set if the bytes are only this rank's addend of the tensor: how the addends of all ranks
-    /// combine to its value.
+    /// Set when the bytes are this rank's addend of the tensor, not its value.
     pub partial: Option<Reduction>,
-    /// 0 for one of the ranks that hold this box, 1, 2, … for its replicas.
+    /// 0 for the first holder of this box, higher for its replicas.
     pub replica: u32,
-    /// xxh3-128 of the bytes, taken in the training process.
-    pub hash: ContentHash,
-    /// Number of bytes.
-    pub length: u64,
-    /// Position-sensitive fingerprint of this shard's elements.
-    pub fingerprint: Fingerprint,
-    /// Who computed `fingerprint`.
-    pub fingerprint_source: FingerprintSource,
-    /// True when the captured code was compiled by a graph compiler (torch.compile).
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    /// True when a graph compiler (torch.compile) made the code around the capture.
     pub compiled: bool,
-    /// The name of the safetensors entry that holds the bytes.
-    pub entry: String,
 }
 
-/// Why a shard record contradicts itself.
-#[derive(Debug, thiserror::Error)]
-pub enum RecordError {
-    /// It has more dimensions than any framework supports.
-    #[error("{key} has {found} dimensions: at most {MAX_DIMENSIONS} are accepted")]
-    Dimensions {
-        /// Which tensor.
-        key: TensorKey,
-        /// The claimed number of dimensions.
-        found: usize,
-    },
-    /// The box does not fit in the tensor's shape.
-    #[error("{key} of rank {rank}: {source}")]
-    Box {
-        /// Which tensor.
-        key: TensorKey,
-        /// The rank that held it.
-        rank: Rank,
-        /// Which box does not fit in which shape.
-        source: crate::index_box::BoxError,
-    },
-    /// The length is not the number of elements in the box times the width of the dtype.
-    #[error("{key} of rank {rank}: box {place} of {dtype} does not take {length} bytes")]
-    Length {
-        /// Which tensor.
-        key: TensorKey,
-        /// The rank that held it.
-        rank: Rank,
-        /// The claimed box.
-        place: IndexBox,
-        /// The claimed dtype.
-        dtype: Dtype,
-        /// The claimed length.
-        length: u64,
-    },
+impl Shard {
+    /// A box of a tensor of which nothing more is said.
+    pub fn new(dtype: Dtype, shape: Vec<u64>, place: IndexBox) -> Shard {
+        Shard {
+            role: None,
+            dtype,
+            shape,
+            place,
+            placement: Placements::new(),
+            partial: None,
+            replica: 0,
+            compiled: false,
+        }
+    }
+
+    /// How many bytes the box takes; `None` when that overflows.
+    pub fn bytes(&self) -> Option<u64> {
+        self.place.elements()?.checked_mul(self.dtype.width() as u64)
+    }
 }
 
-impl ShardRecord {
-    /// Refuses a record whose box, shape, dtype and length contradict each other.
-    pub fn check(&self) -> Result<(), RecordError> {
-        let (key, rank) = (self.key.clone(), self.rank);
-        if self.shape.len() > MAX_DIMENSIONS {
-            return Err(RecordError::Dimensions { key, found: self.shape.len() });
-        }
-        let boxed = self.place.check(&self.shape);
-        if !faults::seeded("box-not-checked") {
-            boxed.map_err(|source| RecordError::Box { key: key.clone(), rank, source })?;
-        }
-        let bytes = self.place.elements().and_then(|n| n.checked_mul(self.dtype.width() as u64));
-        if bytes != Some(self.length) {
-            let (place, dtype, length) = (self.place.clone(), self.dtype, self.length);
-            return Err(RecordError::Length { key, rank, place, dtype, length });
-        }
-        Ok(())
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_role_is_the_word_or_the_name_and_a_wrong_word_is_refused_with_the_roles() {
+        let key = |tensor: &str, when| TensorKey {
+            tensor: Name::new(tensor).unwrap(),
+            microbatch: None,
+            when,
+        };
+        assert_eq!(key("q", None).role(None), Ok(Some(Role::Q)));
+        assert_eq!(key("hidden", None).role(None), Ok(None));
+        assert_eq!(key("hidden", None).role(Some("q")), Ok(Some(Role::Q)));
+        let refused = key("q", None).role(Some("query")).unwrap_err().to_string();
+        assert!(refused.starts_with("\"query\" is not a role; the roles are q k "), "{refused}");
+        assert_eq!(key("q", Some(When::Recompute)).role(Some("query")), Ok(None));
     }
 }

@@ -10,7 +10,7 @@ use backtape::hash::ContentHash;
 use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
 use backtape::index_box::IndexBox;
 use backtape::manifest::{FileRecord, Manifest};
-use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
+use backtape::shard::{FingerprintSource, Shard, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::{ShardWriter, layout};
 use backtape_proto as proto;
@@ -80,22 +80,15 @@ fn write_file(directory: &Path, values: &[u8; 4]) -> (FileRecord, PathBuf) {
             microbatch: Some(Microbatch(0)),
             when: None,
         },
-        role: None,
-        dtype: Dtype::F32,
-        shape: vec![1],
         fingerprint: Fingerprint::of(Dtype::F32, &place, values),
-        place,
+        shard: Shard::new(Dtype::F32, vec![1], place),
         rank,
         host: Name::new("node-0").unwrap(),
         attempt,
         mesh: Default::default(),
-        placement: Default::default(),
-        partial: None,
-        replica: 0,
         hash: ContentHash::of(values),
         length: 4,
         fingerprint_source: FingerprintSource::Recorder,
-        compiled: false,
         entry: String::new(),
     };
     writer.append(record, values).unwrap();

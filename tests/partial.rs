@@ -4,7 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use backtape_dumper::{Capture, Located, Recorder, Summary};
+use backtape::placement::Reduction;
+use backtape_dumper::{Capture, Recorder, Summary};
 
 use crate::support::dump::Shard;
 use crate::support::job::{Fault, Job};
@@ -16,21 +17,8 @@ fn job() -> Job {
 }
 
 fn capture(shard: Shard) -> Capture {
-    Capture {
-        tensor: shard.name.into(),
-        role: None,
-        microbatch: shard.microbatch,
-        when: shard.when,
-        dtype: shard.dtype,
-        shape: shard.shape,
-        place: shard.place,
-        placement: Default::default(),
-        partial: shard.partial.then_some(backtape::placement::Reduction::Sum),
-        replica: 0,
-        located: Located::ByBox,
-        compiled: false,
-        payload: Box::new(shard.bytes),
-    }
+    let described = shard.described(shard.partial.then_some(Reduction::Sum));
+    Capture::new(shard.key(), described, Box::new(shard.bytes))
 }
 
 /// How a rank ends its step.

@@ -255,9 +255,9 @@ fn what_does_not_fit_the_queue_is_omitted_with_its_reason_in_the_manifest() {
     let mut recorder = Recorder::start(settings).unwrap();
     let tape = recorder.step(0).unwrap();
     let mut large = capture("logits", Some(0), 0, 1);
-    (large.dtype, large.shape) = (Dtype::F32, vec![4096]);
-    (large.place, large.payload) =
-        (backtape::index_box::IndexBox(vec![(0, 4096)]), Box::new(vec![0u8; 4096 * 4]));
+    let place = backtape::index_box::IndexBox(vec![(0, 4096)]);
+    large.shard = backtape::shard::Shard::new(Dtype::F32, vec![4096], place);
+    large.payload = Box::new(vec![0u8; 4096 * 4]);
     let error = tape.record(large).unwrap_err().to_string();
     assert!(error.contains("queue of 8192 bytes"), "{error}");
     tape.record(capture("q", Some(0), 0, 1)).unwrap();

@@ -1,16 +1,13 @@
-//! One shard as the training thread hands it over, checked before it is queued.
+//! One shard on its way from the job to its file: the job's description of it and its bytes.
 
 use backtape::dtype::Dtype;
 use backtape::faults;
 use backtape::fingerprint::Fingerprint;
-use backtape::identity::{Microbatch, Name};
 use backtape::index_box::IndexBox;
-use backtape::placement::{Placements, Reduction};
-use backtape::role::Role;
-use backtape::shard::{MAX_DIMENSIONS, TensorKey, When};
+use backtape::shard::{MAX_DIMENSIONS, Shard, TensorKey, When};
 
-/// Bytes that the recorder may read from its own thread after the call has
-/// returned. Immutable by contract: what is hashed must be what is written.
+/// The bytes of a shard. The recorder reads them on its own thread after the call has returned, and
+/// more than once, so they must not change: what is hashed must be what is written.
 pub trait Payload: Send {
     /// How many there are; known without waiting for them.
     fn length(&self) -> usize;
@@ -19,7 +16,8 @@ pub trait Payload: Send {
     /// recorder's own thread asks.
     fn bytes(&self) -> Result<&[u8], String>;
 
-    /// The fingerprint of what a device held at these positions, where one was computed there.
+    /// The fingerprint that a device computed of its own memory, as the elements at these global
+    /// positions; `None` where it computed none, or one of other positions.
     fn fingerprint(&self, _dtype: Dtype, _place: &IndexBox) -> Option<Fingerprint> {
         None
     }
@@ -42,9 +40,9 @@ pub enum Located {
     /// Only the box: the fingerprint proves transport, not place.
     #[default]
     ByBox,
-    /// The framework computed the fingerprint itself, on the sharded array.
+    /// The framework has computed the fingerprint, on the sharded array.
     BySums(Fingerprint),
-    /// The same, still on its way: it comes with the payload.
+    /// The framework computes the fingerprint, which arrives with the payload.
     ByPayload,
     /// The framework's own global indices along each dimension, as ranges `[start, end)` that
     /// together are as long as the box is wide; the recorder computes the fingerprint from
@@ -56,7 +54,7 @@ impl Located {
     /// The fingerprint of a shard's bytes.
     pub(crate) fn fingerprint(&self, dtype: Dtype, place: &IndexBox, bytes: &[u8]) -> Fingerprint {
         match self {
-            // Of `ByPayload` whose sums did not come.
+            // `ByPayload` comes here only when its sums did not: else `measure` has put them in.
             Located::ByBox | Located::ByPayload => Fingerprint::of(dtype, place, bytes),
             Located::BySums(sums) => *sums,
             Located::ByIndices(runs) => {
@@ -66,8 +64,9 @@ impl Located {
         }
     }
 
-    /// The box that a device's sums must be of to be this shard's: of the framework's indices one
-    /// where they are contiguous, as a shard of one piece is.
+    /// The positions of which a device must have computed its sums for them to be this shard's.
+    /// The framework's indices are such a box where they are contiguous along each dimension, as
+    /// they are in a shard of one piece.
     pub(crate) fn positions(&self, place: &IndexBox) -> Option<IndexBox> {
         match self {
             Located::BySums(_) => None,
@@ -96,104 +95,58 @@ impl Located {
     }
 }
 
-/// One shard to record.
+/// One shard to record: what the job says of it, and its bytes.
 pub struct Capture {
-    /// Name of the global tensor.
-    pub tensor: String,
-    /// The part it plays in the loss head; `None`: its name, if that is a role.
-    pub role: Option<String>,
-    /// Its microbatch; `None` for weights and reduced gradients.
-    pub microbatch: Option<u32>,
-    /// When it was captured.
-    pub when: Option<When>,
-    /// Element type.
-    pub dtype: Dtype,
-    /// Shape of the global tensor.
-    pub shape: Vec<u64>,
-    /// The part of it that the payload holds, row-major.
-    pub place: IndexBox,
-    /// How the tensor lies on the mesh, as far as the framework says.
-    pub placement: Placements,
-    /// Set when the payload is this rank's addend, not the value.
-    pub partial: Option<Reduction>,
-    /// 0 for the first holder of this box, higher for its replicas.
-    pub replica: u32,
+    /// Which value of which tensor.
+    pub key: TensorKey,
+    /// Which part of it; the role as [`TensorKey::role`] finds it.
+    pub shard: Shard,
     /// Where the fingerprint's positions come from.
     pub located: Located,
-    /// True when a graph compiler made the code around the capture.
-    pub compiled: bool,
     /// The bytes.
     pub payload: Box<dyn Payload>,
 }
 
-/// A capture that was checked and waits to be written.
-pub(crate) struct Queued {
-    pub(crate) key: TensorKey,
-    pub(crate) role: Option<Role>,
-    pub(crate) dtype: Dtype,
-    pub(crate) shape: Vec<u64>,
-    pub(crate) place: IndexBox,
-    pub(crate) placement: Placements,
-    pub(crate) partial: Option<Reduction>,
-    pub(crate) replica: u32,
-    pub(crate) located: Located,
-    pub(crate) compiled: bool,
-    pub(crate) length: u64,
-    pub(crate) payload: Box<dyn Payload>,
-}
-
 impl Capture {
-    /// Refuses what no reader could make sense of; the sentence says why.
-    pub(crate) fn check(self) -> Result<Queued, String> {
-        let tensor = Name::new(self.tensor.as_str()).map_err(|error| error.to_string())?;
-        let role = match &self.role {
-            // The forward's value plays the part; what is computed anew is compared with it.
-            _ if self.when == Some(When::Recompute) => None,
-            None => Role::from_name(&self.tensor),
-            Some(name) => Some(Role::from_name(name).ok_or_else(|| unknown_role(name))?),
-        };
-        if self.shape.len() > MAX_DIMENSIONS {
-            let found = self.shape.len();
+    /// A shard of which the framework says no more than its box.
+    pub fn new(key: TensorKey, shard: Shard, payload: Box<dyn Payload>) -> Capture {
+        Capture { key, shard, located: Located::ByBox, payload }
+    }
+
+    /// How many bytes its payload has, once it was checked.
+    pub(crate) fn length(&self) -> u64 {
+        self.shard.bytes().unwrap_or(u64::MAX)
+    }
+
+    /// Refuses what no reader could make sense of; the sentence says why. What is queued, kept in
+    /// the ring and written has been through here.
+    pub(crate) fn checked(mut self) -> Result<Capture, String> {
+        // The forward's value plays the role; what is computed again is compared with it.
+        if self.key.when == Some(When::Recompute) {
+            self.shard.role = None;
+        }
+        let Shard { dtype, shape, place, .. } = &self.shard;
+        if shape.len() > MAX_DIMENSIONS {
+            let found = shape.len();
             return Err(format!(
                 "it has {found} dimensions, at most {MAX_DIMENSIONS} are accepted"
             ));
         }
-        self.place.check(&self.shape).map_err(|error| error.to_string())?;
-        self.located.check(&self.place)?;
+        place.check(shape).map_err(|error| error.to_string())?;
+        self.located.check(place)?;
         // The payload is the caller's code: its panic must not reach the training loop.
         let measured = std::panic::AssertUnwindSafe(|| self.payload.length() as u64);
         let length = match faults::seeded("panic-reaches-job") {
             true => measured.0(),
             false => std::panic::catch_unwind(measured).map_err(|_| "its payload panicked")?,
         };
-        let elements = self.place.elements();
-        let wanted = elements.and_then(|n| n.checked_mul(self.dtype.width() as u64));
+        let wanted = self.shard.bytes();
         if wanted != Some(length) {
             let wanted = wanted.map_or("more than 2^64".into(), |n| n.to_string());
-            let (place, dtype) = (&self.place, self.dtype);
             return Err(format!(
                 "its payload has {length} bytes, box {place} of {dtype} takes {wanted}"
             ));
         }
-        Ok(Queued {
-            key: TensorKey { tensor, microbatch: self.microbatch.map(Microbatch), when: self.when },
-            role,
-            dtype: self.dtype,
-            shape: self.shape,
-            place: self.place,
-            placement: self.placement,
-            partial: self.partial,
-            replica: self.replica,
-            located: self.located,
-            compiled: self.compiled,
-            length,
-            payload: self.payload,
-        })
+        Ok(self)
     }
-}
-
-fn unknown_role(name: &str) -> String {
-    let name: String = name.chars().take(80).collect();
-    let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
-    format!("{name:?} is not a role; the roles are {}", known.join(" "))
 }

@@ -1,5 +1,5 @@
 //! The gRPC adapter of a rank: domain types in, one call, domain types out.
-//! Every call has a deadline; what may pass is tried again with growing pauses.
+//! Every call has a deadline; one that may succeed later is repeated after growing pauses.
 
 use std::future::Future;
 use std::hash::{BuildHasher, RandomState};
@@ -47,11 +47,11 @@ pub(crate) enum CallError {
     Refused(String),
 }
 
-/// What a rank that asks to enter is told.
+/// The coordinator's answer to a rank that asks to enter the run.
 pub(crate) enum Answered {
-    /// It is inside.
+    /// The rank has entered.
     Inside(Entered),
-    /// Its launch is not known yet, for this reason: it asks again.
+    /// The rank's launch is not known yet, for this reason: it is to ask again.
     Waits(String),
 }
 
@@ -61,7 +61,8 @@ pub(crate) struct Entered {
     pub(crate) attempt: u32,
     pub(crate) directory: PathBuf,
     pub(crate) run_record: Option<TrustHash>,
-    /// It opened the attempt, and others of its launch have yet to enter.
+    /// This rank has opened the attempt, and other ranks of its launch have yet to enter: it is to
+    /// show that it lives (`vouch`).
     pub(crate) vouch: bool,
 }
 
@@ -72,7 +73,8 @@ pub(crate) struct Client {
     access: Access,
     rpc: Rpc,
     member: proto::Member,
-    /// The newest arrival that the coordinator named.
+    /// The number of the newest arrival that the coordinator has named, which the next question
+    /// repeats.
     heard: u64,
 }
 
@@ -103,7 +105,7 @@ impl Client {
         Ok(Client { rpc: connection(&self.address, &self.access)?, ..self.clone() })
     }
 
-    /// Enters the run, one try; or is told to ask again.
+    /// Asks once to enter the run.
     pub(crate) async fn join(&mut self, plan: &Plan) -> Result<Answered, CallError> {
         let settings = &plan.settings;
         let mesh = match settings.mesh.0.is_empty() {
@@ -178,7 +180,7 @@ impl Client {
                 let why = "the coordinator answered for another number of files";
                 files.iter().map(|_| Err(CallError::Unreachable(why.into()))).collect()
             }
-            // A coordinator of before takes them one by one.
+            // An older coordinator takes them one by one.
             Ok(None) => {
                 let mut outcomes = Vec::new();
                 for file in files {
@@ -207,7 +209,8 @@ impl Client {
         Ok(answer.await?.shards)
     }
 
-    /// Sends a file from `path`; counts what is on its way. It has no deadline but that bytes move.
+    /// Sends a file from `path` and counts the bytes that are sent. It may take any time while they
+    /// move.
     pub(crate) async fn upload_file(
         &self,
         step: u64,
@@ -299,7 +302,7 @@ impl Client {
         self.member.incarnation
     }
 
-    /// How far a step is; one try.
+    /// Asks once how far a step is.
     pub(crate) async fn step_status(
         &self,
         step: u64,
@@ -333,8 +336,8 @@ fn connection(address: &str, access: &Access) -> Result<Rpc, CallError> {
     connect(address, access).map_err(|error| CallError::Refused(error.to_string()))
 }
 
-/// The coordinator's own limit for one request, or what is left; time for one answer there is
-/// always, as it may be the disk that took the rest.
+/// How long one request may take: what is left of the deadline, at most the coordinator's own limit
+/// for a request, and at least the time for one answer, as a slow disk may have used up the rest.
 fn limit(deadline: &Deadline) -> Duration {
     deadline.left().clamp(LEAST, REQUEST_DEADLINE)
 }
@@ -354,7 +357,7 @@ async fn within<T>(
     answer.map(tonic::Response::into_inner).map_err(judge)
 }
 
-/// Tries again while nobody answers and time is left. Whatever the answer is, something got done.
+/// Repeats a call while nobody answers and time is left. Any answer, also a refusal, is progress.
 async fn retry<T, F>(deadline: &Deadline, mut call: impl FnMut() -> F) -> Result<T, CallError>
 where
     F: Future<Output = Result<T, CallError>>,
@@ -382,13 +385,14 @@ where
     }
 }
 
-/// Half to the whole of a pause, so that the ranks of a job do not all call at once.
+/// A random time between half of a pause and all of it, so that the ranks of a job do not all call
+/// at once.
 pub(crate) fn jittered(pause: Duration) -> Duration {
     let share = RandomState::new().hash_one(0) % 512;
     pause.mul_f64(0.5 + share as f64 / 1024.0)
 }
 
-/// What an answer other than yes means for the caller.
+/// What a failed call means for the caller.
 fn judge(status: Status) -> CallError {
     let said = status.message().to_string();
     match status.code() {

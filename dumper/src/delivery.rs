@@ -1,4 +1,5 @@
-//! Files on their way to the store: named in it, put into its bucket, or sent to the coordinator.
+//! How finished files reach the store: this rank gives them their name in it, puts them into its
+//! bucket, or sends them to the coordinator.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use backtape::store::{Backend, FinishedFile, Moved};
 
 use crate::client::{CallError, Client, Entered};
 use crate::patience::Deadline;
-use crate::recorder::Shared;
+use crate::recording::Recording;
 use crate::settings::TransportChoice;
 
 /// Files of a bucket that are reported together: the coordinator looks at each by three requests,
@@ -30,11 +31,11 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    /// Looks whether this rank reaches the store itself.
-    pub(crate) async fn find(shared: Arc<Shared>, entered: Entered) -> std::io::Result<Way> {
+    /// Finds out whether this rank reaches the store itself.
+    pub(crate) async fn find(recording: Arc<Recording>, entered: Entered) -> std::io::Result<Way> {
         let spool = || tempfile::Builder::new().prefix("backtape-").tempdir();
         let bucket = is_url(&entered.directory);
-        let looked = tokio::task::spawn_blocking(move || reached(&shared, &entered)).await;
+        let looked = tokio::task::spawn_blocking(move || reached(&recording, &entered)).await;
         Ok(match looked.ok().flatten() {
             Some(backend) if bucket => Way::Bucket(backend, spool()?),
             Some(_) => Way::Direct,
@@ -49,7 +50,7 @@ impl Way {
         }
     }
 
-    /// Files that are delivered together: those that are sent are answered one by one.
+    /// How many files are delivered together. Those that are sent are answered one by one.
     pub(crate) fn at_a_time(&self) -> usize {
         match self {
             Way::Stream(_) => 1,
@@ -66,10 +67,10 @@ pub(crate) struct Delivery<'a> {
     pub(crate) step: u64,
     /// The step's directory in the store.
     pub(crate) directory: PathBuf,
-    /// Whether what does not get there otherwise may be sent.
+    /// Whether a file that does not get there otherwise may be sent to the coordinator.
     pub(crate) may_stream: bool,
     pub(crate) deadline: Deadline,
-    /// Bytes on their way.
+    /// Counts the bytes that have been sent.
     pub(crate) moved: &'a Moved,
 }
 
@@ -77,7 +78,8 @@ pub(crate) struct Delivery<'a> {
 type Outcome = Result<u64, CallError>;
 
 impl Delivery<'_> {
-    /// Gives files their places and reports them together, or sends them; the outcome of each.
+    /// Puts files in their places and reports them together, or sends them. Returns the outcome of
+    /// each, in their order.
     pub(crate) async fn deliver(&self, files: Vec<FinishedFile>) -> Vec<Outcome> {
         let mut placed: Vec<Result<FileRecord, Outcome>> = Vec::new();
         for file in files {
@@ -95,7 +97,8 @@ impl Delivery<'_> {
             settled.push(match place.map(|record| (record, reported.next())) {
                 Err(outcome) => outcome,
                 Ok((record, Some(Err(CallError::NotThere(_))))) if self.may_send_again() => {
-                    // The directory looked the same and is not: send what was written.
+                    // This rank's directory looked like the coordinator's and is another one: the
+                    // file is sent instead.
                     let path = self.directory.join(record.name.as_str());
                     self.send(&record, &path).await
                 }
@@ -106,7 +109,7 @@ impl Delivery<'_> {
         settled
     }
 
-    /// What was put into a bucket is no longer here to be sent.
+    /// A file that was put into a bucket is no longer on this host, so it cannot be sent again.
     fn may_send_again(&self) -> bool {
         self.may_stream && matches!(self.way, Way::Direct)
     }
@@ -115,7 +118,8 @@ impl Delivery<'_> {
         self.client.upload_file(self.step, record, (path, self.moved), &self.deadline).await
     }
 
-    /// Gives a file its place in the store, or settles it otherwise.
+    /// Puts a file in its place in the store, to be reported; or, as an error, the outcome of a
+    /// file that is not to be reported: it was sent, or has no place.
     async fn place(&self, file: FinishedFile) -> Result<FileRecord, Outcome> {
         match self.way {
             Way::Stream(_) => Err(self.send(&file.record, file.scratch()).await),
@@ -157,16 +161,17 @@ impl Delivery<'_> {
     }
 }
 
-/// True where rows of scalars are sent: to who has no part in the store, and into a bucket,
-/// which only the coordinator adds rows to.
-pub(crate) fn sends_rows(shared: &Shared, entered: &Entered) -> bool {
-    is_url(&entered.directory) || reached(shared, entered).is_none()
+/// True where this rank sends its rows of scalars to the coordinator: when it does not reach the
+/// store itself, and when the store is a bucket, to whose rows only the coordinator adds.
+pub(crate) fn sends_rows(recording: &Recording, entered: &Entered) -> bool {
+    is_url(&entered.directory) || reached(recording, entered).is_none()
 }
 
-/// The store, where this rank reaches it itself. In `Auto` the same `run.json` at the same
-/// place says that it does; the coordinator's look at each file proves it.
-fn reached(shared: &Shared, entered: &Entered) -> Option<Backend> {
-    let transport = shared.plan.settings.transport;
+/// The store, where this rank reaches it itself. With `Auto` that is so where the same `run.json`
+/// lies at the same place; that it is the same store is proved when the coordinator looks at a
+/// file that this rank has written.
+fn reached(recording: &Recording, entered: &Entered) -> Option<Backend> {
+    let transport = recording.plan.settings.transport;
     if transport == TransportChoice::Stream {
         return None;
     }

@@ -1,5 +1,5 @@
-//! The coordinator inside rank 0, on a thread and a runtime of its own: the
-//! recorder's thread blocks on its disk, and the other ranks must not wait for it.
+//! The coordinator inside rank 0. It has a thread and a runtime of its own, as the recorder's
+//! thread blocks on its disk and the other ranks must not wait for that.
 
 use std::io;
 use std::net::SocketAddr;
@@ -36,7 +36,7 @@ pub(crate) enum EmbedError {
 pub(crate) struct Embedded {
     pub(crate) address: SocketAddr,
     pub(crate) handle: Handle,
-    /// Other users of this host reach the loopback address too.
+    /// What ranks must show, as other users of this host reach the loopback address too.
     pub(crate) token: Token,
     stop: oneshot::Sender<()>,
     thread: JoinHandle<()>,

@@ -1,11 +1,12 @@
-//! Why a call of the recorder failed. In fail-open use the binding logs these.
+//! Why a call of the recorder failed. Unless the job asked for strict mode, the Python binding logs
+//! these errors and does not raise them.
 
 use std::path::PathBuf;
 
 use backtape::credentials::CredentialsError;
 use backtape::identity::NameError;
 
-/// One clear sentence each: what, where, what to do.
+/// Why a call of the recorder failed. Each error is one sentence: what, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecorderError {
@@ -36,7 +37,8 @@ pub enum RecorderError {
         /// As given.
         path: PathBuf,
     },
-    /// Ranks find the coordinator inside rank 0 by a file that only they can read.
+    /// Several ranks, a bucket and no coordinator: ranks find the coordinator inside rank 0 by a
+    /// file that nobody else can read, and a bucket has no such file.
     #[error(
         "{world_size} ranks cannot find each other through the bucket {store}: start `coordinator --store {store} --world-size {world_size}` and set BACKTAPE_COORDINATOR"
     )]

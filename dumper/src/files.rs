@@ -5,16 +5,15 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
-use backtape::fingerprint::Fingerprint;
 use backtape::hash::ContentHash;
 use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
 use backtape::index_box::IndexBox;
 use backtape::placement::Reduction;
-use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
+use backtape::shard::{Shard, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::{FinishedFile, Moved, ShardWriter, layout};
 
-use crate::capture::Queued;
+use crate::capture::Capture;
 use crate::measure::{Measured, measure};
 use crate::omissions::Omissions;
 use crate::settings::Plan;
@@ -28,18 +27,31 @@ pub(crate) struct StepFiles {
     attempt: u32,
     /// The step's directory, or the spool of a rank that streams.
     directory: PathBuf,
-    /// Whether they are read again here, to be sent.
+    /// True for a spool: the files are read again on this host, to be sent.
     spooled: bool,
-    /// Where bytes that are written are counted.
+    /// Counts the bytes that are written.
     moved: Moved,
     files: BTreeMap<Option<Microbatch>, OpenFile>,
-    /// What did not get in since the last look, for the step's close.
+    /// Shards that are not in the files, with the reason, until the step's close takes them.
     pub(crate) omissions: Omissions,
 }
 
 struct OpenFile {
     writer: ShardWriter,
     seen: BTreeMap<Identity, ContentHash>,
+}
+
+/// Hash and fingerprint of a capture's bytes, which are read for the first time here. The payload
+/// is the caller's code, which may panic.
+fn read_and_measured(capture: &Capture) -> Result<Measured, String> {
+    let measured = catch_unwind(AssertUnwindSafe(|| {
+        let bytes = capture.payload.bytes().map_err(|why| format!("it was not read: {why}"))?;
+        match bytes.len() as u64 == capture.length() {
+            true => Ok(measure(capture, bytes)),
+            false => Err("its payload changed its length".to_owned()),
+        }
+    }));
+    measured.map_err(|_| "its payload panicked when it was read")?
 }
 
 impl StepFiles {
@@ -61,19 +73,13 @@ impl StepFiles {
     }
 
     /// Writes one shard. An error is the reason why it is not in the file.
-    pub(crate) fn write(&mut self, plan: &Plan, queued: Queued) -> Result<(), String> {
-        // The payload is the caller's code: it may panic here too.
-        let measured = catch_unwind(AssertUnwindSafe(|| {
-            let bytes = queued.payload.bytes().map_err(|why| format!("it was not read: {why}"))?;
-            match bytes.len() as u64 == queued.length {
-                true => Ok(measure(&queued, bytes)),
-                false => Err("its payload changed its length".to_owned()),
-            }
-        }));
-        let measured = measured.map_err(|_| "its payload panicked when it was read")?;
-        let Measured { hash, fingerprint, source } = measured?;
-        let identity = (queued.key.clone(), queued.place.clone(), queued.partial, queued.replica);
-        let file = self.file(plan, queued.key.microbatch)?;
+    pub(crate) fn write(&mut self, plan: &Plan, capture: Capture) -> Result<(), String> {
+        let measured = read_and_measured(&capture)?;
+        let hash = measured.hash;
+        let record = self.record(plan, &capture, measured);
+        let Shard { place, partial, replica, .. } = &record.shard;
+        let identity = (record.key.clone(), place.clone(), *partial, *replica);
+        let file = self.file(plan, record.key.microbatch)?;
         match file.seen.get(&identity) {
             Some(first) if *first == hash => return Ok(()),
             Some(_) => {
@@ -83,10 +89,8 @@ impl StepFiles {
             }
             None => {}
         }
-        let record = self.record(plan, &queued, (hash, fingerprint, source));
-        let file = self.file(plan, queued.key.microbatch)?;
         let written = catch_unwind(AssertUnwindSafe(|| {
-            let bytes = queued.payload.bytes().map_err(std::io::Error::other)?;
+            let bytes = capture.payload.bytes().map_err(std::io::Error::other)?;
             file.writer.append(record, bytes)
         }));
         match written {
@@ -99,30 +103,20 @@ impl StepFiles {
         }
     }
 
-    fn record(
-        &self,
-        plan: &Plan,
-        queued: &Queued,
-        (hash, fingerprint, source): (ContentHash, Fingerprint, FingerprintSource),
-    ) -> ShardRecord {
+    /// What the dump will say of a shard: the job's description, and beside it who held the bytes
+    /// and what they were measured to be.
+    fn record(&self, plan: &Plan, capture: &Capture, measured: Measured) -> ShardRecord {
         ShardRecord {
-            key: queued.key.clone(),
-            role: queued.role,
-            dtype: queued.dtype,
-            shape: queued.shape.clone(),
-            place: queued.place.clone(),
+            key: capture.key.clone(),
+            shard: capture.shard.clone(),
             rank: Rank(plan.settings.rank),
             host: plan.host.clone(),
             attempt: Attempt(self.attempt),
             mesh: plan.settings.coordinates.clone(),
-            placement: queued.placement.clone(),
-            partial: queued.partial,
-            replica: queued.replica,
-            hash,
-            length: queued.length,
-            fingerprint,
-            fingerprint_source: source,
-            compiled: queued.compiled,
+            hash: measured.hash,
+            length: capture.length(),
+            fingerprint: measured.fingerprint,
+            fingerprint_source: measured.source,
             // The writer chooses the entry's name.
             entry: String::new(),
         }
@@ -150,7 +144,8 @@ impl StepFiles {
         Ok(slot.insert(OpenFile { writer, seen: BTreeMap::new() }))
     }
 
-    /// Makes every file durable; and the shards that are in none, with the reason.
+    /// Makes every file durable. Returns the files, and the shards that are in none of them, with
+    /// the reason.
     pub(crate) fn finish(&mut self) -> (Vec<FinishedFile>, Vec<(Vec<TensorKey>, String)>) {
         let (mut finished, mut failed) = (Vec::new(), Vec::new());
         for (_, file) in std::mem::take(&mut self.files) {

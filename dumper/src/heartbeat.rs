@@ -1,8 +1,8 @@
-//! The heartbeat of a rank: tells the coordinator where it is, and turns what
-//! that asks for into commands for the recorder's thread.
+//! The heartbeat of a rank: it tells the coordinator at which step the rank is, and turns what the
+//! coordinator asks for into commands for the recorder's thread.
 //!
-//! On a thread and a connection of its own, as the recorder's thread blocks on
-//! its disk: an order that is heard after its step is an order missed.
+//! It has a thread and a connection of its own, as the recorder's thread blocks on its disk, and an
+//! order that is heard after its step comes too late.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::client::{CallError, Client, jittered};
 use crate::omissions::Omissions;
 use crate::patience::Deadline;
 use crate::queue::{Command, Ending};
-use crate::recorder::Shared;
+use crate::recording::{Finding, Recording};
 use crate::rendezvous::Rendezvous;
 use crate::ring::Holds;
 use crate::schedule::Asked;
@@ -28,23 +28,23 @@ use crate::schedule::Asked;
 const OPEN_PAUSE: Duration = Duration::from_millis(100);
 const LEAVING_PAUSE: Duration = Duration::from_millis(50);
 
-/// More heartbeats than these bring the coordinator refuses.
+/// Shortest pause between heartbeats: the coordinator refuses more frequent ones.
 const SHORTEST_PERIOD: Duration = Duration::from_millis(30);
 
-/// [`jittered`] gives half to the whole of what it is given: this makes a
-/// period's pauses lie around it, and never beyond what the coordinator reckons with.
+/// [`jittered`] shortens a pause to between half and all of it. Stretched by this factor first, the
+/// pauses lie around the period, and none is longer than the coordinator allows for.
 const STRETCH: f64 = 1.25;
 
 /// How long a frozen ring waits for its own rank to finish the step that a
 /// trigger is about, before it says what it holds.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(120);
 
-/// How long a rank that is being closed waits for what others may still have
-/// seen in their last steps, and for open triggers: longer than the coordinator
-/// waits for a rank that fell silent.
+/// How long a rank whose recorder is being closed waits for triggers: those that are open, and
+/// those of other ranks whose last steps went wrong. Longer than the coordinator waits for a rank
+/// that fell silent.
 const LEAVING_PATIENCE: Duration = Duration::from_secs(15);
 
-/// Different reasons why reports triggered nothing that are named.
+/// Most reasons why reports triggered nothing that the summary names.
 const MAX_REFUSALS: usize = 16;
 
 /// How long a heartbeat that was told to end is waited for.
@@ -55,19 +55,19 @@ pub(crate) struct Heartbeat {
     thread: JoinHandle<()>,
 }
 
-/// What the heartbeat remembers between two beats.
-struct Mind {
-    shared: Arc<Shared>,
+/// What the heartbeat remembers from one beat to the next.
+struct State {
+    recording: Arc<Recording>,
     plan_version: u32,
     settled: u32,
     open: Vec<Open>,
-    /// Why reports triggered nothing, each reason once.
+    /// Why reports triggered nothing; each reason is said once.
     refusals: Vec<String>,
-    /// The coordinator says that every rank is being closed.
+    /// The coordinator has said that the recorder of every rank is being closed.
     all_leaving: bool,
 }
 
-/// A trigger whose ring is not settled.
+/// A trigger for which it is not yet settled which steps of the rings are written.
 struct Open {
     number: u32,
     seen: u64,
@@ -75,42 +75,42 @@ struct Open {
 }
 
 impl Heartbeat {
-    pub(crate) fn start(shared: Arc<Shared>, client: Client) -> std::io::Result<Heartbeat> {
+    pub(crate) fn start(recording: Arc<Recording>, client: Client) -> std::io::Result<Heartbeat> {
         let thread = std::thread::Builder::new().name("backtape-heartbeat".into());
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread = thread.spawn(move || {
-            let body = AssertUnwindSafe(|| runtime.block_on(beat_on(&shared, &client)));
+            let body = AssertUnwindSafe(|| runtime.block_on(beat_on(&recording, &client)));
             if catch_unwind(body).is_err() {
-                shared.fault("the heartbeat panicked, which is a bug in backtape");
+                recording.fault("the heartbeat panicked, which is a bug in backtape");
             }
-            shared.ring.thaw();
+            recording.ring.thaw();
         })?;
         Ok(Heartbeat { thread })
     }
 
-    /// Waits, bounded, until nothing more will be asked for.
+    /// Waits until nothing more will be asked for, and no longer than the deadline.
     pub(crate) async fn finish(self, deadline: &Deadline) {
         let ended = tokio::task::spawn_blocking(move || self.thread.join());
         let _ = deadline.bound(ended).await;
     }
 }
 
-/// Of what a ring holds, ascending, as much as may be told: a frozen one grows beyond its length.
-/// What led to the step that the trigger is about comes first.
-fn told_of(mut steps: Vec<u64>, seen: u64) -> Vec<u64> {
+/// The steps of a ring, ascending, that one heartbeat may name: a frozen ring may hold more of
+/// them. Steps up to `seen`, which the trigger is about, go before later ones.
+fn nameable(mut steps: Vec<u64>, seen: u64) -> Vec<u64> {
     let end = steps.partition_point(|&step| step <= seen);
     steps.drain(..end.saturating_sub(MAX_RING_STEPS));
     steps.truncate(MAX_RING_STEPS);
     steps
 }
 
-async fn beat_on(shared: &Arc<Shared>, client: &Client) {
+async fn beat_on(recording: &Arc<Recording>, client: &Client) {
     let client = match client.reopened() {
         Ok(client) => client,
-        Err(error) => return shared.fault(format!("no heartbeats are sent: {error}")),
+        Err(error) => return recording.fault(format!("no heartbeats are sent: {error}")),
     };
-    let mut mind = Mind {
-        shared: shared.clone(),
+    let mut state = State {
+        recording: recording.clone(),
         plan_version: 0,
         settled: 0,
         open: Vec::new(),
@@ -118,30 +118,31 @@ async fn beat_on(shared: &Arc<Shared>, client: &Client) {
         all_leaving: false,
     };
     loop {
-        // In this order: a rank that leaves has reported what its last step showed.
-        let leaving = mind.closed_at().is_some();
-        let report = shared.report();
-        let answered = client.heartbeat(mind.beat(report.clone(), leaving)).await;
+        // Asked in this order, so that a rank that says it is leaving also reports what its last
+        // step showed.
+        let leaving = state.closed_at().is_some();
+        let finding = recording.finding();
+        let answered = client.heartbeat(state.beat(finding.clone(), leaving)).await;
         match answered {
-            Ok(orders) => mind.hear(report, orders),
-            // Rank 0 ended its coordinator: it had heard that everyone leaves.
-            Err(CallError::Unreachable(_)) if mind.orphaned() => return,
+            Ok(orders) => state.hear(finding, orders),
+            // Rank 0 has ended its coordinator, as it had heard that every rank leaves.
+            Err(CallError::Unreachable(_)) if state.orphaned() => return,
             Err(CallError::Unreachable(_)) => {}
-            Err(error) => return shared.fault(format!("heartbeats ended: {error}")),
+            Err(error) => return recording.fault(format!("heartbeats ended: {error}")),
         }
-        if mind.is_done() {
+        if state.is_done() {
             return;
         }
         tokio::select! {
-            () = tokio::time::sleep(mind.pause()) => {}
-            () = shared.wake.notified() => {}
+            () = tokio::time::sleep(state.pause()) => {}
+            () = recording.wake.notified() => {}
         }
     }
 }
 
-impl Mind {
-    fn beat(&self, report: Option<(u64, String)>, leaving: bool) -> Beat {
-        let (step, steps_per_second) = self.shared.schedule.progress();
+impl State {
+    fn beat(&self, finding: Option<Finding>, leaving: bool) -> Beat {
+        let (step, steps_per_second) = self.recording.schedule.progress();
         let period = self.period().as_millis();
         Beat {
             step,
@@ -149,45 +150,45 @@ impl Mind {
             period_ms: u32::try_from(period).unwrap_or(u32::MAX),
             plan_version: self.plan_version,
             triggers_settled: self.settled,
-            report,
+            report: finding,
             ring: self.held(),
             leaving,
         }
     }
 
-    /// True when rank 0 carried the coordinator and has taken it away.
+    /// True when the coordinator was inside rank 0, which has ended it.
     fn orphaned(&self) -> bool {
-        let plan = &self.shared.plan;
+        let plan = &self.recording.plan;
         let embedded = plan.settings.coordinator.is_none() && self.closed_at().is_some();
         embedded && Rendezvous::read(&plan.run_directory()).is_none()
     }
 
     fn closed_at(&self) -> Option<Instant> {
-        self.shared.patience.closed_at()
+        self.recording.patience.closed_at()
     }
 
-    /// What the ring holds for the oldest open trigger, once this rank has
-    /// finished the step it is about, or will not.
+    /// Which steps the ring holds for the oldest open trigger, once this rank has finished the step
+    /// that the trigger is about, or will not finish it.
     fn held(&self) -> Option<(u32, Vec<u64>)> {
         let open = self.open.first()?;
-        let steps = self.shared.ring.held();
+        let steps = self.recording.ring.held();
         let reached = steps.last().is_some_and(|&newest| newest >= open.seen);
         let over = self.closed_at().is_some() || open.since.elapsed() >= FREEZE_PATIENCE;
-        let ready = reached || over || !self.shared.ring.is_on();
-        ready.then(|| (open.number, told_of(steps, open.seen)))
+        let ready = reached || over || !self.recording.ring.is_on();
+        ready.then(|| (open.number, nameable(steps, open.seen)))
     }
 
-    fn hear(&mut self, report: Option<(u64, String)>, orders: Orders) {
-        if let Some(report) = report {
-            self.shared.reported(&report);
+    fn hear(&mut self, finding: Option<Finding>, orders: Orders) {
+        if let Some(finding) = finding {
+            self.recording.told(&finding);
             let why = orders.report_refused;
-            // A loss that comes and goes is refused for one reason, said once.
+            // Reports of a loss that is wrong again and again are refused for the same reason.
             if !why.is_empty()
                 && self.refusals.len() < MAX_REFUSALS
                 && !self.refusals.contains(&why)
             {
-                let (step, what) = report;
-                self.shared.ordered(format!("{what} at step {step} triggered nothing: {why}"));
+                let (step, what) = finding;
+                self.recording.ordered(format!("{what} at step {step} triggered nothing: {why}"));
                 self.refusals.push(why);
             }
         }
@@ -206,8 +207,8 @@ impl Mind {
         }
         self.plan_version = plan.version;
         let (version, from) = (plan.version, plan.from);
-        self.shared.ordered(format!("plan {version} from step {from}: {}", plan.changes));
-        for step in self.shared.schedule.add_plan(plan) {
+        self.recording.ordered(format!("plan {version} from step {from}: {}", plan.changes));
+        for step in self.recording.schedule.add_plan(plan) {
             self.late(step, &format!("plan {version}"));
         }
     }
@@ -218,15 +219,15 @@ impl Mind {
             return;
         }
         if !self.open.iter().any(|open| open.number == number) {
-            self.shared.ring.freeze();
+            self.recording.ring.freeze();
             let (seen, since) = (trigger.seen.0, Instant::now());
             self.open.push(Open { number, seen, since });
             let who = trigger.rank.map_or("a person".into(), |rank| format!("rank {rank}"));
-            self.shared.ordered(format!(
+            self.recording.ordered(format!(
                 "trigger {number} by {who} at step {seen}, for step {}: {}",
                 trigger.record, trigger.reason
             ));
-            if self.shared.schedule.ask(trigger.record.0) == Asked::Over {
+            if self.recording.schedule.ask(trigger.record.0) == Asked::Over {
                 self.late(trigger.record.0, &format!("trigger {number}"));
             }
         }
@@ -238,13 +239,13 @@ impl Mind {
         self.settled = number;
         self.open.retain(|open| open.number > number);
         if self.open.is_empty() {
-            self.shared.ring.thaw();
+            self.recording.ring.thaw();
         }
     }
 
-    /// A step that was over when this rank heard of it: the ring may have it.
+    /// A step that was over when this rank heard that it is asked for: the ring may hold it.
     fn late(&self, step: u64, order: &str) {
-        let (current, _) = self.shared.schedule.progress();
+        let (current, _) = self.recording.schedule.progress();
         let current = current.unwrap_or(step);
         self.write_or_name(
             step,
@@ -252,12 +253,12 @@ impl Mind {
         );
     }
 
-    /// A step of the rings that every rank writes.
+    /// A step that every rank is to write from its ring.
     fn write(&self, step: u64, number: u32) {
-        if self.shared.schedule.ask(step) != Asked::Over {
+        if self.recording.schedule.ask(step) != Asked::Over {
             return;
         }
-        let ring = self.shared.plan.settings.ring_steps;
+        let ring = self.recording.plan.settings.ring_steps;
         self.write_or_name(
             step,
             &format!("trigger {number} asked for it and the ring of {ring} steps did not hold it"),
@@ -265,23 +266,23 @@ impl Mind {
     }
 
     fn write_or_name(&self, step: u64, reason: &str) {
-        match self.shared.ring.claim(step) {
-            Holds::Whole => self.shared.queue.push_order(Command::Ring(step)),
-            // Its close queues it.
+        match self.recording.ring.claim(step) {
+            Holds::Whole => self.recording.queue.push_order(Command::Ring(step)),
+            // When its tape is closed it is queued.
             Holds::Open => {}
             Holds::Not => {
                 let mut omissions = Omissions::default();
                 omissions.add(EVERYTHING, None, reason);
-                self.shared.omitted(step, EVERYTHING, None, reason);
-                let selection = self.shared.schedule.selection(step);
+                self.recording.omitted(step, EVERYTHING, None, reason);
+                let selection = self.recording.schedule.selection(step);
                 let ending = Ending { head: None, omissions, selection, late: true };
-                self.shared.queue.push_order(Command::Close(step, Box::new(ending)));
+                self.recording.queue.push_order(Command::Close(step, Box::new(ending)));
             }
         }
     }
 
     fn period(&self) -> Duration {
-        self.shared.plan.settings.heartbeat.max(SHORTEST_PERIOD)
+        self.recording.plan.settings.heartbeat.max(SHORTEST_PERIOD)
     }
 
     fn pause(&self) -> Duration {
@@ -293,20 +294,20 @@ impl Mind {
         }
     }
 
-    /// True when nothing more is to be told or heard.
+    /// True when this rank has nothing more to say and nothing more to hear.
     fn is_done(&self) -> bool {
         let Some(closed_at) = self.closed_at() else { return false };
         if closed_at.elapsed() >= LEAVING_PATIENCE {
             for open in &self.open {
                 let number = open.number;
-                self.shared
+                self.recording
                     .fault(format!("trigger {number} was not settled before the end of the job"));
             }
             return true;
         }
-        let told = self.shared.report().is_none() && self.open.is_empty();
-        // Without a ring there is nothing that another rank's last step could ask for.
-        told && (self.all_leaving || !self.shared.ring.is_on())
+        let told = self.recording.finding().is_none() && self.open.is_empty();
+        // Without a ring there is nothing that a trigger of another rank could ask this one for.
+        told && (self.all_leaving || !self.recording.ring.is_on())
     }
 }
 
@@ -321,9 +322,9 @@ mod tests {
         let most = MAX_RING_STEPS as u64;
         let grown: Vec<u64> = (0..2 * most).collect();
         for (seen, first) in [(most + 9, 10), (0, 0), (5 * most, most)] {
-            let told = told_of(grown.clone(), seen);
+            let told = nameable(grown.clone(), seen);
             assert!(told.iter().copied().eq(first..first + most), "{seen}: {:?}", told.first());
         }
-        assert_eq!(told_of(vec![3, 4], 4), [3, 4]);
+        assert_eq!(nameable(vec![3, 4], 4), [3, 4]);
     }
 }

@@ -1,10 +1,9 @@
 //! The recorder that lives inside a rank of a training job.
 //!
-//! The training thread hands shards over and goes on; a thread of the recorder
-//! hashes them, writes them, reports them to the coordinator and closes the
-//! step. It may lose a capture, which is then named with its reason; it never
-//! raises into, blocks beyond its cap, or grows beyond its budget the job that
-//! carries it.
+//! The training thread hands shards over and goes on. A thread of the recorder hashes them, writes
+//! them, reports them to the coordinator and closes the step. The recorder may lose a capture,
+//! which is then named with its reason. It never raises an error in the job that it is part of,
+//! never holds the job up for longer than its cap, and never takes more memory than its budget.
 //!
 //! ```no_run
 //! # use backtape_dumper::{Recorder, Settings};
@@ -18,7 +17,7 @@
 //! # Ok::<(), backtape_dumper::RecorderError>(())
 //! ```
 //!
-//! It is no reader: what was dumped is opened by the replayer.
+//! It does not read dumps: the replayer does.
 
 mod capture;
 mod client;
@@ -34,6 +33,7 @@ mod patience;
 mod queue;
 mod ranges;
 mod recorder;
+mod recording;
 mod rendezvous;
 mod ring;
 mod scalars;

@@ -1,44 +1,46 @@
-//! What is computed of a shard's bytes before they are written: hash and fingerprint.
+//! The hash and the fingerprint of a shard's bytes, computed before they are written.
 //!
-//! A large shard is looked at by two threads, so that the disk and not a core limits how fast a
+//! Two threads share the work on a large shard, so that the disk and not a core limits how fast a
 //! step becomes durable.
 
 use backtape::fingerprint::Fingerprint;
 use backtape::hash::ContentHash;
-use backtape::shard::FingerprintSource;
+use backtape::shard::{FingerprintSource, Shard};
 
-use crate::capture::{Located, Queued};
+use crate::capture::{Capture, Located};
 
 /// From this length on a second thread is worth its start.
 const SHARED_BYTES: usize = 4 << 20;
 
-/// What of a box the thread that hashes does not look at: a hash takes about a third of the time
-/// of a fingerprint.
+/// The share of a box whose fingerprint one thread computes while the other hashes all of the bytes
+/// and then computes the fingerprint of the rest: a hash takes about a third of the time of a
+/// fingerprint.
 const SHARE: f64 = 0.66;
 
-/// What is said of a shard's bytes.
+/// What a dump says of a shard's bytes.
 pub(crate) struct Measured {
     pub(crate) hash: ContentHash,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) source: FingerprintSource,
 }
 
-/// Hash and fingerprint of a shard's bytes. Sums that a device computed of its own memory take the
-/// place of ours: a copy that went wrong does not agree with them.
-pub(crate) fn measure(queued: &Queued, bytes: &[u8]) -> Measured {
-    let positions = queued.located.positions(&queued.place);
-    let sums = positions.and_then(|place| queued.payload.fingerprint(queued.dtype, &place));
-    let source = match (&queued.located, sums) {
+/// Hash and fingerprint of a shard's bytes. Where a device has computed the fingerprint of its own
+/// memory, that one is taken: bytes that were copied wrongly do not agree with it.
+pub(crate) fn measure(capture: &Capture, bytes: &[u8]) -> Measured {
+    let Capture { shard, located, payload, .. } = capture;
+    let positions = located.positions(&shard.place);
+    let sums = positions.and_then(|place| payload.fingerprint(shard.dtype, &place));
+    let source = match (located, sums) {
         (Located::ByBox, _) | (Located::ByPayload, None) => FingerprintSource::Recorder,
         _ => FingerprintSource::Framework,
     };
-    let located = sums.map(Located::BySums);
-    let (hash, fingerprint) = compute(queued, located.as_ref().unwrap_or(&queued.located), bytes);
+    let summed = sums.map(Located::BySums);
+    let (hash, fingerprint) = compute(shard, summed.as_ref().unwrap_or(located), bytes);
     Measured { hash, fingerprint, source }
 }
 
-fn compute(queued: &Queued, located: &Located, bytes: &[u8]) -> (ContentHash, Fingerprint) {
-    let (dtype, place) = (queued.dtype, &queued.place);
+fn compute(shard: &Shard, located: &Located, bytes: &[u8]) -> (ContentHash, Fingerprint) {
+    let (dtype, place) = (shard.dtype, &shard.place);
     let alone = || (ContentHash::of(bytes), located.fingerprint(dtype, place, bytes));
     if bytes.len() < SHARED_BYTES || matches!(located, Located::BySums(_)) {
         return alone();

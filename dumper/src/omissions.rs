@@ -1,4 +1,4 @@
-//! A bounded list of what was not recorded: a full disk must not fill the
+//! What was not recorded, and why, as a list of bounded length: a full disk must not fill the
 //! memory with explanations, and the step's close must fit into one message.
 
 use backtape::identity::Microbatch;
@@ -6,8 +6,8 @@ use backtape::manifest::{EVERYTHING, Omission};
 
 use crate::Rank;
 
-/// Omissions a step names one by one; the rest are counted. With
-/// [`MAX_REASON`] they stay far below the coordinator's message limit.
+/// Most omissions of a step that are named one by one; the rest are counted. With [`MAX_REASON`]
+/// they stay far below the coordinator's limit for a message.
 const MAX_NAMED: usize = 4096;
 
 /// Bytes of a reason or of a tensor's name that are kept.
@@ -41,7 +41,7 @@ impl Omissions {
         self.named.iter().any(|(tensor, ..)| tensor == EVERYTHING)
     }
 
-    /// As the coordinator keeps them.
+    /// The omissions of this rank as the coordinator keeps them.
     pub(crate) fn records(&self, rank: u32) -> Vec<Omission> {
         let one = |(tensor, microbatch, reason): &(String, Option<u32>, String)| Omission {
             rank: Rank(rank),
@@ -59,7 +59,7 @@ impl Omissions {
     }
 }
 
-/// One line for the summary.
+/// An omission as one line of the summary.
 pub(crate) fn sentence(step: u64, tensor: &str, microbatch: Option<u32>, reason: &str) -> String {
     let part = microbatch.map_or(String::new(), |mb| format!(" microbatch {mb}"));
     format!("{}{part} of step {step}: {}", clip(tensor), clip(reason))

@@ -1,9 +1,10 @@
-//! How long the job waits for the recorder: once it is closed, so long after the last thing that
-//! got done, and no longer. Bytes that move count, acknowledged files, steps that came to their
-//! end; a coordinator that says "try again" does not.
+//! How long the job waits for the recorder. Once the recorder is being closed, the job waits a
+//! fixed time (`close_patience`) after the last progress, and no longer. Progress is bytes that
+//! move, files that are acknowledged, and steps that come to their end; it is none that a
+//! coordinator answers "try again".
 //!
-//! The recorder's thread gives up a little earlier than the thread that closes, to say itself what
-//! it was waiting for.
+//! The recorder's own thread gives up a little earlier than the thread that closes the recorder, so
+//! that it can still say what it was waiting for.
 
 use std::future::Future;
 use std::sync::atomic::Ordering;
@@ -13,29 +14,29 @@ use std::time::Duration;
 use backtape::store::Moved;
 use tokio::time::Instant;
 
-use crate::recorder::lock;
+use crate::recording::lock;
 
-/// How often a wait looks whether something got done meanwhile.
+/// How often a wait looks whether there was progress meanwhile.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Least time of one try: it may have been the disk that took the rest.
+/// The time that one try always has, however little is left: a slow disk may have used up the rest.
 pub(crate) const LEAST: Duration = Duration::from_secs(1);
 
-/// So shortly before a limit no other try is begun.
+/// A try that fails this shortly before the job stops waiting is taken to have failed for that.
 const NEAR: Duration = Duration::from_secs(2);
 
-/// So much earlier than the thread that closes the recorder's own gives up, or at half of the
-/// patience.
+/// How much earlier the recorder's own thread gives up than the thread that closes the recorder; at
+/// most half of the patience.
 const MARGIN: Duration = Duration::from_secs(3);
 
-/// An outage that is over sooner is not worth a word.
+/// Outages of the coordinator that are shorter are not reported.
 const WORTH_SAYING: Duration = Duration::from_secs(5);
 
-/// When something last got done, and how long is waited after that.
+/// When the last progress was, and how long the job waits after that.
 pub(crate) struct Patience {
     longest: Duration,
     closed: OnceLock<Instant>,
-    /// Bytes on their way to the store.
+    /// Counts the bytes that have moved towards the store.
     pub(crate) moved: Moved,
     state: Mutex<State>,
 }
@@ -43,7 +44,7 @@ pub(crate) struct Patience {
 struct State {
     last: Instant,
     moved: u64,
-    /// Since when the coordinator does not answer, and what was heard in place of it.
+    /// Since when the coordinator does not answer, and the error that came instead.
     outage: Option<(Instant, String)>,
     /// Why nothing more is waited for.
     given_up: Option<String>,
@@ -56,7 +57,7 @@ impl Patience {
         Arc::new(Patience { longest, closed, moved, state: Mutex::new(state) })
     }
 
-    /// Nothing more comes from the training thread, which waits from now on.
+    /// The recorder is being closed: from now on the job waits.
     pub(crate) fn close(&self) {
         let _ = self.closed.set(Instant::now());
     }
@@ -65,7 +66,7 @@ impl Patience {
         self.closed.get().copied()
     }
 
-    /// Something got done.
+    /// There was progress.
     pub(crate) fn progressed(&self) {
         self.progressed_at(Instant::now());
     }
@@ -87,7 +88,7 @@ impl Patience {
         state.outage = Some((since, why.into()));
     }
 
-    /// What was heard in place of an answer, where the coordinator gives none.
+    /// The error that came instead of an answer; `None` while the coordinator answers.
     pub(crate) fn outage(&self) -> Option<String> {
         lock(&self.state).outage.as_ref().map(|(_, why)| why.clone())
     }
@@ -110,7 +111,7 @@ impl Patience {
         })
     }
 
-    /// When something last got done; bytes that moved since the last look moved now.
+    /// When the last progress was. Bytes that moved since the last call are taken to move now.
     fn last(&self, now: Instant) -> Instant {
         let mut state = lock(&self.state);
         let moved = self.moved.load(Ordering::Relaxed);
@@ -120,7 +121,8 @@ impl Patience {
         state.last
     }
 
-    /// When the thread that closes stops waiting, as things are; `None` while nobody does.
+    /// When the thread that closes the recorder stops waiting, if there is no further progress;
+    /// `None` while no thread closes it.
     pub(crate) fn end(&self) -> Option<Instant> {
         self.end_at(Instant::now())
     }
@@ -129,36 +131,36 @@ impl Patience {
         Some(self.closed_at()?.max(self.last(now)) + self.longest)
     }
 
-    /// How long that is after the last progress.
+    /// How long the job waits after the last progress.
     pub(crate) fn longest(&self) -> Duration {
         self.longest
     }
 
-    /// Until when something that begins now may take; it has `longest`, or less once the recorder
-    /// is closed.
+    /// The deadline of something that begins now: it may take `longest`, or less once the recorder
+    /// is being closed.
     pub(crate) fn deadline(self: &Arc<Patience>, longest: Duration) -> Deadline {
         let (patience, begin) = (self.clone(), Instant::now());
         Deadline { patience, begin, longest, moving: false }
     }
 }
 
-/// When to give up on something that began: it moves while things get done.
+/// When to give up on something that has begun. It moves on while there is progress.
 #[derive(Clone)]
 pub(crate) struct Deadline {
     patience: Arc<Patience>,
     begin: Instant,
     longest: Duration,
-    /// Whether `longest` counts from the last progress too.
+    /// Whether `longest` counts from the last progress, and not only from the beginning.
     moving: bool,
 }
 
 impl Deadline {
-    /// The same for what may take as long as it moves.
+    /// The same deadline for something that may take any time while there is progress.
     pub(crate) fn moving(&self) -> Deadline {
         Deadline { moving: true, ..self.clone() }
     }
 
-    /// How long may still be waited, as things are.
+    /// How long may still be waited, if there is no further progress.
     pub(crate) fn left(&self) -> Duration {
         self.left_at(Instant::now())
     }
@@ -171,7 +173,8 @@ impl Deadline {
         end.saturating_duration_since(now)
     }
 
-    /// Until when the thread that closes waits, but for a moment to say why it did.
+    /// A moment before the thread that closes the recorder stops waiting, so that there is time to
+    /// say why; `None` while no thread closes it.
     fn granted_at(&self, now: Instant) -> Option<Instant> {
         let closed = self.patience.closed_at()?;
         let longest = self.patience.longest;
@@ -182,8 +185,8 @@ impl Deadline {
         self.left().is_zero()
     }
 
-    /// Waits for a call until the deadline, wherever that has moved to, and for [`LEAST`] at
-    /// least.
+    /// Waits for a call until the deadline, which may move meanwhile, and for [`LEAST`] at least.
+    /// `None` where the call has not ended by then.
     pub(crate) async fn bound<T>(&self, call: impl Future<Output = T>) -> Option<T> {
         tokio::pin!(call);
         let least = Instant::now() + LEAST;
@@ -197,8 +200,8 @@ impl Deadline {
         }
     }
 
-    /// Waits before the next try; not beyond the deadline, which comes closer when the recorder is
-    /// closed meanwhile.
+    /// Waits before the next try, but not beyond the deadline, which comes closer when the recorder
+    /// is closed meanwhile.
     pub(crate) async fn pause(&self, pause: Duration) {
         let end = Instant::now() + pause;
         loop {
@@ -231,8 +234,8 @@ impl Deadline {
         }
     }
 
-    /// The same, and whatever else would be asked of the coordinator is not, once the recorder is
-    /// being closed.
+    /// Gives up: once the recorder is being closed, nothing more is asked of the coordinator.
+    /// Returns the reason as [`Deadline::explained`] words it, the first one if there are several.
     pub(crate) fn give_up(&self, why: &str) -> String {
         let why = self.explained(why);
         match self.patience.closed_at() {
@@ -241,9 +244,10 @@ impl Deadline {
         }
     }
 
-    /// Why nothing more is waited for.
+    /// Why nothing more is asked of the coordinator; `None` unless it was given up and there was no
+    /// progress since.
     pub(crate) fn given_up(&self) -> Option<String> {
-        // Bytes may have moved meanwhile.
+        // Bytes that have moved meanwhile are progress.
         self.patience.last(Instant::now());
         lock(&self.patience.state).given_up.clone()
     }

@@ -1,8 +1,8 @@
-//! The queue between the training thread and the recorder's own: bounded in
-//! bytes, and bounded in how long it holds anyone up.
+//! The queue between the training thread and the recorder's own thread. It is bounded in bytes, and
+//! so is the time for which it holds the training thread up.
 //!
-//! What comes close together is worked off after it: hashing and writing take the memory's
-//! bandwidth, and a core, from the copies that the training thread is making at that moment.
+//! Captures that come close together are written after the last of them: hashing and writing would
+//! take the memory's bandwidth, and a core, from the copies that the training thread is making.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,28 +13,31 @@ use backtape::head::HeadDeclaration;
 use backtape::selection::Selection;
 use tokio::sync::Notify;
 
-use crate::capture::Queued;
+use crate::capture::Capture;
 use crate::omissions::Omissions;
+use crate::recording::lock;
 
-/// Charged for each capture beside its payload, so that a million scalars
-/// cannot grow the queue without bound.
+/// Bytes that each capture counts for beside its payload, so that a million scalars cannot grow the
+/// queue without bound.
 pub(crate) const CAPTURE_OVERHEAD_BYTES: u64 = 1024;
 
-/// The training thread has made its captures, for now, when none came for so long.
+/// When no capture has come for this long, the training thread is taken to have made all of them
+/// for now.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// How often a thread that waits for the end looks whether that has moved.
+/// How often a thread that waits for the end asks again until when it may wait.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// So many captures that wait are small ones. Copying them takes the interpreter's time and not
-/// the memory's, so they are worked off beside it; left to the end they would take longer.
+/// When more captures than this wait, they are small ones. Making them takes time of the
+/// interpreter and hardly any of the memory's bandwidth, so they are written meanwhile; left to the
+/// end, all of it would take longer.
 const MANY: usize = 256;
 
-/// What the training thread asks of the background.
+/// What the recorder's thread is to do.
 pub(crate) enum Command {
     /// Write this shard.
-    Capture(u64, Box<Queued>),
-    /// Nothing more comes for the step: report and close it.
+    Capture(u64, Box<Capture>),
+    /// Nothing more comes for the step: report its files and close it.
     Close(u64, Box<Ending>),
     /// Write what the ring holds of a step, and close it.
     Ring(u64),
@@ -52,21 +55,29 @@ pub(crate) struct Ending {
     pub(crate) late: bool,
 }
 
+impl Ending {
+    /// The end of a step of which this rank records nothing.
+    pub(crate) fn empty(selection: Arc<Selection>) -> Ending {
+        Ending { head: None, omissions: Omissions::default(), selection, late: false }
+    }
+}
+
 /// Why a capture did not enter the queue.
 pub(crate) enum Refused {
-    /// There is no room now, or the background takes nothing more.
+    /// There is no room now, or recording was given up.
     Full(String),
-    /// It could never be taken.
+    /// It could not be taken at any time.
     Unfit(String),
+    /// The recorder is closed.
     Closed,
 }
 
 pub(crate) struct Queue {
     limit_bytes: u64,
     state: Mutex<State>,
-    /// Signalled when bytes are released or the background ends.
+    /// Signalled when bytes are released, and when the recorder's thread ends.
     changed: Condvar,
-    /// Signalled when a command arrives or no more will.
+    /// Signalled when a command arrives, and when no more will.
     ready: Notify,
 }
 
@@ -80,11 +91,11 @@ struct State {
     last: Option<Instant>,
     /// The training thread waits for room.
     waits: bool,
-    /// A wait for room ran out; nobody waits again before some is made, so
-    /// that a hung disk costs one call cap and not one for every capture.
+    /// A wait for room has run out. Nobody waits again before there is some room, so that a hung
+    /// disk costs the job one call's longest wait and not one for every capture.
     stalled: bool,
     closing: bool,
-    /// Why the background takes nothing more.
+    /// Why recording was given up.
     dead: Option<String>,
     ended: bool,
 }
@@ -99,20 +110,19 @@ impl Queue {
         }
     }
 
-    /// A panic while the lock was held left plain data behind: go on with it.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Queues a capture; waits for room, but never longer than `patience`.
     pub(crate) fn push_capture(
         &self,
         step: u64,
-        capture: Queued,
+        capture: Capture,
         patience: Duration,
     ) -> Result<(), Refused> {
-        let cost = capture.length.saturating_add(CAPTURE_OVERHEAD_BYTES);
-        let (limit, length) = (self.limit_bytes, capture.length);
+        let (limit, length) = (self.limit_bytes, capture.length());
+        let cost = length.saturating_add(CAPTURE_OVERHEAD_BYTES);
         if cost > limit {
             return Err(Refused::Unfit(format!(
                 "its {length} bytes do not fit the queue of {limit} bytes: raise queue_bytes"
@@ -147,7 +157,7 @@ impl Queue {
         state.bytes += cost;
         state.commands.push_back(Command::Capture(step, Box::new(capture)));
         state.last = Some(Instant::now());
-        // Else the background looks by itself, after the pause.
+        // Otherwise the recorder's thread looks by itself, after the pause.
         if state.commands.len() == 1 || state.pause(limit).is_none() {
             self.ready.notify_one();
         }
@@ -168,9 +178,9 @@ impl Queue {
         Ok(())
     }
 
-    /// Queues what the coordinator asked for, also while the recorder is being
-    /// closed: a step that went wrong is often the last. At most as many come
-    /// as the ring has steps and a late rank is told of.
+    /// Queues what the coordinator asked for, also while the recorder is being closed: a step that
+    /// went wrong is often the last one. No more of these come than the ring has steps, and plans
+    /// name steps that are over.
     pub(crate) fn push_order(&self, command: Command) {
         let mut state = self.lock();
         if state.dead.is_none() {
@@ -179,8 +189,8 @@ impl Queue {
         }
     }
 
-    /// The next command; `None` once closed and empty. Cancel-safe: a command
-    /// is taken only in the poll that returns it.
+    /// The next command; `None` once the queue is closed and empty. Safe to cancel: a command is
+    /// taken out only in the poll that returns it.
     pub(crate) async fn next(&self) -> Option<Command> {
         loop {
             let pause = {
@@ -198,7 +208,8 @@ impl Queue {
             };
             match pause {
                 None => self.ready.notified().await,
-                // Whether it ran out or something came: looked at again.
+                // Whether the pause has run out or something has come, the queue is looked at
+                // again.
                 Some(pause) => {
                     let _ = tokio::time::timeout(pause, self.ready.notified()).await;
                 }
@@ -222,8 +233,8 @@ impl Queue {
         self.ready.notify_one();
     }
 
-    /// Recording is given up: later captures are refused at once with this
-    /// reason. What is still queued comes back to be named.
+    /// Gives recording up: later captures are refused at once with this reason. Returns what is
+    /// still queued, so that it can be named.
     pub(crate) fn kill(&self, reason: &str) -> VecDeque<Command> {
         let mut state = self.lock();
         state.dead.get_or_insert_with(|| reason.to_string());
@@ -235,14 +246,14 @@ impl Queue {
         rest
     }
 
-    /// The background has done all it will do.
+    /// The recorder's thread has done all it will do.
     pub(crate) fn end(&self) {
         self.lock().ended = true;
         self.changed.notify_all();
     }
 
-    /// Waits until the background has ended; false when it has not in time. Until when is asked
-    /// for again and again: it may move.
+    /// Waits until the recorder's thread has ended; false when it has not in time. `end` says until
+    /// when to wait; it is asked again and again, as that may move.
     pub(crate) fn wait_end(&self, end: impl Fn() -> Option<tokio::time::Instant>) -> bool {
         let left =
             || end().map_or(LOOK, |end| end.saturating_duration_since(Instant::now().into()));
@@ -271,9 +282,9 @@ impl State {
         Some(command)
     }
 
-    /// How long the background still leaves the training thread to its captures; `None` where
-    /// there are none, their step has ended, they fill half of the queue, there are many, or it
-    /// waits for room.
+    /// How long the recorder's thread still leaves the training thread to its captures. `None`
+    /// where it is to go on at once: no capture waits, a step has ended, the queue is half full,
+    /// many captures wait, or the training thread waits for room.
     fn pause(&self, limit_bytes: u64) -> Option<Duration> {
         let filling = self.bytes > limit_bytes / 2 || self.commands.len() > MANY;
         let now = self.ends > 0 || self.closing || self.waits || filling;
@@ -285,28 +296,18 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::capture::{Capture, Located};
     use backtape::dtype::Dtype;
+    use backtape::identity::Name;
     use backtape::index_box::IndexBox;
-    use backtape::placement::Placements;
+    use backtape::shard::{Shard, TensorKey};
 
-    fn capture(bytes: usize) -> Queued {
-        let capture = Capture {
-            tensor: "x".into(),
-            role: None,
-            microbatch: None,
-            when: None,
-            dtype: Dtype::U8,
-            shape: vec![bytes as u64],
-            place: IndexBox::whole(&[bytes as u64]),
-            placement: Placements::default(),
-            partial: None,
-            replica: 0,
-            located: Located::ByBox,
-            compiled: false,
-            payload: Box::new(vec![0u8; bytes]),
-        };
-        capture.check().expect("a capture that can be read")
+    fn capture(bytes: usize) -> Capture {
+        let shape = vec![bytes as u64];
+        let shard = Shard::new(Dtype::U8, shape.clone(), IndexBox::whole(&shape));
+        let tensor = Name::new("x").expect("a letter");
+        let key = TensorKey { tensor, microbatch: None, when: None };
+        let capture = Capture::new(key, shard, Box::new(vec![0u8; bytes]));
+        capture.checked().expect("a capture that can be read")
     }
 
     fn push(queue: &Queue, bytes: usize) {

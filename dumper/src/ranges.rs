@@ -1,5 +1,5 @@
-//! Which ranges of a memory nobody holds: the first that is long enough is taken, and joins its
-//! free neighbours when its holder drops it.
+//! The free ranges of a memory. The first one that is long enough is taken; when its holder drops
+//! it, it is joined with its free neighbours.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,15 +13,15 @@ pub struct Ranges {
 }
 
 impl Ranges {
-    /// All of `total` bytes free; ranges start and end at multiples of `alignment`, which divides
-    /// the total.
+    /// A memory of `total` bytes, all of them free. Ranges start and end at multiples of
+    /// `alignment`; what is left of the total beyond the last multiple is not used.
     pub fn new(total: usize, alignment: usize) -> Arc<Ranges> {
         let total = total / alignment * alignment;
         let free = (total > 0).then_some((0, total)).into_iter().collect();
         Arc::new(Ranges { free: Mutex::new(free), total, alignment })
     }
 
-    /// The first range of at least `length` bytes and one, if there is one.
+    /// Takes a range of at least `length` bytes, and at least one; `None` where there is none.
     pub fn take(self: &Arc<Ranges>, length: usize) -> Option<Range> {
         let reserved = length.max(1).checked_next_multiple_of(self.alignment)?;
         let mut free = self.lock();

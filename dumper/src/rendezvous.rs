@@ -17,9 +17,9 @@ pub(crate) struct Rendezvous {
     /// The machine that this loopback address means.
     pub(crate) host: String,
     pub(crate) run: String,
-    /// Drawn by rank 0: tells this launch's file from a later one's.
+    /// A number that rank 0 draws: it tells this launch's file from a later one's.
     pub(crate) launch: u64,
-    /// What the ranks show: whoever may read this file is one of them.
+    /// What a rank shows the coordinator: only ranks of the job may read this file.
     pub(crate) token: Option<Token>,
 }
 
@@ -28,8 +28,8 @@ impl Rendezvous {
         run_directory.join(RENDEZVOUS)
     }
 
-    /// What is published now; `None` when there is nothing or nothing readable:
-    /// what a crashed launch left is replaced soon, so it is no error.
+    /// What is published now; `None` where there is no file or none that can be read. That is no
+    /// error, as rank 0 soon replaces a file that a crashed launch has left.
     pub(crate) fn read(run_directory: &Path) -> Option<Rendezvous> {
         let bytes = std::fs::read(Rendezvous::path(run_directory)).ok()?;
         serde_json::from_slice(&bytes).ok()

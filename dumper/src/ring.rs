@@ -1,41 +1,41 @@
-//! The last steps that nobody selected, in memory, in case something triggers:
-//! so that the step that went wrong is itself in the dump.
+//! The last steps that nobody selected, kept in memory in case something triggers a recording, so
+//! that the step that went wrong is itself in the dump.
 //!
-//! Bounded in steps and in bytes. When bytes run out the oldest whole step goes,
-//! so what was lost is one gap before what is held, and it is counted. While a
-//! trigger is open the ring is frozen: nothing that is complete goes, and new
-//! steps that do not fit are not kept.
+//! The ring is bounded in steps and in bytes. When bytes run out the oldest step is dropped as a
+//! whole and counted, so what is held has no gap. While a trigger is open the ring is frozen: it
+//! drops no step that is complete, and does not keep new steps that do not fit.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use backtape::head::HeadDeclaration;
 use backtape::selection::Selection;
 
-use crate::capture::Queued;
+use crate::capture::Capture;
 use crate::omissions::Omissions;
 use crate::queue::{CAPTURE_OVERHEAD_BYTES, Ending};
+use crate::recording::lock;
 
-/// Steps that a frozen ring may grow to, as a multiple of its length: beside
-/// bytes, entries without captures must be bounded too.
+/// How many times its length a frozen ring may grow to, in steps: entries without captures take no
+/// bytes, and must be bounded too.
 const FROZEN_GROWTH: usize = 2;
 
-/// What a step holds that leaves the ring to be written.
+/// A step that has left the ring to be written.
 pub(crate) struct Taken {
-    pub(crate) captures: Vec<Queued>,
+    pub(crate) captures: Vec<Capture>,
     pub(crate) ending: Ending,
-    /// Charged until [`Ring::settle`].
+    /// These count as held until [`Ring::settle`].
     pub(crate) bytes: u64,
 }
 
-/// Whether the ring can write a step.
+/// Whether the ring holds a step that is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holds {
-    /// Yes.
+    /// It does, and the step can be written.
     Whole,
-    /// Its tape is still open: its close will say.
+    /// The step's tape is still open: when it is closed the step is written.
     Open,
-    /// It is not there.
+    /// It does not.
     Not,
 }
 
@@ -48,20 +48,20 @@ pub(crate) struct Ring {
 #[derive(Default)]
 struct State {
     steps: BTreeMap<u64, Held>,
-    /// Held, and taken but not yet written.
+    /// Bytes that are held, or were taken and are not yet written.
     bytes: u64,
     frozen: bool,
     dropped: Option<Dropped>,
 }
 
 struct Held {
-    captures: Vec<Queued>,
+    captures: Vec<Capture>,
     head: Option<Box<HeadDeclaration>>,
     omissions: Omissions,
     selection: Arc<Selection>,
     bytes: u64,
     closed: bool,
-    /// Asked for while its tape was open.
+    /// It is to be written, so it may not be dropped.
     wanted: bool,
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct Dropped {
 }
 
 impl State {
-    /// The oldest step that may go; never the one that is being recorded.
+    /// The oldest step that may be dropped; never `keep`, which is being recorded.
     fn spare(&self, keep: u64) -> Option<u64> {
         let goes = |(step, held): &(&u64, &Held)| **step != keep && !held.wanted && !self.frozen;
         self.steps.iter().find(goes).map(|(step, _)| *step)
@@ -106,15 +106,14 @@ impl Ring {
         self.limit_steps > 0
     }
 
-    /// A panic while the lock was held left plain data behind: go on with it.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
-    /// Makes room for a step, whose tape is open from now on; `closed`: it has
-    /// none on this rank, which holds it all the same, being nothing.
+    /// Makes room for a step, whose tape is open from now on. With `closed` this rank records
+    /// nothing of the step and has no tape for it: an empty entry says so when the step is written.
     pub(crate) fn begin(&self, step: u64, selection: Arc<Selection>, closed: bool) {
-        // Payloads are dropped after the lock is: a payload's drop is the caller's code.
+        // Dropped after the lock: dropping a payload runs the caller's code.
         let mut gone = Vec::new();
         let mut state = self.lock();
         while state.steps.len() >= self.limit_steps
@@ -132,10 +131,10 @@ impl Ring {
         state.steps.insert(step, held);
     }
 
-    /// Keeps a capture. Never waits: what does not fit makes the oldest step go,
-    /// and where nothing can go, its own.
-    pub(crate) fn push(&self, step: u64, capture: Queued) {
-        let cost = capture.length.saturating_add(CAPTURE_OVERHEAD_BYTES);
+    /// Keeps a capture. Never waits: where there is no room, the oldest step is dropped, and where
+    /// none can be dropped, the capture's own step.
+    pub(crate) fn push(&self, step: u64, capture: Capture) {
+        let cost = capture.length().saturating_add(CAPTURE_OVERHEAD_BYTES);
         let mut gone = Vec::new();
         let mut state = self.lock();
         while state.bytes.saturating_add(cost) > self.limit_bytes {
@@ -154,14 +153,14 @@ impl Ring {
                 gone.extend(state.remove(step));
                 state.count_dropped(step);
             }
-            // It was dropped before, and counted then.
+            // The step was dropped before, and counted then.
             None => {}
         }
         drop(state);
         drop(gone);
     }
 
-    /// The step's tape is closed; true when it was asked for in the meantime.
+    /// The step's tape is closed; true when the step was asked for in the meantime.
     pub(crate) fn close(
         &self,
         step: u64,
@@ -174,7 +173,7 @@ impl Ring {
         held.wanted
     }
 
-    /// The step's tape was dropped: nobody said that it was all.
+    /// The step's tape was dropped, so nobody has said that the step is complete: it is not kept.
     pub(crate) fn abandon(&self, step: u64) {
         let gone = self.lock().remove(step);
         drop(gone);
@@ -185,7 +184,7 @@ impl Ring {
         self.lock().frozen = true;
     }
 
-    /// Nothing is open any more: back to the ring's own length.
+    /// No trigger is open any more: the ring goes back to its own length.
     pub(crate) fn thaw(&self) {
         let mut gone = Vec::new();
         let mut state = self.lock();
@@ -203,7 +202,7 @@ impl Ring {
         state.steps.iter().filter(|(_, held)| held.closed).map(|(step, _)| *step).collect()
     }
 
-    /// Claims a step, so that it is not dropped before it is taken.
+    /// Asks for a step; where the ring holds it, it is not dropped before it is taken.
     pub(crate) fn claim(&self, step: u64) -> Holds {
         let mut state = self.lock();
         let Some(held) = state.steps.get_mut(&step) else { return Holds::Not };
@@ -219,13 +218,13 @@ impl Ring {
         Some(Taken { captures: held.captures, ending, bytes: held.bytes })
     }
 
-    /// What was taken is written, and its payloads are dropped.
+    /// A step that was taken is written, and its payloads are dropped: its bytes no longer count.
     pub(crate) fn settle(&self, bytes: u64) {
         let mut state = self.lock();
         state.bytes = state.bytes.saturating_sub(bytes);
     }
 
-    /// What was dropped for want of memory.
+    /// The steps that were dropped for want of memory.
     pub(crate) fn dropped(&self) -> Option<Dropped> {
         self.lock().dropped
     }
@@ -236,7 +235,7 @@ impl Ring {
         self.lock().bytes
     }
 
-    /// Gives everything back.
+    /// Drops everything that is held.
     pub(crate) fn clear(&self) {
         let gone = std::mem::take(&mut *self.lock());
         drop(gone);
@@ -248,11 +247,13 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use backtape::dtype::Dtype;
+    use backtape::identity::Name;
     use backtape::index_box::IndexBox;
+    use backtape::shard::{Shard, TensorKey};
     use proptest::prelude::*;
 
     use super::*;
-    use crate::capture::Capture;
+    use crate::capture::Payload;
 
     static ALIVE: AtomicUsize = AtomicUsize::new(0);
 
@@ -271,32 +272,20 @@ mod tests {
         }
     }
 
-    fn capture(bytes: u64) -> Queued {
+    fn counted(bytes: u64) -> Capture {
         ALIVE.fetch_add(1, Ordering::SeqCst);
-        queued(bytes, Box::new(Counted(vec![0; bytes as usize])))
+        capture(bytes, Box::new(Counted(vec![0; bytes as usize])))
     }
 
-    fn plain(bytes: u64) -> Queued {
-        queued(bytes, Box::new(vec![0; bytes as usize]))
+    fn plain(bytes: u64) -> Capture {
+        capture(bytes, Box::new(vec![0; bytes as usize]))
     }
 
-    fn queued(bytes: u64, payload: Box<dyn crate::capture::Payload>) -> Queued {
-        let capture = Capture {
-            tensor: "q".into(),
-            role: None,
-            microbatch: None,
-            when: None,
-            dtype: Dtype::U8,
-            shape: vec![bytes],
-            place: IndexBox(vec![(0, bytes)]),
-            placement: Default::default(),
-            partial: None,
-            replica: 0,
-            located: crate::capture::Located::ByBox,
-            compiled: false,
-            payload,
-        };
-        capture.check().unwrap()
+    fn capture(bytes: u64, payload: Box<dyn Payload>) -> Capture {
+        let shard = Shard::new(Dtype::U8, vec![bytes], IndexBox(vec![(0, bytes)]));
+        let tensor = Name::new("q").unwrap();
+        let key = TensorKey { tensor, microbatch: None, when: None };
+        Capture::new(key, shard, payload).checked().unwrap()
     }
 
     #[derive(Clone, Debug)]
@@ -331,7 +320,7 @@ mod tests {
                     Op::Step(sizes) => {
                         ring.begin(step, Arc::default(), false);
                         for size in sizes {
-                            ring.push(step, capture(size));
+                            ring.push(step, counted(size));
                             prop_assert!(ring.bytes() <= LIMIT);
                         }
                         ring.close(step, None, Omissions::default());

@@ -1,10 +1,10 @@
-//! Scalars on their way to the store: a bounded buffer that the training thread never
-//! waits for, and the part of the recorder's thread that empties it.
+//! Scalars on their way to the store: the training thread puts rows into a bounded buffer, for
+//! which it never waits, and the recorder's thread empties it.
 
 use std::collections::VecDeque;
 use std::io::Write;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use backtape::identity::{Attempt, Rank};
@@ -15,17 +15,17 @@ use tokio::sync::Notify;
 use crate::client::{CallError, Client, Entered};
 use crate::delivery::sends_rows;
 use crate::patience::Deadline;
-use crate::recorder::Shared;
+use crate::recording::{Recording, lock};
 
 /// Most values that wait: some 30 MB with their names.
 const MAX_WAITING_VALUES: usize = 1 << 18;
 
-/// How long rows are gathered before the next write, and before the next call where they
-/// are sent: a kill loses at most these seconds.
+/// How long rows are gathered before they are written, and before they are sent where the
+/// coordinator writes them: a process that is killed loses at most the rows of this time.
 const WRITE_INTERVAL: Duration = Duration::from_millis(200);
 const SEND_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How long one sending may take while the job runs; at the end there is more patience.
+/// How long it may take to send rows while the job runs; when it ends it may take longer.
 const SEND_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Bytes of rows in one call, far below the coordinator's limit for a message.
@@ -50,9 +50,8 @@ struct State {
 }
 
 impl Buffer {
-    /// A panic while the lock was held left plain data behind: go on with it.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Takes a row, or drops it where too much waits already.
@@ -75,14 +74,14 @@ impl Buffer {
         self.ready.notify_one();
     }
 
-    /// Waits until rows wait or none will come.
+    /// Waits until the buffer's state is `enough`.
     async fn wait_for(&self, enough: impl Fn(&State) -> bool) {
         while !enough(&self.lock()) {
             self.ready.notified().await;
         }
     }
 
-    /// What waits, and whether that was all.
+    /// Takes the rows that wait, and says whether no more will come.
     fn take(&self) -> (VecDeque<Row>, bool) {
         let mut state = self.lock();
         state.values = 0;
@@ -107,7 +106,7 @@ impl State {
     }
 }
 
-/// What is said of scalars that have no name to be stored by.
+/// The sentence about scalars that were left out, as their names cannot be stored.
 pub(crate) fn nameless(rank: u32) -> String {
     format!(
         "some scalars of rank {rank} are left out: a name has 1 to {MAX_NAME_BYTES} bytes, and a \
@@ -116,54 +115,56 @@ pub(crate) fn nameless(rank: u32) -> String {
     )
 }
 
-/// Where rows go.
+/// Who writes the rows: this rank into its files, or the coordinator, to whom they are sent.
 enum Destination {
     Files(Box<ScalarFiles>),
     Coordinator { client: Box<Client>, host: String, sent: u64 },
 }
 
-/// Empties the buffer until it is closed. What cannot be written stays and is tried again;
-/// at the end it is kept in a file of its own, and the summary says where.
-pub(crate) async fn work(shared: &Shared, client: Client, entered: &Entered) {
-    let mut to = destination(shared, client, entered);
+/// Empties the buffer until it is closed. Rows that cannot be written stay and are tried again;
+/// those that still cannot be written at the end are kept in a file of this machine, which the
+/// summary names.
+pub(crate) async fn work(recording: &Recording, client: Client, entered: &Entered) {
+    let mut to = destination(recording, client, entered);
     let interval = match to {
         Destination::Files(_) => WRITE_INTERVAL,
         Destination::Coordinator { .. } => SEND_INTERVAL,
     };
     let mut pending = VecDeque::new();
     loop {
-        shared.scalars.wait_for(|state| !state.rows.is_empty() || state.closed).await;
-        // While the last rows could not be written, the buffer's own bound is enough.
-        let mut closed = shared.scalars.lock().closed;
+        recording.scalars.wait_for(|state| !state.rows.is_empty() || state.closed).await;
+        // While earlier rows cannot be written, new ones stay in the buffer, which is bounded.
+        let mut closed = recording.scalars.lock().closed;
         if pending.is_empty() || closed {
-            let (rows, all) = shared.scalars.take();
+            let (rows, all) = recording.scalars.take();
             pending.extend(rows);
             closed = all;
         }
-        let longest = if closed { shared.plan.settings.join_deadline } else { SEND_DEADLINE };
-        let deadline = shared.patience.deadline(longest);
-        if let Err(why) = to.write(shared, &mut pending, &deadline).await {
-            shared.fault(format!("scalars of rank {} are not written: {why}", shared.rank()));
+        let longest = if closed { recording.plan.settings.join_deadline } else { SEND_DEADLINE };
+        let deadline = recording.patience.deadline(longest);
+        if let Err(why) = to.write(recording, &mut pending, &deadline).await {
+            recording.fault(format!("scalars of rank {} are not written: {why}", recording.rank()));
         }
         if closed {
             break;
         }
-        let closing = shared.scalars.wait_for(|state| state.closed);
+        let closing = recording.scalars.wait_for(|state| state.closed);
         let _ = tokio::time::timeout(interval, closing).await;
     }
-    keep(shared, pending);
+    keep(recording, pending);
 }
 
-/// Recording is given up: rows that come from now on are dropped, those that wait are kept.
-pub(crate) fn abandon(shared: &Shared) {
-    shared.scalars.close();
-    let (rows, _) = shared.scalars.take();
-    keep(shared, rows);
+/// Recording is given up: rows that come from now on are dropped, and those that wait are kept in a
+/// file of this machine.
+pub(crate) fn abandon(recording: &Recording) {
+    recording.scalars.close();
+    let (rows, _) = recording.scalars.take();
+    keep(recording, rows);
 }
 
-fn destination(shared: &Shared, client: Client, entered: &Entered) -> Destination {
-    let plan = &shared.plan;
-    if sends_rows(shared, entered) {
+fn destination(recording: &Recording, client: Client, entered: &Entered) -> Destination {
+    let plan = &recording.plan;
+    if sends_rows(recording, entered) {
         return Destination::Coordinator {
             client: Box::new(client),
             host: plan.host.to_string(),
@@ -179,15 +180,15 @@ fn destination(shared: &Shared, client: Client, entered: &Entered) -> Destinatio
         host: plan.host.clone(),
         incarnation: client.incarnation(),
     };
-    // Nothing is created before there is a row: most recorders have none.
+    // No file is created before there is a row: most recorders have none.
     Destination::Files(Box::new(ScalarFiles::of(&entered.directory, header, LIMIT_BYTES)))
 }
 
 impl Destination {
-    /// Writes rows from the front; those that are written are taken out.
+    /// Writes rows, the first ones first; those that are written are taken out.
     async fn write(
         &mut self,
-        shared: &Shared,
+        recording: &Recording,
         rows: &mut VecDeque<Row>,
         deadline: &Deadline,
     ) -> Result<(), String> {
@@ -199,8 +200,8 @@ impl Destination {
                     let appended = files.append(batch);
                     let copies = appended.map_err(|error| format!("{path}: {error}"))?;
                     if let Some(error) = copies {
-                        let rank = shared.rank();
-                        shared.fault(format!(
+                        let rank = recording.rank();
+                        recording.fault(format!(
                             "the CSV or TensorBoard copy of the scalars of rank {rank} is not \
                              whole ({path} is): {error}"
                         ));
@@ -212,14 +213,14 @@ impl Destination {
                 }
             };
             rows.drain(..written);
-            shared.patience.progressed();
-            shared.summary().scalar_rows += written as u64;
+            recording.patience.progressed();
+            recording.summary().scalar_rows += written as u64;
         }
         Ok(())
     }
 }
 
-/// Sends some rows from the front; how many of them are written.
+/// Sends some rows, the first ones first. Returns how many of them the coordinator has written.
 async fn send(
     client: &Client,
     host: &str,
@@ -248,12 +249,12 @@ async fn send(
     }
 }
 
-/// Rows that do not reach the store: in a file of this machine, which is named.
-fn keep(shared: &Shared, rows: VecDeque<Row>) {
-    let rank = shared.rank();
-    let dropped = shared.scalars.lock().dropped;
+/// Keeps rows that do not reach the store in a file of this machine, which the summary names.
+fn keep(recording: &Recording, rows: VecDeque<Row>) {
+    let rank = recording.rank();
+    let dropped = recording.scalars.lock().dropped;
     if dropped > 0 {
-        shared.fault(format!(
+        recording.fault(format!(
             "{dropped} rows of scalars of rank {rank} were dropped: more than \
              {MAX_WAITING_VALUES} values waited to be written"
         ));
@@ -263,12 +264,12 @@ fn keep(shared: &Shared, rows: VecDeque<Row>) {
     }
     let count = rows.len();
     match keep_file(rank, &rows) {
-        Ok(path) => shared.fault(format!(
+        Ok(path) => recording.fault(format!(
             "{count} rows of scalars of rank {rank} did not reach the store: they lie in {} on {}",
             path.display(),
-            shared.plan.host
+            recording.plan.host
         )),
-        Err(error) => shared
+        Err(error) => recording
             .fault(format!("{count} rows of scalars of rank {rank} are lost: no place: {error}")),
     }
 }

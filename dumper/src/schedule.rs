@@ -1,19 +1,20 @@
-//! Which steps this rank records: what it was told when it started, and what
-//! the coordinator asks for while it runs.
+//! Which steps this rank records: those of its settings, and those that the coordinator asks for
+//! while the job runs.
 //!
-//! The training thread decides a step once, when it first asks for it; the
-//! heartbeat adds steps. Both under one lock that is held for a few comparisons,
-//! so a step is either decided with an order, or the order knows that it is late.
+//! What becomes of a step is decided once, when the training thread first asks for it; the
+//! heartbeat adds steps. Both hold the same lock for a few comparisons, so an order of the
+//! coordinator either takes part in the decision on a step, or is found to be too late for it.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use backtape::selection::{Planned, Selection};
 
+use crate::recording::lock;
 use crate::steps::Steps;
 
-/// Steps whose durations are remembered: the fastest of them is the rate.
+/// How many steps' durations are remembered: the shortest of them gives the rate.
 const PACE_STEPS: usize = 16;
 
 /// Late steps that are named one by one.
@@ -24,13 +25,13 @@ const MAX_LATE: usize = 1024;
 pub(crate) enum Course {
     /// It is recorded.
     Record(Arc<Selection>),
-    /// It is recorded, but by other ranks: this one closes an empty part.
+    /// Other ranks record it: this one closes its part, which is empty.
     Empty(Arc<Selection>),
     /// The ring keeps it.
     Hold(Arc<Selection>),
-    /// The ring keeps it, being nothing on this rank.
+    /// Other ranks record it: the ring of this one keeps an empty entry.
     HoldEmpty(Arc<Selection>),
-    /// Nothing.
+    /// It is not recorded.
     Pass,
 }
 
@@ -43,7 +44,7 @@ pub(crate) struct Schedule {
 
 struct State {
     own: Arc<Selection>,
-    /// Selections by the first step that they hold for.
+    /// Selections of the coordinator's plans, each with the first step that it holds for.
     plans: Vec<(u64, Arc<Selection>)>,
     /// Steps that were asked for one by one.
     asked: BTreeSet<u64>,
@@ -82,12 +83,11 @@ impl Schedule {
         Schedule { rank, watching, ring, state: Mutex::new(state) }
     }
 
-    /// A panic while the lock was held left plain data behind: go on with it.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
-    /// The training thread is at this step: what becomes of it.
+    /// What becomes of the step that the training thread is at.
     pub(crate) fn look(&self, step: u64) -> Course {
         let mut state = self.lock();
         if self.watching {
@@ -101,14 +101,14 @@ impl Schedule {
         match (state.selects(step), ours) {
             (true, true) => Course::Record(selection),
             (true, false) => Course::Empty(selection),
-            // A job that goes back to an older step is not kept twice.
+            // A job that has gone back to an older step: the ring has kept that step before.
             _ if !self.ring || state.held >= Some(step) => Course::Pass,
             (false, true) => Course::Hold(selection),
             (false, false) => Course::HoldEmpty(selection),
         }
     }
 
-    /// Takes a step: true once.
+    /// Takes a step, which is then recorded or closed; true the first time.
     pub(crate) fn take(&self, step: u64) -> bool {
         self.lock().taken.insert(step)
     }
@@ -123,7 +123,7 @@ impl Schedule {
         self.lock().taken.clone()
     }
 
-    /// The ring begins this step: true once.
+    /// The ring begins to keep this step; true the first time.
     pub(crate) fn hold(&self, step: u64) -> bool {
         let mut state = self.lock();
         let new = state.held < Some(step) && !state.taken.contains(step);
@@ -133,15 +133,15 @@ impl Schedule {
         new
     }
 
-    /// Where this rank is, and the rate of its fastest recent step.
+    /// The step that this rank is at, and the steps per second of its fastest recent step.
     pub(crate) fn progress(&self) -> (Option<u64>, f64) {
         let state = self.lock();
         let fastest = state.durations.iter().min().map(Duration::as_secs_f64);
         (state.current, fastest.map_or(0.0, |seconds| 1.0 / seconds.max(1e-6)))
     }
 
-    /// Adds a plan. Steps that it selects and that are over already are taken
-    /// and returned: the caller says of each what became of it.
+    /// Adds a plan. Returns the steps that it selects and that are over already; they are taken,
+    /// and the caller is to say of each what became of it.
     pub(crate) fn add_plan(&self, plan: &Planned) -> Vec<u64> {
         let mut state = self.lock();
         let selection = Arc::new(plan.over(&state.own));
@@ -154,7 +154,8 @@ impl Schedule {
         late.into_iter().filter(|&step| state.taken.insert(step)).collect()
     }
 
-    /// Asks for one step; false when it is over already, and then it is taken.
+    /// Asks for one step. One that is over already is taken, and the caller is to say what became
+    /// of it.
     pub(crate) fn ask(&self, step: u64) -> Asked {
         let mut state = self.lock();
         if state.current.is_none_or(|current| current < step) {

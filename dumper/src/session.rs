@@ -1,4 +1,5 @@
-//! What a rank does once it has entered a run: write, deliver, close, wait.
+//! What the recorder's thread does once the rank has entered a run: it writes shards, delivers
+//! files, closes steps and waits until they are committed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use backtape::manifest::{EVERYTHING, FileRecord};
 use backtape::shard::TensorKey;
 use backtape::store::{AttemptDir, Backend, FinishedFile};
 
-use crate::capture::Queued;
+use crate::capture::Capture;
 use crate::client::{CallError, Client, Entered};
 use crate::delivery::{Delivery, Way};
 use crate::embedded::Embedded;
@@ -17,7 +18,7 @@ use crate::files::StepFiles;
 use crate::omissions::Omissions;
 use crate::patience::Deadline;
 use crate::queue::Ending;
-use crate::recorder::Shared;
+use crate::recording::Recording;
 use crate::settings::TransportChoice;
 
 /// Pauses between looks at a step that other ranks have yet to close.
@@ -29,30 +30,30 @@ const LOOK_PER_RANK: Duration = Duration::from_micros(200);
 
 /// A rank inside a run.
 pub(crate) struct Session {
-    shared: Arc<Shared>,
+    recording: Arc<Recording>,
     client: Client,
     attempt: AttemptDir,
     way: Way,
     open: BTreeMap<u64, StepFiles>,
-    /// Closed here, not known to be committed.
+    /// Steps that are closed on this rank and not yet known to be committed.
     waiting: BTreeSet<u64>,
 }
 
 impl Session {
     pub(crate) async fn new(
-        shared: Arc<Shared>,
+        recording: Arc<Recording>,
         client: Client,
         entered: &Entered,
     ) -> std::io::Result<Session> {
         backtape::faults::point("session.spool")?;
-        let way = Way::find(shared.clone(), entered.clone()).await?;
-        let mut summary = shared.summary();
+        let way = Way::find(recording.clone(), entered.clone()).await?;
+        let mut summary = recording.summary();
         summary.attempt = Some(entered.attempt);
         summary.directory = Some(entered.directory.clone());
         summary.streamed = matches!(way, Way::Stream(_));
         drop(summary);
         Ok(Session {
-            shared,
+            recording,
             client,
             attempt: AttemptDir {
                 attempt: Attempt(entered.attempt),
@@ -64,9 +65,9 @@ impl Session {
         })
     }
 
-    /// When to give up on what begins now.
+    /// The deadline of what begins now.
     fn deadline(&self) -> Deadline {
-        self.shared.patience.deadline(self.shared.plan.settings.step_deadline)
+        self.recording.patience.deadline(self.recording.plan.settings.step_deadline)
     }
 
     fn files(&mut self, step: u64) -> &mut StepFiles {
@@ -75,43 +76,43 @@ impl Session {
             None => self.attempt.step(Step(step)).path,
         };
         let (attempt, spooled) = (self.attempt.attempt.0, self.way.spool().is_some());
-        let moved = &self.shared.patience.moved;
+        let moved = &self.recording.patience.moved;
         let new = || StepFiles::new((attempt, step), directory, spooled, moved.clone());
         self.open.entry(step).or_insert_with(new)
     }
 
-    /// Writes one capture; what does not get in is named.
-    pub(crate) fn write(&mut self, step: u64, queued: Queued) {
-        self.write_from(step, queued, false);
+    /// Writes one capture; one that cannot be written is named.
+    pub(crate) fn write(&mut self, step: u64, capture: Capture) {
+        self.write_from(step, capture, false);
     }
 
     /// Writes what the ring held of a step, like any other step.
     pub(crate) async fn write_ring(&mut self, step: u64) {
-        let shared = self.shared.clone();
-        let Some(held) = shared.ring.take(step) else { return };
-        for queued in held.captures {
-            self.write_from(step, queued, true);
+        let recording = self.recording.clone();
+        let Some(held) = recording.ring.take(step) else { return };
+        for capture in held.captures {
+            self.write_from(step, capture, true);
         }
-        shared.ring.settle(held.bytes);
+        recording.ring.settle(held.bytes);
         self.close(step, held.ending).await;
     }
 
-    fn write_from(&mut self, step: u64, queued: Queued, from_ring: bool) {
-        let shared = self.shared.clone();
-        let (key, length) = (queued.key.clone(), queued.length);
-        let written = self.files(step).write(&shared.plan, queued);
+    fn write_from(&mut self, step: u64, capture: Capture, from_ring: bool) {
+        let recording = self.recording.clone();
+        let (key, length) = (capture.key.clone(), capture.length());
+        let written = self.files(step).write(&recording.plan, capture);
         if !from_ring {
-            shared.queue.release(length);
+            recording.queue.release(length);
         }
         if written.is_ok() {
-            shared.patience.progressed();
+            recording.patience.progressed();
         }
         if let Err(reason) = written {
             let microbatch = key.microbatch.map(|mb| mb.0);
             self.files(step).omissions.add(key.tensor.as_str(), microbatch, &reason);
-            shared.omitted(step, key.tensor.as_str(), microbatch, &reason);
-            let rank = shared.rank();
-            shared.fault(format!("{key} of step {step} on rank {rank}: {reason}"));
+            recording.omitted(step, key.tensor.as_str(), microbatch, &reason);
+            let rank = recording.rank();
+            recording.fault(format!("{key} of step {step} on rank {rank}: {reason}"));
         }
     }
 
@@ -130,7 +131,7 @@ impl Session {
             // It is closed, so that no rank waits for it, and it is no whole step. That is the
             // job's own doing, and named among the omissions: no fault of the recording.
             Ok(_) if cut_short => {
-                self.shared.summary().steps_partial.insert(step);
+                self.recording.summary().steps_partial.insert(step);
             }
             Ok(true) => {
                 let status = self.client.step_status(step).await;
@@ -147,13 +148,14 @@ impl Session {
     /// did. Ending early is the job's own doing, and no fault of the recording.
     fn ended(&self, step: u64, why: &str) {
         if why.is_empty() {
-            return self.shared.committed(step);
+            return self.recording.committed(step);
         }
-        self.shared.summary().steps_partial.insert(step);
-        self.shared.omitted(step, EVERYTHING, None, why);
+        self.recording.summary().steps_partial.insert(step);
+        self.recording.omitted(step, EVERYTHING, None, why);
     }
 
-    /// A step whose tape was dropped: what is there is kept, the step stays open.
+    /// Ends a step whose tape was dropped: its files are delivered, but nobody has said that the
+    /// step is complete, so it stays open.
     pub(crate) async fn abandon(&mut self, step: u64) {
         let deadline = self.deadline();
         self.deliver(step, &deadline).await;
@@ -161,13 +163,13 @@ impl Session {
     }
 
     fn lost(&self, step: u64, why: &str) {
-        let rank = self.shared.rank();
-        self.shared.summary().steps_partial.insert(step);
-        self.shared.fault(format!("step {step} of rank {rank} stays partial: {why}"));
+        let rank = self.recording.rank();
+        self.recording.summary().steps_partial.insert(step);
+        self.recording.fault(format!("step {step} of rank {rank} stays partial: {why}"));
     }
 
-    /// Delivers every file; the number acknowledged, or `None` when the
-    /// coordinator could not be reached, and what was left out.
+    /// Delivers every file of a step. Returns how many were acknowledged, or `None` when the
+    /// coordinator could not be reached; and what was left out.
     async fn deliver(&mut self, step: u64, deadline: &Deadline) -> (Option<u32>, Omissions) {
         let mut files = match self.open.remove(&step) {
             Some(files) => files,
@@ -182,9 +184,9 @@ impl Session {
             client: &self.client,
             step,
             directory: self.attempt.step(Step(step)).path,
-            may_stream: self.shared.plan.settings.transport == TransportChoice::Auto,
+            may_stream: self.recording.plan.settings.transport == TransportChoice::Auto,
             deadline: deadline.clone(),
-            moved: &self.shared.patience.moved,
+            moved: &self.recording.patience.moved,
         };
         let mut acknowledged = 0;
         let mut finished = finished.into_iter().peekable();
@@ -196,7 +198,7 @@ impl Session {
                 match outcome {
                     Ok(shards) => {
                         acknowledged += 1;
-                        let mut summary = self.shared.summary();
+                        let mut summary = self.recording.summary();
                         summary.shards += shards;
                         summary.bytes += payload_bytes(record);
                     }
@@ -223,17 +225,18 @@ impl Session {
         files.omit_all(keys, reason);
         for key in keys {
             let microbatch = key.microbatch.map(|mb| mb.0);
-            self.shared.omitted(step, key.tensor.as_str(), microbatch, reason);
+            self.recording.omitted(step, key.tensor.as_str(), microbatch, reason);
         }
-        self.shared.fault(format!("step {step}: {reason}"));
+        self.recording.fault(format!("step {step}: {reason}"));
     }
 
-    /// Waits, bounded, until what was closed here is committed or will not be.
+    /// Waits until every step that was closed here is committed or known not to be, and no longer
+    /// than the deadline.
     pub(crate) async fn settle(&mut self) {
         let deadline = self.deadline();
         let mut pause = FIRST_LOOK;
         let mut seen = (0, 0);
-        let slowest = SLOWEST_LOOK.max(LOOK_PER_RANK * self.shared.plan.settings.world_size);
+        let slowest = SLOWEST_LOOK.max(LOOK_PER_RANK * self.recording.plan.settings.world_size);
         while let Some(&step) = self.waiting.first() {
             match self.look(step, &deadline, &mut seen).await {
                 None => {
@@ -242,7 +245,7 @@ impl Session {
                     continue;
                 }
                 Some(Ok(cut_short)) => {
-                    self.shared.patience.progressed();
+                    self.recording.patience.progressed();
                     self.ended(step, &cut_short);
                 }
                 Some(Err(why)) => self.lost(step, &why),
@@ -251,8 +254,9 @@ impl Session {
         }
     }
 
-    /// One look: committed (and why it is not whole, if so), will not be (with the reason), or not
-    /// known yet. What other ranks had acknowledged since the last look is progress.
+    /// Asks once how a step stands: `Some(Ok(why))` when it is committed, where `why` is empty if
+    /// it is whole; `Some(Err(why))` when it will not be; `None` when that is not known yet. Shards
+    /// of other ranks that were acknowledged since the last look are progress.
     async fn look(
         &self,
         step: u64,
@@ -279,8 +283,8 @@ impl Session {
             Ok(status) => {
                 let now = (status.shards, status.bytes);
                 match std::mem::replace(seen, now) == now {
-                    true => self.shared.patience.answered(),
-                    false => self.shared.patience.progressed(),
+                    true => self.recording.patience.answered(),
+                    false => self.recording.patience.progressed(),
                 }
                 None
             }
@@ -295,10 +299,10 @@ impl Session {
         }
     }
 
-    /// True where this rank can see the manifest, which outlives the coordinator. Whoever put it
-    /// there may not have come to the fsync of its directory: a power cut would take it away
-    /// again, and committed is never undone. A bucket is only asked when the coordinator did not
-    /// answer: each look costs.
+    /// True where this rank can see the manifest, which outlives the coordinator. It is made
+    /// durable here first: whoever put it there may not have come to the fsync of its directory, a
+    /// power cut would take it away again, and a commit is never undone. A bucket is asked only
+    /// when the coordinator has not answered, as each request costs.
     async fn sees_manifest(&self, step: u64, unanswered: bool, deadline: &Deadline) -> bool {
         let manifest = self.attempt.step(Step(step)).manifest();
         let backend = match &self.way {
@@ -310,30 +314,30 @@ impl Session {
         matches!(deadline.bound(look).await, Some(Ok(Ok(true))))
     }
 
-    /// True when the coordinator was rank 0's and rank 0 has withdrawn it.
+    /// True when the coordinator was inside rank 0, which has ended it.
     fn orphaned(&self) -> bool {
-        let plan = &self.shared.plan;
+        let plan = &self.recording.plan;
         let embedded = plan.settings.coordinator.is_none();
         embedded && crate::rendezvous::Rendezvous::read(&plan.run_directory()).is_none()
     }
 
-    /// Rank 0 carries the coordinator: waits, bounded, until every rank has
-    /// closed what it began, and names who did not.
+    /// On rank 0 with the coordinator inside: waits until every rank has closed the steps that it
+    /// began, and no longer than the deadline, and names the ranks that have not.
     pub(crate) async fn settle_all(&mut self, embedded: &Embedded) {
-        let settings = &self.shared.plan.settings;
+        let settings = &self.recording.plan.settings;
         let (deadline, patience) =
-            (self.deadline(), self.shared.patience.deadline(settings.join_deadline));
+            (self.deadline(), self.recording.patience.deadline(settings.join_deadline));
         let mut pause = FIRST_LOOK;
         let mut seen = Vec::new();
         while let Some(Ok(unsettled)) = deadline.bound(embedded.handle.unsettled()).await {
-            // Other ranks of this host may be writing.
+            // Other ranks of this host may still be writing, which is progress.
             let now: Vec<(String, u64)> =
                 unsettled.iter().map(|one| (one.missing.clone(), self.written(one.step))).collect();
             if std::mem::replace(&mut seen, now.clone()) != now {
-                self.shared.patience.progressed();
+                self.recording.patience.progressed();
             }
             let late = deadline.is_over();
-            // A rank that never came while the whole job ran will not come now.
+            // A rank that has not entered while the whole job ran will not enter now.
             let hopeless = late || patience.is_over();
             let waits = unsettled.iter().any(|step| {
                 let absent = hopeless && !step.never_joined.is_empty();

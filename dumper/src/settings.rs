@@ -1,5 +1,5 @@
-//! What a recorder is told when it starts. The environment is read by the
-//! binding, not here: a library never looks at it.
+//! The settings of a recorder. The environment is read by the Python binding and not here: a
+//! library does not look at it.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

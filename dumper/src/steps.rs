@@ -1,5 +1,5 @@
-//! A set of steps that takes memory by its runs, not by its members: a job that records every
-//! step for weeks holds two numbers here.
+//! A set of steps that is kept as runs of neighbouring steps, so that a job that records every step
+//! for weeks holds two numbers here.
 
 use std::fmt;
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::steps::Steps;
 
-/// Counts and named troubles of one recorder.
+/// What one recorder did: counts, and sentences about what went wrong.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
     /// Shards that the coordinator acknowledged.
@@ -40,7 +40,7 @@ const MAX_SENTENCES: usize = 1000;
 /// Steps that one sentence names.
 const MAX_NAMED: usize = 10;
 
-/// Sentences beyond those, by list.
+/// How many sentences of each list are beyond those.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Unnamed {
     omissions: u64,
@@ -65,7 +65,7 @@ impl Summary {
         push(&mut self.orders, &mut self.unnamed.orders, sentence);
     }
 
-    /// As it is told: each list that was cut says so.
+    /// The summary as it is handed out: each list that was cut says so.
     pub(crate) fn told(mut self) -> Summary {
         // Omissions go to the coordinator with their step, and into no log.
         let manifest = "the manifests of their steps have them";
@@ -83,8 +83,8 @@ impl Summary {
         self
     }
 
-    /// The steps of `taken` that came to no end are not known to be committed; the sentence
-    /// that names them, if there are any.
+    /// Notes that the steps of `taken` that have not come to an end are not known to be committed.
+    /// Returns the sentence that names them, if there are any.
     pub(crate) fn unfinished(&mut self, taken: &Steps) -> Option<String> {
         let ended = |step| self.steps_committed.contains(step) || self.steps_partial.contains(step);
         let open: Vec<u64> = taken.iter().filter(|&step| !ended(step)).collect();

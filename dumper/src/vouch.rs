@@ -1,8 +1,10 @@
-//! Rank 0 shows that it lives, until every rank of its launch has entered: a coordinator that
-//! outlives launches lets a rank in only with a rank 0 that was alive after the rank came. What a
-//! rank 0 that was killed has opened is thereby never taken for the new launch.
+//! Rank 0 shows the coordinator that it lives, until every rank of its launch has entered the run.
 //!
-//! On a thread and a connection of its own, as the recorder's thread blocks on its disk.
+//! A coordinator may outlive launches. So it lets a rank enter an attempt only when the rank 0 that
+//! opened the attempt was alive after the rank had come: an attempt of a rank 0 that was killed is
+//! never taken for the new launch's.
+//!
+//! This has a thread and a connection of its own, as the recorder's thread blocks on its disk.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,19 +12,19 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use crate::client::{Answered, CallError, Client, jittered};
-use crate::recorder::Shared;
+use crate::recording::Recording;
 
-/// Between two signs of life: ranks of a launch come within seconds, or late.
+/// The pauses between two signs of life. They grow, as most ranks of a launch come within seconds.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Signs of life that are given until this is dropped.
+/// Shows that rank 0 lives until this is dropped.
 pub(crate) struct Vouching {
     _stop: oneshot::Sender<()>,
 }
 
 impl Vouching {
-    pub(crate) fn start(shared: Arc<Shared>, client: &Client) -> std::io::Result<Vouching> {
+    pub(crate) fn start(recording: Arc<Recording>, client: &Client) -> std::io::Result<Vouching> {
         let (stop, stopped) = oneshot::channel();
         let client = client.clone();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -31,7 +33,7 @@ impl Vouching {
             runtime.block_on(async {
                 tokio::select! {
                     _ = stopped => {}
-                    () = vouch(&shared, &client) => {}
+                    () = vouch(&recording, &client) => {}
                 }
             });
         })?;
@@ -39,18 +41,18 @@ impl Vouching {
     }
 }
 
-async fn vouch(shared: &Shared, client: &Client) {
+async fn vouch(recording: &Recording, client: &Client) {
     let mut client = match client.reopened() {
         Ok(client) => client,
-        Err(error) => return shared.fault(format!("other ranks cannot enter: {error}")),
+        Err(error) => return recording.fault(format!("other ranks cannot enter: {error}")),
     };
     let mut pause = FIRST_PAUSE;
     loop {
         tokio::time::sleep(jittered(pause)).await;
-        match client.join(&shared.plan).await {
+        match client.join(&recording.plan).await {
             Ok(Answered::Inside(entered)) if !entered.vouch => return,
             Ok(_) | Err(CallError::Unreachable(_)) => pause = (pause * 5 / 4).min(LONGEST_PAUSE),
-            Err(error) => return shared.fault(format!("other ranks cannot enter: {error}")),
+            Err(error) => return recording.fault(format!("other ranks cannot enter: {error}")),
         }
     }
 }

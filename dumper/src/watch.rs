@@ -1,7 +1,7 @@
-//! What a rank watches for: a loss or gradient norm that is no number, a
-//! gradient norm above a bound, or far from its running median.
+//! What a rank watches for: a loss or gradient norm that is not finite, a gradient norm above a
+//! bound, and one far from its running median.
 //!
-//! Far: more than `spread` times the robust deviation (1.4826 times the median
+//! Far is: more than `spread` times the robust deviation (1.4826 times the median
 //! absolute deviation) of the logarithms of the last [`WINDOW`] norms away from
 //! their median, in either direction. Of log-normal norms without trend, with
 //! the window as it is estimated and not as it truly is, a step is called far
@@ -13,11 +13,12 @@ use std::collections::VecDeque;
 /// Norms that the median is taken over.
 const WINDOW: usize = 64;
 
-/// Norms before which nothing is far: of fewer the deviation is guesswork.
+/// How many norms there must be before one is judged by their median: the deviation of fewer is too
+/// uncertain.
 const WARM_UP: usize = 64;
 
-/// Smallest deviation of the logarithms: norms that were clipped to one value
-/// deviate by nothing, and the first that differs by a rounding would be far.
+/// The least deviation of the logarithms that is assumed: norms that were all clipped to one value
+/// do not deviate, and the first that differed by a rounding error would be far.
 const LEAST_DEVIATION: f64 = 0.01;
 
 /// A normal deviate's standard deviation over its median absolute deviation.
@@ -38,13 +39,12 @@ impl Default for Conditions {
     }
 }
 
-/// The conditions with what they remember.
+/// The conditions, and the numbers of earlier steps that they need.
 pub(crate) struct Watch {
     conditions: Conditions,
     /// Logarithms of the last norms that were positive and finite.
     window: VecDeque<f64>,
-    /// Whether the last loss and the last norm were wrong: what stays wrong is
-    /// said once.
+    /// Whether the last loss and the last norm were wrong: a number that stays wrong triggers once.
     loss_wrong: bool,
     norm_wrong: bool,
 }
@@ -54,7 +54,7 @@ impl Watch {
         Watch { conditions, window: VecDeque::new(), loss_wrong: false, norm_wrong: false }
     }
 
-    /// Why these numbers trigger, if they do and those before them did not.
+    /// Why these numbers trigger a recording, if they do and the numbers before them did not.
     pub(crate) fn judge(&mut self, loss: Option<f64>, grad_norm: Option<f64>) -> Option<String> {
         let loss = loss.and_then(|loss| {
             let why = (!loss.is_finite()).then(|| format!("the loss is {loss}"));

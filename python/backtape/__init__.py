@@ -9,14 +9,13 @@
 
     report = backtape.replay("dumps/run-a", step=0, compare=["dq", "dk", "label_logits"])
 
-Importing backtape imports no framework; one that the job has imported is found in `sys.modules`.
+Importing backtape imports no framework: it uses the one that the job has imported.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from backtape._native import RecorderError, Summary, __version__
-from backtape import scalars
+from backtape import frameworks, scalars
 from backtape.postmortem import Report, Run, Step, checks, open, replay, trajectory
 from backtape.recorder import Recorder
 from backtape.tape import Tape
@@ -42,5 +41,5 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """`backtape.jax` and `backtape.torch` import their framework: once somebody names them."""
         if name in ("jax", "torch"):
-            return importlib.import_module(f"backtape.{name}")
+            return frameworks.load(f"backtape.{name}")
         raise AttributeError(f"module 'backtape' has no attribute {name!r}")

@@ -1,4 +1,5 @@
-"""`python -m backtape`: the command `backtape`, where scripts are not on the path."""
+"""`python -m backtape`: the command `backtape`, for where the scripts of packages are not on the
+path."""
 
 from backtape.command import main
 

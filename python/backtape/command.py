@@ -60,6 +60,6 @@ def _replay(arguments: list[str]) -> NoReturn:
 
 
 def _default_signals() -> None:
-    """What comes now runs in Rust, where the interpreter's own handler would only set a flag that
-    nobody looks at: Ctrl-C would wait for the end, and then be raised once all is done."""
+    """Lets Ctrl-C end the process. The commands run in Rust, where the interpreter's own handler
+    would only set a flag that is looked at after the command has ended."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,8 +1,9 @@
-"""NVIDIA's libraries where pip put them: a wheel's folder is on no search path of the loader.
+"""Finds NVIDIA's libraries where pip has installed them: the loader does not search the folders of
+wheels.
 
-`pip install 'backtape[cuda]'` brings the compiler of kernels (NVRTC) and the matrix products
-(cuBLAS); the driver comes with the machine. What is loaded here by its path is found by its name
-afterwards, by this process.
+`pip install 'backtape[cuda]'` installs the compiler of kernels (NVRTC) and the library of matrix
+products (cuBLAS); the driver comes with the machine. A library that is loaded here by its path is
+afterwards found by its name in this process.
 """
 
 import ctypes
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-# In the order in which they need each other. A CUDA toolkit's own libraries are found without this.
+# Each after those that it needs. The libraries of a CUDA toolkit are found without this.
 LIBRARIES = {
     "nvrtc": ("libnvrtc-builtins.so", "libnvrtc.so"),
     "cublas": ("libcublasLt.so", "libcublas.so"),
@@ -18,8 +19,8 @@ LIBRARIES = {
 
 
 def preload(wanted: Iterable[str] = tuple(LIBRARIES)) -> list[str]:
-    """Loads what wheels hold of these; the paths that were loaded. A library that does not load is left to
-    whoever needs it: that says which one and what to do."""
+    """Loads those of the wanted libraries that wheels hold, and returns their paths. One that does not
+    load is passed over: whoever needs it says which library is missing and what to do."""
     loaded = []
     for names in map(LIBRARIES.__getitem__, wanted):
         for path in (path for name in names for path in found(name)):

@@ -2,8 +2,8 @@
 
     backtape doctor [--store DIR|URL] [--coordinator HOST:PORT] [--credentials DIR] [--json]
 
-Each line is ok, absent (nobody asked for it, and it is not there) or broken (it is there or was
-asked for, and does not work). Exit code 0, or 1 when something that was asked for is broken.
+Each line is ok, absent (it is not there, and nobody asked for it) or broken (it is there or was
+asked for, and does not work). The exit code is 0, or 1 when something that was asked for is broken.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,19 +29,21 @@ from backtape import _native, cuda_wheels
 
 OK, ABSENT, BROKEN = "ok", "absent", "broken"
 
-# The port that a coordinator listens on unless it is told otherwise.
+# The port on which a coordinator listens by default.
 PORT = 7447
 
-# A framework that takes longer to import is told as hanging.
+# A framework that takes longer than this to import is reported to hang.
 IMPORT_DEADLINE_S = 60.0
 
-# A rank writes several files at once, the coordinator holds a connection and files of each rank.
+# Fewer open files than this are too few: a rank writes several files at once, and the coordinator
+# has a connection and files open for each rank.
 FEW_FILES = 4096
 
-# NCCL and jax's own transfers between processes of a host lie in shared memory.
+# Less shared memory than this is too little: NCCL, and jax between processes of a host, transfer
+# through it.
 FEW_SHARED_BYTES = 64 << 20
 
-# Leases, deadlines and the times in manifests: a clock before this is not set.
+# A clock that shows an earlier time is not set; leases, deadlines and manifests depend on it.
 EARLIEST_TIME = 1_700_000_000
 
 SCHEMA = "backtape.doctor/1"
@@ -48,7 +51,7 @@ SCHEMA = "backtape.doctor/1"
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was looked at."""
+    """One thing that was looked at, and what was found."""
 
     group: str
     name: str
@@ -65,8 +68,15 @@ def examine(
     credentials: str | None = None,
     deadline_s: float = IMPORT_DEADLINE_S,
 ) -> list[Line]:
-    """Looks at everything, in order. What is not given is taken from BACKTAPE_DIR,
-    BACKTAPE_COORDINATOR and BACKTAPE_CREDENTIALS. Never raises: what fails is a broken line."""
+    """Looks at everything, and returns what was found in the order of the groups.
+
+    store, coordinator, credentials: what to try; by default BACKTAPE_DIR, BACKTAPE_COORDINATOR and
+        BACKTAPE_CREDENTIALS.
+    deadline_s: how many seconds jax and torch may take to import.
+
+    It never raises: a look that fails is a broken line.
+   
+    """
     environment = os.environ
     store = store or environment.get("BACKTAPE_DIR")
     coordinator = coordinator or environment.get("BACKTAPE_COORDINATOR")
@@ -84,7 +94,7 @@ def examine(
     for group, look in groups:
         try:
             found.extend(look())
-        except Exception as error:  # A line that cannot be made is told, not a traceback.
+        except Exception as error:  # A look that fails is one line, and the others go on.
             found.append(Line(group, "doctor", BROKEN, f"{type(error).__name__}: {error}",
                               "this is a bug of the doctor: report it with this line"))
     return found
@@ -125,7 +135,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-# Run in a process of its own: an import that hangs, or that ends the process, is a line then.
+# These programs run in processes of their own, so that an import that hangs, or that ends its
+# process, becomes a line.
 JAX = """
 import json, jax
 devices = [f"{device.device_kind} {device.id}" for device in jax.devices()]
@@ -165,7 +176,8 @@ def _framework(name: str, program: str, deadline_s: float) -> Iterator[Line]:
 
 
 def _run(command: list[str], deadline_s: float) -> tuple[int, str, str] | None:
-    """Exit code and output of a process; None where it did not end in time. Its children go too."""
+    """The exit code and output of a process; None where it has not ended in time. It is then killed
+    with its children."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -260,7 +272,7 @@ def _coordinator(address: str | None, credentials: str | None, store: str | None
             same = version == _native.__version__
             todo = "" if same else f"this is {_native.__version__}: bring both to one version"
             yield Line("coordinator", "version", OK if same else BROKEN, f"{version} build {build}", todo, True)
-    # The coordinator that was asked for may be what holds it.
+    # On the default port the coordinator that was asked for may listen itself.
     if address is None or not address.endswith(f":{PORT}"):
         yield _port()
 
@@ -304,8 +316,6 @@ def _shared_memory() -> Iterator[Line]:
 
 
 def _temporary() -> Iterator[Line]:
-    import tempfile
-
     directory = tempfile.gettempdir()
     free = shutil.disk_usage(directory).free
     yield Line("limits", "temporary files", OK, f"{directory}, {_size(free)} free; a step read from a bucket must fit there")
@@ -324,7 +334,7 @@ def _size(count: float) -> str:
 
 
 def table(lines: list[Line]) -> str:
-    """The lines for a person: group, name, status and what was found; below it what to do."""
+    """The lines as a table: group, name, status and what was found; below each what to do about it."""
     width = max(len(line.name) for line in lines)
     out, group = [], ""
     for line in lines:
@@ -352,7 +362,7 @@ def _object(lines: list[Line]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; its exit code."""
+    """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="backtape doctor", description="Says what works on this machine, and what to do about the rest."
     )
@@ -367,6 +377,6 @@ def main(arguments: list[str]) -> int:
     try:
         print(json.dumps(_object(lines), indent=1) if given.json else table(lines), flush=True)
     except BrokenPipeError:
-        # Who closed the pipe has read enough.
+        # Whoever has closed the pipe has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if any(line.asked and line.status == BROKEN for line in lines) else 0

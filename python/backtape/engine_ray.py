@@ -1,11 +1,10 @@
 """The tasks of a replay on a Ray cluster: `replay --engine ray` (docs/ray.md).
 
-Ray carries bytes here and decides nothing: which tasks there are, what they read and in which order
-their sums meet is the replay's own (`backtape_replayer::replay::tasks`).
+Ray moves bytes and decides nothing: the replay itself decides which tasks there are, what they read
+and in which order their sums are added (`backtape_replayer::replay::tasks`).
 """
 
 import contextlib
-import importlib
 import logging
 import os
 import socket
@@ -14,18 +13,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from backtape import _native
+from backtape.frameworks import load
 
-# How often Ray starts a task again whose worker or node was lost.
+# How many times Ray starts a task again whose worker or node was lost.
 RETRIES = 3
 # How long a cluster may take to answer the first call, and its nodes to say which build they have.
 CONNECT_S = 5.0
 PROBE_S = 120.0
-# How often a wait looks at the nodes; how long none may have the cores of a task, and how long all
-# cores may be free while a task waits.
+# How often a wait for a task looks at the nodes; how long there may be no node with the cores of
+# one task; how long all cores may be free while a task waits.
 LOOK_S = 5.0
 GONE_S = 120.0
 DROPPED_S = 180.0
-# Nodes that are named in one sentence.
+# Most nodes that one sentence names.
 NAMED = 3
 
 
@@ -34,14 +34,18 @@ class ClusterError(RuntimeError):
 
 
 def connect(address: str | None, task_cpus: int) -> "Cluster":
-    """Connects to the cluster at HOST:PORT, or to the one that this host is part of."""
+    """Connects to the cluster at HOST:PORT, or to the one that this host is part of.
+
+    Raises ClusterError where Ray is not installed, the cluster does not answer, or no task could
+    run on it.
+    """
     try:
-        ray = importlib.import_module("ray")
+        ray = load("ray")
     except ImportError:
         raise ClusterError("Ray is not installed here: pip install 'backtape[ray]'") from None
     if address is not None and "://" not in address:
         _reach(address)
-    # What fails is said once, by `fetch`.
+    # A task that fails is reported once, by `fetch`.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     try:
         with _quiet_core():
@@ -59,10 +63,11 @@ def connect(address: str | None, task_cpus: int) -> "Cluster":
 
 @contextlib.contextmanager
 def _quiet_core() -> Iterator[None]:
-    """Ray's core says as an error, on stderr, that it computes again what a lost node took along.
+    """A context in which Ray starts with the log of its core turned off, unless the level is set.
 
-    That it was given a level it says on stderr too, while it starts. Who sets the level sees both;
-    the nodes' logs have the rest.
+    Ray's core logs as an error, on stderr, that it computes again what was lost with a node; and
+    while it starts it prints there that a level was set, so stderr is closed meanwhile. The nodes'
+    own logs have all of it.
     """
     level = "RAY_BACKEND_LOG_LEVEL"
     if level in os.environ:
@@ -80,7 +85,7 @@ def _quiet_core() -> Iterator[None]:
 
 
 def _reach(address: str) -> None:
-    """Ray itself waits for a minute for what is not there."""
+    """Raises ClusterError where nothing answers at HOST:PORT; Ray itself would wait for a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ClusterError(f"--address {address!r} is not HOST:PORT")
@@ -100,18 +105,18 @@ def _most_cores(nodes: list[dict[str, Any]]) -> int:
 
 
 def build() -> str:
-    """Which build this process has: bytes go between equal ones alone."""
+    """The build of backtape in this process. Tasks go only to processes of the same build."""
     return f"{_native.__version__} {_native.__build__}"
 
 
 def perform(task: bytes, threads: int, *sums: bytes | None) -> Any:
-    """One task, on a worker: its sums, one for each that it gives."""
+    """Performs one task on a worker, and returns the sums that it makes, as bytes: one, or a tuple."""
     found = _native.perform_task(task, list(sums), threads)
     return found[0] if len(found) == 1 else tuple(found)
 
 
 class Cluster:
-    """A connected cluster: starts tasks, and holds what stands for their sums."""
+    """A connected cluster: starts tasks, and holds Ray's references to their sums under numbers."""
 
     def __init__(self, ray: Any, task_cpus: int) -> None:
         self._ray = ray
@@ -125,13 +130,14 @@ class Cluster:
         }  # fmt: skip
 
     def _check_nodes(self) -> None:
-        """A node that could compute a task must have this build."""
+        """Raises ClusterError unless some node has the cores of one task, and every such node has this
+        build."""
         nodes = self._alive()
         most = _most_cores(nodes)
         if most < self._task_cpus:
             lower = "lower --task-cpus" if most else "start nodes with cores"
             raise ClusterError(f"no node has the {self._task_cpus} cores of one task, the largest has {most}: {lower}")
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        strategies = load("ray.util.scheduling_strategies")
         asked = {}
         for node in nodes:
             if node["Resources"].get("CPU", 0) >= self._task_cpus:
@@ -158,7 +164,8 @@ class Cluster:
         return None if found == build() else f"has backtape {found}, this host {build()}"
 
     def start(self, task: bytes, sums: list[int | None], gives: int) -> list[int]:
-        """Starts a task on the sums of others, which it takes away; what stands for its own."""
+        """Starts a task that goes on from the sums of others, which cannot be used again. Returns the
+        numbers of the sums that it will make, `gives` of them."""
         given = [None if held is None else self._held.pop(held) for held in sums]
         started = self._perform.options(num_returns=gives, **self._options).remote(task, self._task_cpus, *given)
         names = []
@@ -169,7 +176,8 @@ class Cluster:
         return names
 
     def fetch(self, held: int) -> bytes:
-        """Waits for sums, and takes them away."""
+        """Waits for sums and returns their bytes; the number cannot be used again. Raises ClusterError
+        with one clause where they will not come."""
         ref = self._held.pop(held)
         try:
             self._wait(ref)
@@ -178,11 +186,11 @@ class Cluster:
             raise ClusterError(self._why(error)) from None
 
     def _wait(self, ref: Any) -> None:
-        """Waits for what a task gives, but not for what will not come.
+        """Waits for what a task makes. Raises ClusterError where it will not come.
 
-        Ray itself waits for ever for cores that no node has any more (nodes may come yet), and, seen
-        with 2.60 where workers are killed as fast as they start, for a task that is neither queued
-        nor running anywhere.
+        Ray itself waits for ever in two cases: for cores that no node has any more (nodes may still
+        be added), and for a task that is neither queued nor running anywhere, which Ray 2.60 was
+        seen to do where workers are killed as fast as they start.
         """
         seen = busy = time.monotonic()
         while not self._ray.wait([ref], timeout=LOOK_S)[0]:
@@ -203,13 +211,14 @@ class Cluster:
                 )
 
     def _is_idle(self) -> bool:
-        """Whether there are cores and nobody uses any."""
+        """True where the cluster has cores and none of them is in use."""
         cores: float = self._ray.cluster_resources().get("CPU", 0)
         free: float = self._ray.available_resources().get("CPU", 0)
         return 0 < cores <= free
 
     def _why(self, error: BaseException) -> str:
-        """A task also fails by those whose sums it goes on from: the first of them says why."""
+        """Why a task failed, in one clause. A task also fails when one whose sums it goes on from does,
+        so the first error in the chain is the reason."""
         exceptions = self._ray.exceptions
         while isinstance(error, exceptions.RayTaskError) and getattr(error, "cause", None) is not None:
             error = error.cause
@@ -220,7 +229,7 @@ class Cluster:
             return f"its worker died, {times}: Ray's logs say why"
         if isinstance(error, exceptions.NodeDiedError | exceptions.ObjectLostError):
             return f"its node was lost, and with it what others had computed: {_first_line(error)}"
-        # Ray puts what does not fit into its store on the disk, up to 95 % of that.
+        # Ray spills what does not fit into its object store to the disk, up to 95 % of the disk.
         if isinstance(error, exceptions.OutOfDiskError | exceptions.ObjectStoreFullError):
             more = "give the nodes more of either (ray start --object-store-memory)"
             return f"a node's object store is full, and its disk has no room for the rest: {more}"

@@ -1,7 +1,8 @@
-"""Fail-open: what goes wrong in backtape is told to the log, not to the job.
+"""Fail-open: what goes wrong in backtape goes to the log and not to the job.
 
-Every public call runs through `Faults.guard`. Without strict mode an exception becomes one log
-line for each kind and an omission in the dump; in strict mode it comes out as `RecorderError`.
+Every public call runs inside `Faults.guard`. Without strict mode an exception becomes an omission
+in the dump and a line in the log, one for each kind; in strict mode it is raised as
+`RecorderError`.
 """
 
 import logging
@@ -15,12 +16,13 @@ from backtape._native import PanicException, RecorderError
 
 log = logging.getLogger("backtape")
 
-# A panic of the Rust side is a BaseException for Python, so that nobody swallows it by accident.
+# What is kept from the job. A panic in Rust is a BaseException, which `except Exception` does not
+# catch.
 CAUGHT = (Exception, PanicException)
 
 
 class Faults:
-    """What went wrong on this rank, and what becomes of it."""
+    """Logs, counts or raises what went wrong on this rank."""
 
     def __init__(self, strict: bool, rank: int | None = None, host: str | None = None) -> None:
         self.strict = strict
@@ -40,6 +42,7 @@ class Faults:
 
         `what` and `subject` name the call in the log line. `omit(reason)` puts the failure into
         the dump, unless it is one of `counted`, which the recorder has put there itself.
+       
         """
         try:
             yield
@@ -54,7 +57,8 @@ class Faults:
         omit: Callable[[str], None] | None,
         counted: tuple[type[BaseException], ...],
     ) -> None:
-        """What `guard` does with an exception; for calls that are too many for a generator each."""
+        """Does with an exception what `guard` does; for calls so frequent that a context manager for
+        each would cost too much."""
         reason = describe(error)
         if omit is not None and not isinstance(error, counted):
             self._omit(omit, reason)

@@ -3,20 +3,22 @@
     q = backtape.jax.tap("q", q, microbatch=i)              # the value, and
     q = backtape.jax.tap_grad("dq", q, microbatch=i)        # its cotangent, in the backward pass
 
-They work inside jit, scan, remat and shard_map, and record every local shard of the step that
-is open (`with recorder.step(n)`), or nothing. A function is compiled once with its taps and once
-without: steps that are not recorded run no callback. What the tap does to the arithmetic around it
-is the same in both (an optimization barrier), so that recording changes no bit of the job.
+They work inside jit, scan, remat and shard_map. Inside a step that is recorded (`with
+recorder.step(n)`) they record every local shard; outside they record nothing. A function is
+compiled once with its taps and once without, so steps that are not recorded run no callback. Both
+programs have an optimization barrier at the tap, so that the arithmetic around it, and every bit of
+the job, is the same in both.
 
-How a shard says where it lies. jax hands a callback the local shard and nothing else, so the device's
-index in the mesh comes along as an operand, and the sharding, which the compiler chooses, is asked of
-the compiler. Inside shard_map the job says it: `spec=`, or `partial=` for an addend.
+How the place of a shard is known: jax hands a callback the local shard and nothing else. So the
+device's index in the mesh is passed to the callback as an operand, and the compiler, which chooses
+the sharding, is asked for it. Inside shard_map the job says it: `spec=`, or `partial=` for an
+addend.
 """
 
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial as bind
 from typing import Any
 
@@ -30,36 +32,43 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, Singl
 
 from backtape.failopen import CAUGHT, describe
 from backtape.jax_arrays import placement_of
-from backtape.shards import REPLICATE, Shard, own_bytes
-from backtape.tape import Tape, open_tape
+from backtape.shards import REPLICATE, Key, Shard, own_bytes
+from backtape.tape import open_tape
 
 log = logging.getLogger("backtape")
 
-# Part of jit's cache key: True while a step is recorded, so that its functions are traced anew.
+# True while a step is recorded. It is a part of jit's cache key, so that functions are then traced
+# anew.
 taping = jax.make_user_context(False)
 
 NO_MICROBATCH = -1
-UNKNOWN = -1  # which device of the mesh
+UNKNOWN = -1  # for the index of a device in the mesh
 
 
 @dataclass(frozen=True)
-class Key:
-    """What a tap says of its tensor, all static."""
+class Tap:
+    """What a tap says of its tensor: all of it is known when the function is traced."""
 
-    name: str
-    role: str | None = None
+    key: Key  # without the microbatch, which may be traced
     partial: str | None = None
-    when: str | None = None
     spec: PartitionSpec | None = None
 
-    def options(self, microbatch: int, again: bool) -> dict[str, Any]:
-        """Keyword arguments of `tape.record_shards`."""
-        return {
-            "role": self.role,
-            "partial": self.partial,
-            "when": "recompute" if again else self.when,
-            "microbatch": None if microbatch == NO_MICROBATCH else microbatch,
-        }
+    def key_of(self, microbatch: Any, again: Any) -> Key:
+        """The key of a value that has arrived; `again`: jax.checkpoint has computed it anew."""
+        index = int(np.asarray(microbatch))
+        when = "recompute" if np.asarray(again) else self.key.when
+        return replace(self.key, microbatch=None if index == NO_MICROBATCH else index, when=when)
+
+
+def tap_of(
+    name: str,
+    role: str | None = None,
+    partial: str | None = None,
+    when: str | None = None,
+    spec: PartitionSpec | None = None,
+) -> Tap:
+    """The tap that these arguments of `tap` and `tap_grad` make."""
+    return Tap(Key(name, role, None, when), partial, spec)
 
 
 def tap(
@@ -74,35 +83,40 @@ def tap(
 ) -> jax.Array:
     """Records `x` under `name` and returns it.
 
-    microbatch: a number, or a traced one: the loop variable of a scan.
+    microbatch: a number, which may be traced: the loop variable of a scan.
     role, partial, when: as in `tape.record`.
-    spec: inside shard_map, how the local shards make up the tensor (P() where all are alike).
+    spec: inside shard_map, how the local shards make up the tensor (P() where all are the same).
 
-    What `jax.checkpoint` computes again in the backward pass is recorded under when="recompute".
+    A value that `jax.checkpoint` computes again in the backward pass is recorded with
+    when="recompute". A tap that cannot be compiled is left out: the dump names the tensor and the
+    reason.
+   
     """
-    return _tapped(Key(name, role, partial, when, spec), x, microbatch)
+    return _tapped(tap_of(name, role, partial, when, spec), x, microbatch)
 
 
 def tap_grad(name: str, x: jax.Array, *, microbatch: Any = None, **key: Any) -> jax.Array:
     """Returns `x`; the cotangent of what is returned is recorded under `name`.
 
-    Of a weight that is the part that flows through this use of it. For reverse mode only, as
-    every custom_vjp.
+    key: role, partial, when and spec, as in `tap`.
+
+    For a weight, the cotangent is the part that flows through this use of it. It works in reverse
+    mode only, as every custom_vjp does.
     """
-    return _grad_tapped(Key(name, **key), x, _index(microbatch))
+    return _grad_tapped(tap_of(name, **key), x, _index(microbatch))
 
 
 @bind(jax.custom_vjp, nondiff_argnums=(0,))
-def _grad_tapped(key: Key, x: jax.Array, microbatch: Any) -> jax.Array:
+def _grad_tapped(tap: Tap, x: jax.Array, microbatch: Any) -> jax.Array:
     return x
 
 
-def _forward(key: Key, x: jax.Array, microbatch: Any) -> tuple[jax.Array, Any]:
+def _forward(tap: Tap, x: jax.Array, microbatch: Any) -> tuple[jax.Array, Any]:
     return x, microbatch
 
 
-def _backward(key: Key, microbatch: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return _tapped(key, cotangent, microbatch), None
+def _backward(tap: Tap, microbatch: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return _tapped(tap, cotangent, microbatch), None
 
 
 _grad_tapped.defvjp(_forward, _backward)
@@ -112,17 +126,17 @@ def _index(microbatch: Any) -> Any:
     return jnp.int32(NO_MICROBATCH if microbatch is None else microbatch)
 
 
-def _tapped(key: Key, x: jax.Array, microbatch: Any) -> jax.Array:
-    """`x` behind a barrier that stands there whether or not the step is recorded: without it XLA
-    would fuse, and so round, differently where a callback looks on."""
+def _tapped(tap: Tap, x: jax.Array, microbatch: Any) -> jax.Array:
+    """Returns `x` behind an optimization barrier, which is there whether or not the step is recorded:
+    without it XLA would fuse, and so round, differently where a callback reads the value."""
     x = lax.optimization_barrier(x)
     if not taping.value:
         return x
     try:
-        _listen(key, x, _index(microbatch))
+        _listen(tap, x, _index(microbatch))
     except CAUGHT as error:
-        # While the job is traced: there is no value yet, and no device that could be at fault.
-        _leave_out(key, error)
+        # The job is being traced, and the trace goes on without the tap.
+        _leave_out(tap.key, error)
     return x
 
 
@@ -134,10 +148,7 @@ def _leave_out(key: Key, error: BaseException) -> None:
     log.warning("%s is not recorded: %s", key.name, reason)
 
 
-# --- in the traced program ------------------------------------------------------------------
-
-
-def _listen(key: Key, x: jax.Array, microbatch: jax.Array) -> None:
+def _listen(tap: Tap, x: jax.Array, microbatch: jax.Array) -> None:
     """Puts the callback into the program that is being traced."""
     if is_mapped(x):
         raise ValueError("inside vmap a value has no place in a tensor: tap outside of it")
@@ -146,24 +157,24 @@ def _listen(key: Key, x: jax.Array, microbatch: jax.Array) -> None:
     if mesh.manual_axes:
         if set(mesh.manual_axes) != set(mesh.axis_names):
             raise ValueError("a shard_map over some axes of the mesh only: tap outside of it")
-        spec = key.spec
-        if spec is None and key.partial is None:
+        spec = tap.spec
+        if spec is None and tap.partial is None:
             raise ValueError("inside shard_map say spec=P(...), or partial='sum' for an addend")
         sizes = dict(zip(mesh.axis_names, mesh.axis_sizes))
         place = jnp.stack([lax.axis_index(name) for name in mesh.axis_names])
-        heard = bind(_heard_local, key, spec or PartitionSpec(), sizes)
+        heard = bind(_heard_local, tap, spec or PartitionSpec(), sizes)
         jax.debug.callback(heard, x, place, microbatch, again)
         return
-    if key.spec is not None:
+    if tap.spec is not None:
         raise ValueError("spec= is for the inside of shard_map: elsewhere the compiler is asked")
     layout = Layout(tuple(x.shape))
     jax.debug.inspect_array_sharding(x, callback=layout.add)
-    heard = bind(_heard, key, layout)
+    heard = bind(_heard, tap, layout)
     jax.debug.callback(heard, x, _device_index(mesh), microbatch, again, partitioned=True)
 
 
 def is_mapped(x: Any) -> bool:
-    """True for a value that vmap follows, also below grad."""
+    """True for a value that vmap traces, also where grad traces it too."""
     while x is not None:
         if type(x).__name__ == "BatchTracer":
             return True
@@ -172,7 +183,8 @@ def is_mapped(x: Any) -> bool:
 
 
 def _device_index(mesh: Any) -> jax.Array:
-    """int32 [1] on every device of the mesh: its index; [UNKNOWN] where no mesh is set."""
+    """The index of each device in the mesh, int32 [1] on every device; [UNKNOWN] where no mesh is
+    set."""
     if mesh.empty:
         return jnp.full(1, UNKNOWN, jnp.int32)
     spec = PartitionSpec(mesh.axis_names)
@@ -182,8 +194,9 @@ def _device_index(mesh: Any) -> jax.Array:
     return lax.with_sharding_constraint(index, spec)
 
 
-# 0 in the forward pass, 1 where jax.checkpoint computes it again: the rule below is asked which
-# part of an equation belongs to which, and gives the second a copy that says so.
+# A primitive that returns 0 in the forward pass and 1 where jax.checkpoint computes that again. jax
+# asks the rule below how to divide each equation between the two passes: the rule keeps the
+# equation for the forward pass and gives the recomputation a copy with another parameter.
 recomputed_p = Primitive("backtape_recomputed")
 recomputed_p.def_impl(lambda *, again: jnp.int32(again))
 recomputed_p.def_abstract_eval(lambda *, again: jax.core.ShapedArray((), jnp.int32))
@@ -201,25 +214,23 @@ def _split(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any
 partial_eval.partial_eval_jaxpr_custom_rules[recomputed_p] = _split
 
 
-# --- when a value arrives -------------------------------------------------------------------
-
-
 @dataclass
 class Layout:
-    """Where the compiler put an array: known once the program is compiled."""
+    """The shardings that the compiler has chosen for an array; known once the program is compiled."""
 
     shape: tuple[int, ...]
     found: list[Sharding] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, sharding: Sharding) -> None:
-        """Called by the compiler, once for each copy of the tap in the program."""
+        """Adds a sharding. The compiler calls this once for each copy of the tap in the program."""
         with self.lock:
             if sharding not in self.found:
                 self.found.append(sharding)
 
     def place(self, index: int, extent: tuple[int, ...]) -> tuple[Sharding, tuple[slice, ...], int]:
-        """Sharding, box and replica of the shard of the mesh's `index`-th device."""
+        """The sharding, box and replica number of the shard on the mesh's `index`-th device. Raises
+        ValueError where the extent does not say which of several shardings it is."""
         with self.lock:
             found = [one for one in self.found if one.shard_shape(self.shape) == extent]
         if len(found) != 1:
@@ -245,7 +256,7 @@ def ordered_devices(sharding: Sharding) -> list[Any]:
 
 
 def only_local(devices: list[Any]) -> int:
-    """The index of this process's device, where it has one only."""
+    """The index of this process's one device. Raises ValueError where it has none or several."""
     here = jax.process_index()
     local = [i for i, device in enumerate(devices) if device.process_index == here]
     if len(local) != 1:
@@ -253,22 +264,24 @@ def only_local(devices: list[Any]) -> int:
     return local[0]
 
 
-def _heard(key: Key, layout: Layout, block: Any, index: Any, microbatch: Any, again: Any) -> None:
-    """One local shard, from the callback's thread."""
+def _heard(tap: Tap, layout: Layout, block: Any, index: Any, microbatch: Any, again: Any) -> None:
+    """Records one local shard; called from the callback's thread."""
 
     def shard() -> Shard:
         values = np.asarray(block)
         sharding, box, replica = layout.place(int(np.asarray(index)[0]), values.shape)
         offsets = tuple(part.indices(size)[0] for part, size in zip(box, layout.shape))
         data, dtype, extent = own_bytes(values)
-        placement = placement_of(sharding, key.partial)
-        return Shard(data, dtype, layout.shape, offsets, extent, replica, placement)
+        placement = placement_of(sharding, tap.partial)
+        return Shard(
+            data, dtype, layout.shape, offsets, extent, replica, placement, partial=tap.partial
+        )
 
-    _record(key, shard, microbatch, again)
+    _record(tap, shard, microbatch, again)
 
 
 def _heard_local(
-    key: Key,
+    tap: Tap,
     spec: PartitionSpec,
     sizes: dict[str, int],
     block: Any,
@@ -276,7 +289,8 @@ def _heard_local(
     microbatch: Any,
     again: Any,
 ) -> None:
-    """One shard inside shard_map, whose place the job said."""
+    """Records one local shard of code inside shard_map, whose place the job has given; called from the
+    callback's thread."""
 
     def shard() -> Shard:
         data, dtype, extent = own_bytes(np.asarray(block))
@@ -295,25 +309,24 @@ def _heard_local(
         for axis in sizes:
             if axis not in used:
                 replica = replica * sizes[axis] + here[axis]
-        if key.partial and jax.local_device_count() > 1:
+        if tap.partial and jax.local_device_count() > 1:
             raise ValueError("addends of several devices of one process: run one process a device")
-        words = used if key.partial else {axis: used.get(axis, REPLICATE) for axis in sizes}
-        return Shard(
-            data, dtype, tuple(shape), tuple(offsets), extent, 0 if key.partial else replica, words
-        )
+        words = used if tap.partial else {axis: used.get(axis, REPLICATE) for axis in sizes}
+        replica = 0 if tap.partial else replica
+        box = (tuple(shape), tuple(offsets), extent)
+        return Shard(data, dtype, *box, replica, words, partial=tap.partial)
 
-    _record(key, shard, microbatch, again)
+    _record(tap, shard, microbatch, again)
 
 
-def _record(key: Key, shard: Callable[[], Shard], microbatch: Any, again: Any) -> None:
+def _record(tap: Tap, shard: Callable[[], Shard], microbatch: Any, again: Any) -> None:
     tape = open_tape()
     if tape is None:
-        # The step was over: `wait_for_taps` makes this impossible for a program of the step.
+        # The step is over. Its own programs have run by then, as the tape waits for their taps.
         return
-    options = key.options(int(np.asarray(microbatch)), bool(np.asarray(again)))
-    tape.record_shards(key.name, shard, **options)
+    tape.record_shards(tap.key_of(microbatch, again), shard)
 
 
 def wait_for_taps() -> None:
-    """Returns when every callback of the programs that were started has run."""
+    """Waits until every callback of the programs that the job has started has run."""
     jax.effects_barrier()

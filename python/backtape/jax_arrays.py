@@ -1,15 +1,15 @@
-"""jax.Array to shards, and the proof of place.
+"""jax arrays to shards, and the proof of place.
 
-Every shard that this process holds is recorded with the box, replica and placement that jax
-itself gives. Nothing is gathered, resharded or donated, and no collective runs: a process that
+Every shard that this process holds is recorded with the box, replica number and placement that jax
+gives for it. Nothing is gathered, resharded or donated, and no collective runs, so a process that
 records alone does not wait for the others.
 
-The fingerprint of src/fingerprint.rs is computed here by XLA on the sharded array: indices come
-from an iota over the *global* shape, which the partitioner splits as it split the array. It shares
-no arithmetic of boxes with the record, so a wrong box cannot agree with it.
+XLA computes the fingerprint of src/fingerprint.rs on the sharded array. It takes the indices from
+an iota over the *global* shape, which the partitioner splits as it has split the array. This shares
+no arithmetic of boxes with the record, so the fingerprint does not agree with a wrong box.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,14 +20,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from backtape import gpu
-from backtape._native import check_dtype
+from backtape._native import Arriving, check_dtype
+from backtape.failopen import CAUGHT
 from backtape.shards import REPLICATE, Box, Guard, Held, Shard, flat, in_box, own_bytes
 
-# The constants of src/fingerprint.rs; known values in tests tie the two definitions.
+# The constants of src/fingerprint.rs; a test compares both definitions on known values.
 SEED, STRIDE, WORD, LANE = 0x9747B28C, 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35
 
-# Compiled programs kept: a step records tens of tensors, each in one shape and layout.
+# The program that copies an array; one that returned its argument would share its memory.
+on_device = jax.jit(jnp.copy)
+
+# How many compiled programs are kept: a step records tens of tensors, each in one shape and layout.
 PROGRAMS = 512
 
 
@@ -36,8 +40,12 @@ def shards_of(
 ) -> list[Shard]:
     """The addressable shards of `array`.
 
-    `box` is for an array on one device, which is then that box of the tensor. Neither such a box
-    nor an addend (`partial`) has a place that jax knows: they get no fingerprint here.
+    box: for an array on one device, the box of the tensor that it is.
+
+    jax knows neither the place of such a box nor that of an addend (`partial`), so they get no
+    fingerprint here. Raises TypeError for a traced value, ValueError for a dtype that cannot be
+    dumped, a box of an array on several devices, or an unreduced array that `partial` does not
+    name.
     """
     if isinstance(array, jax.core.Tracer):
         raise TypeError("a traced value has no bytes yet: return it from the jitted function")
@@ -47,14 +55,14 @@ def shards_of(
     if box is not None and not on_one:
         raise ValueError("global_shape and offsets are for an array on one device")
     proved = place_proof and partial is None and box is None
-    # What the job forbids its own code (jax.transfer_guard) is what recording is: bytes to the
-    # host, and for the proof constants to the devices, which takes three guards and their time.
+    # Recording does what a job may forbid its own code with jax.transfer_guard: it copies bytes to
+    # the host, and for the proof constants to the devices. Allowing only the first takes less time.
     allow = jax.transfer_guard if proved else jax.transfer_guard_device_to_host
     with allow("allow"):
         if on_one and not proved:
             return [of_one(array, box)]
         pieces = array.addressable_shards
-        # Started first, so that it runs on the device while the bytes come to the host.
+        # Started first, so that it runs on the device while the bytes are copied to the host.
         lanes = {}
         if proved:
             with guard("place proof"):
@@ -62,9 +70,9 @@ def shards_of(
         held, proofs = [], {}
         for piece in pieces:
             sums = lanes.get(piece.device)
-            arriving = from_gpu(piece, array.shape, sums)
+            arriving = piece_from_gpu(piece, array.shape, sums)
             held.append(arriving or host_bytes(piece.data))
-            # What arrives from a GPU brings the sums along.
+            # An array that arrives from a GPU brings its sums with it.
             if sums is not None and arriving is None:
                 with guard("place proof"):
                     proofs[piece.device] = to_pair(sums)
@@ -84,27 +92,83 @@ def shards_of(
 
 
 def of_one(array: jax.Array, box: Box | None) -> Shard:
-    """An array on one device, as the declared box of a tensor or as all of one."""
+    """The shard of an array on one device: the declared box of a tensor, or a whole tensor."""
     first = box[1] if box else (0,) * array.ndim
     dtype = name_of(array.dtype)
-    arriving = gpu.of_jax(array, dtype, first, None)
+    arriving = from_gpu(array, dtype, first, None)
     return in_box((arriving, dtype, array.shape) if arriving else host_bytes(array), box)
 
 
-def from_gpu(piece: Any, shape: tuple[int, ...], sums: jax.Array | None) -> Held | None:
-    """The same of an array on a GPU, on its way to the host; None where it does not go that way."""
+def piece_from_gpu(piece: Any, shape: tuple[int, ...], sums: jax.Array | None) -> Held | None:
+    """Bytes, dtype and shape of an addressable shard of an array of this shape, the bytes on their
+    way from a GPU; None where they are to be copied as any others."""
     array = piece.data
     first = [part.indices(size)[0] for part, size in zip(piece.index, shape)]
     dtype = name_of(array.dtype)
-    arriving = gpu.of_jax(array, dtype, first, sums)
+    arriving = from_gpu(array, dtype, first, sums)
     return arriving and (arriving, dtype, array.shape)
 
 
-def host_bytes(array: jax.Array) -> Held:
-    """Bytes, dtype and shape of an array on one device; its own memory where that is the host's.
+def from_gpu(array: Any, dtype: str, first: Sequence[int], sums: Any) -> Arriving | None:
+    """The bytes of a jax array on one CUDA device, on their way to the host; None where they are to
+    be copied as any others.
 
-    A view holds the device buffer. When the job donates the array, XLA sees the hold and copies,
-    so the bytes stay what they were.
+    first: the indices in the tensor at which the array starts.
+    sums: the array's fingerprint as XLA computes it, uint32 [1, 2] on the same device, or None.
+
+    The bytes are those of a copy that XLA makes on the device, in the order of the job's programs.
+    The array itself must not be held: XLA refuses to run a program to which a buffer is donated
+    that a capsule holds ("Donation requested for buffer with external reference"), and the job
+    would end.
+    """
+    if next(iter(array.devices())).platform != "gpu":
+        return None
+    if not array.nbytes or array.sharding.memory_kind not in (None, "device"):
+        return None
+    here: gpu.Door | None = None
+    try:
+        kind, ordinal = array.__dlpack_device__()
+        if int(kind) != gpu.CUDA:
+            return None
+        here = gpu.door(int(ordinal))
+        if here.gpu is None:
+            return None
+        held = here.copies.take(array.nbytes)
+        if held is None:
+            return gpu.full(here, "BACKTAPE_GPU_SNAPSHOTS", "the GPU's memory for copies of jax arrays")
+        mine = copied(array)
+        # jax makes that stream wait for the copy, and does not wait itself.
+        stream = here.gpu.stream
+        arriving = here.gpu.capture(
+            mine.__dlpack__(stream=stream),
+            dtype,
+            gpu.ranges(first, array.shape),
+            sums=None if sums is None else sums.__dlpack__(stream=stream),
+            hold=held,
+        )
+    except CAUGHT as error:
+        return gpu.given_up(here, error)
+    return arriving or gpu.full(here)
+
+
+def copied(array: Any) -> Any:
+    """A copy of a jax array on its own device, made after the programs that the job has launched there.
+
+    Raises BufferError where XLA has no memory for it, which is no fault of the device.
+   
+    """
+    try:
+        return on_device(array)
+    except RuntimeError as error:
+        raise BufferError(f"XLA did not copy it: {error}") from error
+
+
+def host_bytes(array: jax.Array) -> Held:
+    """Bytes, dtype and shape of an array on one device; the bytes are the array's own memory where
+    that is the host's.
+
+    A view holds the array's buffer. When the job donates the array, XLA sees that and copies, so
+    the bytes stay as they were.
     """
     values = np.asarray(array)
     if values.flags.c_contiguous and not values.flags.writeable:
@@ -114,15 +178,18 @@ def host_bytes(array: jax.Array) -> Held:
 
 @lru_cache(maxsize=64)
 def name_of(dtype: np.dtype) -> str:
-    """A dtype's name, which numpy makes anew each time; raises for one that cannot be dumped."""
+    """A dtype's name, cached, as numpy makes it anew each time. Raises ValueError for a dtype that
+    cannot be dumped."""
     check_dtype(dtype.name)
     return dtype.name
 
 
 def placement_of(sharding: Sharding, partial: str | None) -> dict[str, int | str]:
-    """Per mesh axis the dimension that it splits, or `replicate`; {} where no mesh is known.
+    """For each mesh axis the dimension that it splits, or `replicate`; {} where no mesh is known.
 
-    Of an addend only the split axes are said: along which others it adds up, jax does not know.
+    For an addend only the axes that split it are given: jax does not know along which others it is
+    to be added up. Raises ValueError for an unreduced array unless `partial` says that it is an
+    addend.
     """
     if not isinstance(sharding, NamedSharding):
         return {}
@@ -140,22 +207,24 @@ def placement_of(sharding: Sharding, partial: str | None) -> dict[str, int | str
 
 
 def lanes_by_device(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """The fingerprint of every addressable shard, uint32 [1, 2], still on its device.
+    """The fingerprint of every addressable shard, uint32 [1, 2], on the shard's own device.
 
-    Empty for a layout that no mesh describes: the recorder computes its own.
+    Empty for a layout that no mesh describes, where the recorder computes its own.
+   
     """
     found = layout_of(array.sharding)
     if found is None:
         return {}
     mesh, spec = found
-    # The job's own mesh context (jax.set_mesh) may be another one than the array's.
+    # The mesh that the job has set (jax.set_mesh) may be another one than the array's.
     with jax.set_mesh(mesh):
         sums = fingerprinting(array.shape, array.dtype, mesh, spec)(array)
     return {piece.device: piece.data for piece in sums.addressable_shards}
 
 
 def layout_of(sharding: Sharding) -> tuple[Mesh, PartitionSpec] | None:
-    """The mesh and spec of an array; one device is a mesh of its own."""
+    """The mesh and spec of a sharding, where one device is a mesh of its own; None for a sharding that
+    has neither."""
     if isinstance(sharding, NamedSharding):
         return sharding.mesh, sharding.spec
     if isinstance(sharding, SingleDeviceSharding):
@@ -169,10 +238,11 @@ def fingerprinting(
 ) -> Callable[[jax.Array], jax.Array]:
     """The jitted fingerprint: an array -> uint32 [devices, 2], a row on each device.
 
-    Positions are mixed in on the global array, then every device sums what it holds (shard_map
-    knows no indices). One program, so that XLA fuses it into one pass without temporaries.
+    Indices are mixed in on the global array, as shard_map does not know them; then every device
+    sums what it holds. It is one program, so that XLA fuses it into one pass without temporaries.
+   
     """
-    del shape, dtype  # They only key the cache.
+    del shape, dtype  # They are parts of the cache's key only.
     axes = PartitionSpec(mesh.axis_names, None)
     local = jax.shard_map(
         sum_lanes, mesh=mesh, in_specs=spec, out_specs=axes, check_vma=False

@@ -1,4 +1,5 @@
-"""After the job: open a dump, replay it, check it, judge its scalars."""
+"""What is done after the job: a dump is opened, replayed and checked, and its scalars are
+judged."""
 
 import os
 import warnings
@@ -21,6 +22,7 @@ def open(path: Place, run: str | None = None, attempt: int | None = None) -> Run
     attempt: which launch of the run, where several hold the step.
 
     Nothing is read before a step is asked for.
+   
     """
     return Run(path, run, attempt)
 
@@ -47,14 +49,16 @@ def replay(
         compared with the reference (is it right?) and with what was captured (is it what the job
         did?), and takes part in the search for the cause. Not together with against.
     report: a file that becomes the report as one HTML page, with drawings (docs/report.md).
-    device: what computes the f64 reference and the emulated policies: "cpu", the default, or "cuda", "cuda:1",
-        "cuda:0,1", "cuda:all" (docs/device.md). Where it cannot be used the CPU does it, and a RuntimeWarning and
-        the report say why.
-    causes: how closely the causes of a divergence are looked for: "none", "quick" (at most twice the work of the
-        replay itself) or "thorough" (fifty times). The report's `not_checked` names what was not tried.
+    device: what computes the f64 reference and the emulated policies: "cpu", the default, or
+        "cuda", "cuda:1", "cuda:0,1", "cuda:all" (docs/device.md). Where it cannot be used the CPU
+        does it, and a RuntimeWarning and the report say why.
+    causes: how closely the causes of a divergence are looked for: "none", "quick" (at most twice
+        the work of the replay itself) or "thorough" (fifty times). The report's `not_checked` names
+        what was not tried.
 
     Raises RuntimeError with one sentence where no verdict can be given at all, ValueError for
     compare=, device= or causes= that cannot be read, or variants= together with against=.
+   
     """
     where = os.fspath(path)
     other = None if against is None else os.fspath(against)
@@ -84,6 +88,7 @@ def checks(
 
     step: all dumped steps by default, compared with each other.
     Raises RuntimeError with one sentence where the dump cannot be opened.
+   
     """
     return Report(_native.checks(os.fspath(path), run, attempt, step))
 
@@ -102,5 +107,6 @@ def trajectory(
     vocabulary: classes of the head, where neither a scalar nor a dumped step says.
     local, shared: scalars that are each rank's own, or that all ranks must agree on.
     Raises RuntimeError with one sentence where no scalars were recorded.
+   
     """
     return Report(_native.trajectory(os.fspath(path), run, attempt, vocabulary, local, shared))

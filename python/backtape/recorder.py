@@ -31,28 +31,32 @@ class Recorder:
     """Records chosen steps of one rank; without steps to record it costs next to nothing.
 
     dir: the run's directory, or with `run` the store that holds it.
-    steps: "0", "0,100-110", "every:1000" or "none".
-    tensors, ranks, microbatches: what of a step, "q,k,dq*,!d*_label", "0-3,7", "0".
-    max_tensor_bytes, max_step_bytes: what is larger is left out and named, "512MiB".
-    watch: hear plans and triggers while the job runs. ring: keep the loss-head tensors of so many
-        steps that are not selected, in at most `ring_bytes`, until something triggers.
-    trigger_grad_norm, trigger_spread: what `watch()` triggers on. docs/selection.md has all of it.
+    steps: which steps to record: "0", "0,100-110", "every:1000" or "none".
+    tensors, ranks, microbatches: what to record of them: "q,k,dq*,!d*_label", "0-3,7", "0".
+    max_tensor_bytes, max_step_bytes: "512MiB"; a tensor that is larger, or with which the step
+        would be larger, is left out and named.
+    watch: ask the coordinator for plans and triggers while the job runs.
+    ring: keep the loss-head tensors of so many steps that are not selected, in at most
+        `ring_bytes`, until something triggers a recording.
+    trigger_grad_norm, trigger_spread: what `watch()` triggers on. docs/selection.md describes all
+        of these.
     rank, world_size: this process's index in the job and the number of processes.
-    coordinator: "host:port"; by default one is embedded, for jobs on one machine.
+    coordinator: "host:port"; by default rank 0 runs one, for jobs on one machine.
     credentials: this rank's folder of credentials, for a coordinator that asks (docs/security.md).
     mesh: a jax Mesh, a torch DeviceMesh, or a dict of axis sizes, outermost first.
-    strict: raise RecorderError where recording fails. Otherwise it is logged once for each kind,
-        the dump names what is missing, and the job goes on.
+    strict: raise RecorderError where recording fails. Otherwise the fault is logged once for each
+        kind, the dump names what is missing, and the job goes on.
     scalars: take scalars() at every step also where no steps are recorded (steps=None). A recorder
         with steps takes them anyway.
     attempt: which launch of the run this is, where the launcher counts restarts.
-    launch: what the launcher calls this launch, "NAME" or "NAME/RESTART", the same on all its
-        ranks and another after a restart. from_env takes torchrun's, Slurm's or Open MPI's.
+    launch: the launcher's name for this launch, "NAME" or "NAME/RESTART": the same on all its
+        ranks, and another one after a restart. from_env takes torchrun's, Slurm's or Open MPI's.
     transport: "auto", "direct" (the rank writes the store) or "stream" (the coordinator does).
-    place_proof: compute the fingerprint of jax arrays by jax: about one pass over each array, and
-        4 bytes an element while it runs.
-    close_patience_s: how long close waits after the last thing that got done; 30 s by default.
+    place_proof: have jax compute the fingerprint of its arrays: about one pass over each array, and
+        4 bytes for each element while it runs.
+    close_patience_s: how many seconds close waits after the last progress; 30 by default.
     host, queue_bytes, call_cap_s, join_deadline_s, step_deadline_s: see the README.
+   
     """
 
     def __init__(
@@ -104,11 +108,14 @@ class Recorder:
 
     @classmethod
     def from_env(cls, **overrides: Any) -> Self:
-        """The recorder that the BACKTAPE_* variables ask for: none unless BACKTAPE_STEPS,
-        BACKTAPE_WATCH or BACKTAPE_RING is set.
+        """The recorder that the BACKTAPE_* variables ask for; an inactive one unless
+        BACKTAPE_STEPS, BACKTAPE_WATCH, BACKTAPE_RING or BACKTAPE_SCALARS is set.
 
-        Rank and world size come from `overrides`, BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, jax or
-        the launcher (torchrun, Slurm, Open MPI), in this order.
+        overrides: options of `Recorder`, which go before the variables.
+
+        Rank and world size are taken from the first of these that has them: `overrides`,
+        BACKTAPE_RANK and BACKTAPE_WORLD_SIZE, jax or torch where their processes are initialised,
+        the launcher (torchrun, Slurm, Open MPI).
         """
         environment = os.environ
         asked = any(environment.get(f"BACKTAPE_{name}") for name in ("STEPS", "WATCH", "RING"))
@@ -129,7 +136,7 @@ class Recorder:
 
     @property
     def active(self) -> bool:
-        """False when nothing will be recorded: not asked for, not possible, or closed."""
+        """False when nothing will be recorded: it was not asked for, cannot be done, or is over."""
         return self._native is not None
 
     def wants(self, step: int) -> bool:
@@ -142,19 +149,19 @@ class Recorder:
         return False
 
     def step(self, step: int) -> Tape:
-        """The tape of a step, to be used in `with`; an inactive one if it is not recorded."""
+        """The tape of a step, to be used in `with`; an inactive one if the step is not recorded."""
         native = self._native
         if native is None:
             return self._nothing
         with self._faults.guard("step", step):
-            # A forked child has no recorder thread: what it records would wait for nobody.
+            # A forked child has no recorder thread, so nobody would write what it records.
             if native.wants(step) and self._process == os.getpid():
                 self._say_trouble(native.trouble())
                 return Tape(native.step(step), step, self._faults, self._place_proof, self._mesh)
         return self._nothing
 
     def _say_trouble(self, trouble: str | None) -> None:
-        """Says once that something does not work, and again when it does so anew."""
+        """Logs once that something does not work, and again when it has worked in between."""
         if trouble is not None and not self._in_trouble:
             self._faults.say(logging.WARNING, "%s", trouble)
         self._in_trouble = trouble is not None
@@ -162,9 +169,12 @@ class Recorder:
     def scalars(self, step: int, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Records numbers of a step, recorded or not: loss=, learning_rate=, grad_norm=, ...
 
-        values, more: by name, Python or numpy numbers, jax arrays or torch tensors of one element,
-        or what backtape.scalars.of_torch and of_jax give. None is left out. Waits for no device
-        and never raises into the job; on an inactive recorder it does nothing.
+        values, more: by name, numbers of Python or numpy, jax arrays or torch tensors of one
+            element, or what backtape.scalars.of_torch and of_jax return. None is left out.
+
+        It waits for no device. A value that is no number is left out, which is logged, or raised as
+        RecorderError with `strict=True`. On an inactive recorder it does nothing.
+       
         """
         rows = self._rows
         if rows is None:
@@ -179,8 +189,11 @@ class Recorder:
     def watch(self, step: int, loss: Any = None, grad_norm: Any = None) -> None:
         """Looks at a step's loss and gradient norm, and has every rank record where they are wrong.
 
-        Numbers or arrays of one element. What a device still computes is looked at by a later
-        call: this one waits for nothing. Does nothing unless the recorder has `watch` or `ring`.
+        loss, grad_norm: numbers, or arrays of one element. A value that a device still computes is
+            looked at by a later call, as this one does not wait.
+
+        It does nothing unless the recorder has `watch` or `ring`.
+       
         """
         readings = self._readings
         if readings is None or self._native is None:
@@ -194,9 +207,11 @@ class Recorder:
     def close(self) -> _native.Summary | None:
         """Waits until what was recorded is durable and its steps are committed, or known not to be.
 
-        It waits `close_patience_s` (30 s) at most after the last thing that got done.
+        It waits at most `close_patience_s` (30 s) after the last progress. With `strict=True` it
+        raises RecorderError where recording has failed.
 
-        Returns the summary; None when nothing was recorded. Closing again does nothing.
+        Returns the summary; None on an inactive recorder. Closing again does nothing.
+       
         """
         native, self._native = self._native, None
         rows, self._rows = self._rows, None
@@ -216,7 +231,7 @@ class Recorder:
         return None
 
     def _finish(self, rows: Rows) -> None:
-        """Hands over what still waits. A row whose value raises is lost, not the rows after it."""
+        """Hands over the rows that still wait. A row with a value that raises is lost, and no other."""
         while len(rows):
             try:
                 rows.drain(wait=True)
@@ -240,7 +255,7 @@ class Recorder:
 
 
 def is_true(environment: Mapping[str, str], name: str) -> bool:
-    """The truth value of a variable; one that cannot be read is not true."""
+    """The truth value of an environment variable; one that cannot be read counts as false."""
     try:
         return truth(name, environment.get(name, ""))
     except ValueError:
@@ -248,7 +263,7 @@ def is_true(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _close_at_exit(recorder: weakref.ref[Recorder]) -> None:
-    """For jobs that never call close. An exception here would only be noise after the job."""
+    """Closes the recorder of a job that has not done so. Raises nothing, as the job is over."""
     live = recorder()
     if live is None:
         return

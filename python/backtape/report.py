@@ -1,11 +1,10 @@
-"""What a replay, the checks or a look at the trajectory found."""
+"""The report of a replay, of the checks or of a look at the trajectory."""
 
 import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
-from backtape import _native
+from backtape import _native, frameworks
 
 
 class Report:
@@ -13,6 +12,7 @@ class Report:
 
     Of a replay it is backtape.report/1, of checks backtape.checks/1, of a trajectory
     backtape.trajectory/1 (docs/report.md). In a notebook it shows itself.
+   
     """
 
     verdict: str
@@ -31,7 +31,8 @@ class Report:
         self.__dict__.update(fields.__dict__)
 
     def __getattr__(self, name: str) -> Any:
-        """Fields that depend on the schema: stages, causes, grad_norm, ..."""
+        """A field that only some schemas have: stages, causes, grad_norm, ... Raises AttributeError,
+        which names the fields that there are, for any other."""
         known = self.__dict__.get("json")
         if known is None:
             raise AttributeError(name)
@@ -49,7 +50,7 @@ class Report:
 
 
 def shows_itself() -> bool:
-    """True in IPython and its notebooks, where a report that is the last of a cell is drawn: what
-    a drawing needs is gathered beside the comparison, and cannot be had afterwards."""
-    ipython = sys.modules.get("IPython")
+    """True in IPython and its notebooks, which draw a report that is the last value of a cell. What a
+    drawing needs is gathered during the comparison, so this is asked before."""
+    ipython = frameworks.imported("IPython")
     return ipython is not None and ipython.get_ipython() is not None

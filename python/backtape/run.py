@@ -20,8 +20,8 @@ from backtape.typing import AnyArray, Float64Array, Place, When
 class Step:
     """One step of a run, open for reading. `backtape.open(...).step(...)` makes it.
 
-    Arrays that it gives stay valid when the step is gone; they are read-only, because a dump is
-    evidence: copy one to change it.
+    Its arrays stay valid when the step is gone. They are read-only, because a dump is evidence:
+    copy one to change it.
     """
 
     def __init__(self, native: _native.StepDump) -> None:
@@ -34,8 +34,8 @@ class Step:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The manifest as plain data (docs/format.md); of a step that was never committed, what
-        its files say of themselves."""
+        """The manifest as plain data (docs/format.md). For a step that was never committed it is put
+        together from what the step's files say of themselves."""
         manifest: dict[str, Any] = json.loads(self._native.manifest())
         return manifest
 
@@ -58,22 +58,22 @@ class Step:
     ) -> AnyArray:
         """The global tensor, bit for bit as the job held it.
 
-        name: as it was recorded.
-        microbatch, when: which one, where several were captured.
-        rank: the addend of this rank, of a tensor that was recorded with `partial=`.
+        name: the name under which it was recorded.
+        microbatch, when: which value of it, where several were captured.
+        rank: the addend of this rank, for a tensor that was recorded with `partial=`.
 
-        Where ranks hold copies that differ it gives one of them: the check `replicas`, a part of
-        every replay, says which ranks differ and where.
+        Where ranks hold copies that differ, it returns one of them: the check `replicas`, which is
+        a part of every replay, says which ranks differ and where.
 
-        Returns a read-only array of the global shape (with `rank`, of what the rank held) in the
-        tensor's own dtype; bf16 and the 8-bit floats are ml_dtypes'. Nothing is converted and
-        nothing is copied twice: where one shard holds the whole tensor the array is a view of the
-        mapped file, else of the one buffer that its shards were put together in. Only bytes that
-        hash as the training process hashed them come out.
+        Returns a read-only array of the global shape (with `rank`, of the shape that the rank held)
+        in the tensor's own dtype; bf16 and the 8-bit floats are ml_dtypes'. Nothing is converted,
+        and bytes are copied once at most: where one shard holds the whole tensor the array is a
+        view of the mapped file, otherwise of one buffer into which the shards were copied. Bytes
+        are only returned if their hash is the one that the training process computed.
 
-        Raises KeyError for a tensor that is not there or that several are meant by, ValueError for
-        a name or moment that cannot be one, RuntimeError with what is missing where it cannot be
-        put together.
+        Raises KeyError where there is no such tensor or several fit, ValueError for a name or
+        moment that no tensor can have, RuntimeError that says what is missing where the tensor
+        cannot be assembled.
         """
         return tensor_of(self._native, name, microbatch, when, rank)
 
@@ -87,17 +87,17 @@ class Step:
         policy: str | None = None,
         tokens: tuple[int, int] | None = None,
     ) -> Float64Array:
-        """A stage of the loss head, recomputed in f64 from the dump's own inputs.
+        """A stage of the loss head, recomputed in f64 from the inputs in the dump.
 
-        name: one of `stages`; inputs (q, k, labels, ...) are recorded, not computed: `tensor` has
-            them.
+        name: one of `stages`. The head's inputs (q, k, labels, ...) are recorded and not computed:
+            `tensor` returns them.
         microbatch: may be left out where there is one; accumulate and reduce have none.
-        rank: of dk, dk_lse, dk_label, dbias and accumulate, the addend of this rank alone.
+        rank: for dk, dk_lse, dk_label, dbias and accumulate, the addend of this rank alone.
         from_captured: start from what the job captured of the stages before this one (logits, lse,
             label_logits, logprobs), as the replay does. False: from the head's inputs alone.
-        policy: instead of the reference, one of the policies that make up the floor, by the name
-            that `best_member` of the report has, before its values are stored.
-        tokens: of logits, p and dlogits the tokens first to end, `[end - first, V]`.
+        policy: in place of the reference, one of the policies that make up the floor, by the name
+            in the report's `best_member`; its values are those before it rounds them to store them.
+        tokens: for logits, p and dlogits the tokens from first up to end, `[end - first, V]`.
 
         Returns float64. Shapes, T being the tokens in the shape that the job gave them:
 
@@ -114,6 +114,7 @@ class Step:
         Raises KeyError for a stage, microbatch, rank or policy that is not there, with those that
         are; RuntimeError where the dump lacks an input, naming it; ValueError for tokens that do
         not exist, or a plane above 4 GiB.
+       
         """
         found = _native.recompute_stage(
             self._native, name, microbatch, rank, from_captured, policy, tokens
@@ -138,6 +139,7 @@ class Run:
 
         Raises RuntimeError with one sentence where the place is no dump, holds several runs, or
         no step was dumped.
+       
         """
         return tuple(_native.dumped_steps(*self._where))
 
@@ -145,6 +147,7 @@ class Run:
         """A step; may be left out when only one was dumped.
 
         Raises RuntimeError with one sentence where there is no such step, or several are meant.
+       
         """
         return Step(_native.StepDump(*self._where, step))
 

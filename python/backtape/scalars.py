@@ -1,34 +1,37 @@
 """Scalars of every step: what `recorder.scalars(step, loss=loss, ...)` does with its values, and
-statistics of a model that can be passed on to it.
+statistics of a model to pass to it.
 
-A value may still be computed when it is handed over. Nothing here waits for a device: a row is
-kept until all its values are on the host, and goes to the recorder's thread then, in order.
+A device may still compute a value when it is handed over. Nothing here waits for a device: a row is
+kept until all its values are on the host, and then goes to the recorder's thread, in the order of
+the calls.
 
     recorder.scalars(step, {**backtape.scalars.of_torch(model, optimizer)}, loss=loss,
                      grad_norm=norm, grad_norm_clipped=min(norm, 1.0), learning_rate=lr)
 
 Names with a meaning (docs/trajectory.md): loss, learning_rate, grad_norm, grad_norm_clipped,
-tokens (of this step, of the whole job), vocabulary; grad_norm/<layer>, param_norm/<layer>,
+tokens (of this step, over the whole job), vocabulary; grad_norm/<layer>, param_norm/<layer>,
 exp_avg_* and exp_avg_sq_*. This module imports no framework.
 """
 
 import functools
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec
 
-from backtape.failopen import CAUGHT, describe, log
+import numpy as np
 
-# Rows that wait for a device: their values are held on it. A job that runs ahead of its device by
-# more steps than this has the oldest dropped and counted.
+from backtape.failopen import CAUGHT, describe, log
+from backtape.frameworks import used
+
+# Most rows that wait for a device, which holds their values. Where a job runs ahead of its device
+# by more steps, the oldest row is dropped and counted.
 MOST_PENDING = 1024
 
 
 class Part:
-    """One number of a vector on a device, so that a hundred norms are one transfer."""
+    """One number of a vector on a device: a hundred norms are one transfer to the host."""
 
     __slots__ = ("_vector", "_index")
 
@@ -54,15 +57,14 @@ class Pending:
         self._numbers: list[float] | None = None
         if hasattr(array, "copy_to_host_async"):  # jax
             if not array.is_fully_addressable:
-                # A replicated scalar of a job with several processes: any local copy is it.
+                # A replicated scalar of a job with several processes: every local copy is the same.
                 array = array.addressable_shards[0].data
             array.copy_to_host_async()
         elif array.device.type == "cuda":
-            torch = sys.modules["torch"]
             array = array.detach().to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = used("torch").cuda.Event()
             self._event.record()
-        else:  # torch: a copy, for the job may go on writing into it
+        else:  # a torch tensor on the CPU, into which the job may go on writing: so a copy
             array = array.detach().to("cpu", copy=True)
         self._array = array
 
@@ -75,27 +77,26 @@ class Pending:
         return is_ready is None or is_ready()
 
     def numbers(self) -> list[float]:
-        """The values in order; waits for them if they are not there yet."""
+        """The values in their order; waits for them if they are not there yet."""
         if self._numbers is None:
             if self._event is not None:
                 self._event.synchronize()
             array = self._array
             if hasattr(array, "copy_to_host_async"):
-                import numpy as np
-
                 host = np.asarray(array)
-                # One number is the common case, and the short way a fifth of the time.
+                # One number is the common case, and takes a fifth of the time so.
                 one = host.size == 1
                 flat = [float(host.item())] if one else host.astype(np.float64).ravel().tolist()
             else:
                 flat = array.double().reshape(-1).tolist()
-            # The device's memory is free again, and the vector is read once for all its parts.
+            # The device's memory is given back, and the vector was read for all of its parts.
             self._numbers, self._array, self._event = flat, None, None
         return self._numbers
 
 
 def take(value: Any) -> float | Part:
-    """A number now, or what will be one; TypeError for what has no single one."""
+    """The value as a number, or as a Part that will be one. Raises TypeError or ValueError for a value
+    that is not one number."""
     if isinstance(value, (float, int)):
         return float(value)
     if isinstance(value, Part):
@@ -109,7 +110,7 @@ def take(value: Any) -> float | Part:
 
 
 class Rows:
-    """Rows that wait for their values."""
+    """Rows that wait for their values, and are then handed over."""
 
     def __init__(self, hand_over: Callable[[int, float, list[tuple[str, float]]], None]) -> None:
         self._hand_over = hand_over
@@ -117,7 +118,7 @@ class Rows:
         self.dropped = 0
 
     def add(self, step: int, values: Iterator[tuple[str, Any]]) -> list[str]:
-        """Takes a row; the sentences on values that are no numbers and are left out."""
+        """Takes a row. Returns a sentence for each value that is no number, which is left out."""
         row: list[tuple[str, float | Part]] = []
         refused = []
         for name, value in values:
@@ -135,12 +136,13 @@ class Rows:
         return refused
 
     def drain(self, wait: bool) -> None:
-        """Hands over rows from the front: those that are there, or all of them."""
+        """Hands over rows, the first ones first: those whose values are there, or with `wait` all of
+        them, which waits for the devices. Raises what reading a value raises; that row is lost."""
         while self._waiting:
             step, when, row = self._waiting[0]
             if not wait and not all(type(v) is float or v.ready() for _, v in row):
                 return
-            # Out of the line before it is read: a value that raises must not stop the others.
+            # Taken out before it is read: a value that raises must not stop the rows after it.
             self._waiting.popleft()
             numbers = [(name, v if type(v) is float else v.number()) for name, v in row]
             self._hand_over(step, when, numbers)
@@ -150,7 +152,7 @@ class Rows:
 
 
 def parts(names: list[str], vector: Any) -> dict[str, Any]:
-    """A vector on a device as scalars by name: one transfer for all."""
+    """The numbers of a vector on a device as scalars by name, in one transfer to the host."""
     pending = Pending(vector)
     return {name: Part(pending, index) for index, name in enumerate(names)}
 
@@ -161,8 +163,8 @@ _TOLD: set[str] = set()
 
 
 def fail_open(function: Callable[Arguments, dict[str, Any]]) -> Callable[Arguments, dict[str, Any]]:
-    """Statistics that cannot be computed are none, with one line in the log: they are called by
-    the job itself, before any recorder could keep their exceptions from it."""
+    """Makes a function of statistics return {} and log one line where it raises. The job calls these
+    functions itself, so no recorder keeps their exceptions from it."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> dict[str, Any]:
@@ -187,25 +189,30 @@ def of_torch(
     layers: bool = True,
     total: str | None = None,
 ) -> dict[str, Any]:
-    """Gradient and parameter norms of a torch model, and Adam's moments, as scalars.
+    """Gradient and parameter norms of a torch model, and Adam's moments, as scalars by name.
 
-    With `layers` also grad_norm/<parameter> and param_norm/<parameter>. `total` names the norm of
-    all gradients as they are at the time of the call ("grad_norm" before clipping,
-    "grad_norm_clipped" after). Adam: the mean, largest magnitude and root mean square of exp_avg
-    and exp_avg_sq over all parameters. Of DTensors and FSDP shards these are of this rank's part.
+    optimizer: an Adam, for the mean, largest magnitude and root mean square of exp_avg and
+        exp_avg_sq over all parameters.
+    layers: also the norms of each parameter, grad_norm/<parameter> and param_norm/<parameter>.
+    total: the name for the norm of all gradients as they are at the time of the call ("grad_norm"
+        before clipping, "grad_norm_clipped" after it).
+
+    Norms are taken in f32. For DTensors and FSDP shards all of these are of this rank's part. Where
+    they cannot be computed it returns {} and logs one line.
+   
     """
-    torch = sys.modules["torch"]
+    torch = used("torch")
     with torch.no_grad():
         named = [(name, local(p), local(p.grad)) for name, p in model.named_parameters()]
         names, numbers = [], []
 
         def add(name: str, number: Any) -> None:
             names.append(name)
-            # A model may lie on several devices: the vector is on the first one's.
+            # A model may lie on several devices: the vector is made on the first number's.
             device = numbers[0].device if numbers else number.device
             numbers.append(number.to(device, torch.float32, non_blocking=True))
 
-        # Squares of large norms overflow f16: they are taken in f32.
+        # Squares of large norms overflow f16, so norms are taken in f32.
         norm = torch.linalg.vector_norm
         weights = [norm(p, dtype=torch.float32) for _, p, _ in named]
         graded = [(name, g) for name, _, g in named if g is not None]
@@ -249,19 +256,24 @@ def of_jax(
     layers: bool = True,
     total: str | None = None,
 ) -> dict[str, Any]:
-    """The same of jax pytrees, as one jitted function.
+    """Gradient and parameter norms and Adam's moments of jax pytrees, as scalars by name, computed
+    by one jitted function.
 
-    opt_state: any state in which namedtuples or dicts hold `mu` and `nu`, as optax has; or give
-    the trees of moments as `mean` and `square`. Of arrays that several processes share, every
-    process must call it: the sums go over all of them. Inside a jitted function it gives one array for
-    each scalar, to be returned from there.
+    grads, params: trees of gradients and parameters, for their norms.
+    opt_state: a state in which namedtuples or dicts hold `mu` and `nu`, as optax has, for the
+        moments; or give the trees of moments as `mean` and `square`.
+    layers, total: as in `of_torch`.
+
+    The sums go over whole arrays, so where several processes share arrays every process must call
+    it. Inside a jitted function it returns one array for each scalar, to be returned from there.
+    Where they cannot be computed it returns {} and logs one line.
     """
-    jax = sys.modules["jax"]
+    jax = used("jax")
     if opt_state is not None:
         mean = find(opt_state, "mu") if mean is None else mean
         square = find(opt_state, "nu") if square is None else square
     trees = {"grad_norm": grads, "param_norm": params, "exp_avg": mean, "exp_avg_sq": square}
-    # Of optax: parameters that are masked out have no leaf of a number.
+    # Parameters that optax masks out have no leaf with numbers.
     named = {kind: leaves(jax, tree) for kind, tree in trees.items() if tree is not None}
     names, compute = statistics(jax, named, layers, total)
     arrays = {kind: [leaf for _, leaf in held] for kind, held in named.items()}
@@ -276,12 +288,13 @@ def of_jax(
     return parts(names, _JITTED[key](arrays))
 
 
-# One for each set of names: a function made anew would be compiled anew at every step.
+# The compiled functions, one for each set of names: a new function would be compiled at every step.
 _JITTED: dict[Any, Callable[[Any], Any]] = {}
 
 
 def leaves(jax: Any, tree: Any) -> list[tuple[str, Any]]:
-    """Leaves with floating numbers, by path: `layers.0.q`."""
+    """The leaves of a tree that hold floating-point numbers, each with its path, such as
+    `layers.0.q`."""
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
@@ -292,7 +305,7 @@ def leaves(jax: Any, tree: Any) -> list[tuple[str, Any]]:
 def statistics(
     jax: Any, named: dict[str, list[tuple[str, Any]]], layers: bool, total: str | None
 ) -> tuple[list[str], Callable[[dict[str, list[Any]]], list[Any]]]:
-    """Names of the scalars, and the function that computes them in their order."""
+    """The names of the scalars, and the function that computes their values in the same order."""
     jnp = jax.numpy
     names: list[str] = []
     for kind, held in named.items():
@@ -309,7 +322,7 @@ def statistics(
 
     def compute(arrays: dict[str, list[Any]]) -> list[Any]:
         numbers: list[Any] = []
-        # Not the order of `arrays`: jit sorts the keys of a dict.
+        # In the order of the names and not of `arrays`, as jit sorts the keys of a dict.
         for kind in kinds:
             held = [leaf.astype(jnp.float32) for leaf in arrays[kind]]
             if kind.startswith("exp_avg"):
@@ -335,7 +348,7 @@ def find(state: Any, name: str) -> Any:
         inside = state.values()
     elif isinstance(state, (tuple, list)):
         held = getattr(state, name, None)
-        # Every tuple has an `index` and a `count`: only fields of a namedtuple are meant.
+        # Only fields of a namedtuple count: every tuple also has methods, such as `index`.
         if name in getattr(state, "_fields", ()):
             return held
         inside = state

@@ -1,4 +1,4 @@
-"""What a recorder is told, and where the environment says it.
+"""The settings of a recorder, and the environment variables that give them.
 
 Variables: BACKTAPE_STEPS (unset: record nothing, unless it is to wait), BACKTAPE_DIR, BACKTAPE_RUN,
 BACKTAPE_COORDINATOR, BACKTAPE_CREDENTIALS, BACKTAPE_STRICT, BACKTAPE_ATTEMPT, BACKTAPE_LAUNCH,
@@ -13,14 +13,15 @@ Of each GPU, read by backtape/gpu.py: BACKTAPE_GPU_PINNED, BACKTAPE_GPU_SNAPSHOT
 
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Variables that launchers set for a process: its rank and the number of ranks. In this order, as
-# torchrun may run inside srun. Both of a pair, or neither: half of one launcher and half of
-# another is no rank. SLURM_NTASKS is not asked: a batch script has it too, being one process.
+from backtape.frameworks import imported, used
+
+# Variables in which launchers give a process its rank and the number of ranks. The first pair of
+# which both are set holds, as torchrun may run inside srun; half of one pair and half of another is
+# no rank. SLURM_NTASKS is not among them: a batch script, which is one process, has it too.
 LAUNCHERS = (
     ("BACKTAPE_RANK", "BACKTAPE_WORLD_SIZE"),
     ("RANK", "WORLD_SIZE"),
@@ -30,13 +31,13 @@ LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 
-# Software whose versions go into run.json, if the job has imported it.
+# Packages whose versions go into run.json, where the job has imported them.
 FRAMEWORKS = ("numpy", "ml_dtypes", "jax", "jaxlib", "torch")
 
-# Parts of the selection that are read from their text.
+# Settings that the recorder reads from text, such as "0-3,7" or "512MiB".
 SPELLED = ("tensors", "ranks", "microbatches", "max_tensor_bytes", "max_step_bytes", "ring_bytes")
 
-# Numbers that the environment may give.
+# Settings that the environment gives as numbers.
 NUMBERS = (
     ("attempt", int), ("ring", int), ("trigger_grad_norm", float), ("trigger_spread", float),
     ("close_patience_s", float),
@@ -49,7 +50,8 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 class Settings:
     """Settings of one recorder, as `backtape._native.Recorder` reads them.
 
-    `None` leaves a default to the recorder. Seconds and bytes are in the names.
+    `None` leaves the recorder's default. Names that end in _s are in seconds, those in _bytes in
+    bytes.
     """
 
     directory: str | os.PathLike[str]
@@ -94,7 +96,7 @@ class Settings:
 
 
 def truth(name: str, word: str) -> bool:
-    """The truth value of an environment variable; ValueError for any other word."""
+    """The truth value that an environment variable spells. Raises ValueError for any other word."""
     if word.lower() in TRUE:
         return True
     if word.lower() in FALSE:
@@ -103,7 +105,8 @@ def truth(name: str, word: str) -> bool:
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments of `Recorder` that the environment gives."""
+    """Keyword arguments of `Recorder` that the environment gives. Raises ValueError for a variable that
+    cannot be read."""
     options: dict[str, Any] = {}
     words = ("dir", "steps", "run", "coordinator", "credentials", "transport", "launch")
     for name in (*words, *SPELLED):
@@ -131,9 +134,10 @@ def waits(options: Mapping[str, Any]) -> bool:
 def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
     """This process's index in the job and the number of processes.
 
-    backtape's own variables win, then a framework that was told (`jax.distributed.initialize`,
-    `torch.distributed.init_process_group`), then the launcher's variables; a process that nobody
-    launched is rank 0 of 1.
+    backtape's own variables come first, then a framework that was initialised with them
+    (`jax.distributed.initialize`, `torch.distributed.init_process_group`), then the launcher's
+    variables. A process that no launcher has started is rank 0 of 1.
+   
     """
     own, *launchers = LAUNCHERS
     found = _pair(environment, own) or _jax_process() or _torch_process()
@@ -146,22 +150,22 @@ def _pair(environment: Mapping[str, str], names: tuple[str, str]) -> tuple[int, 
 
 
 def _jax_process() -> tuple[int, int] | None:
-    jax = sys.modules.get("jax")
+    jax = imported("jax")
     if jax is None or not jax.distributed.is_initialized():
         return None
     return jax.process_index(), jax.process_count()
 
 
 def _torch_process() -> tuple[int, int] | None:
-    distributed = sys.modules.get("torch.distributed")
+    distributed = imported("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.get_rank(), distributed.get_world_size()
 
 
 def mesh_axes(mesh: Any) -> list[tuple[str, int]]:
-    """Axis names and sizes, outermost first, of a dict of sizes, a jax mesh or a torch
-    DeviceMesh."""
+    """The names and sizes of a mesh's axes, outermost first. A mesh is a dict of sizes, a jax mesh or a
+    torch DeviceMesh."""
     if mesh is None:
         return []
     if hasattr(mesh, "get_coordinate"):
@@ -172,10 +176,11 @@ def mesh_axes(mesh: Any) -> list[tuple[str, int]]:
 
 
 def mesh_coordinates(mesh: Any, rank: int, world_size: int) -> dict[str, int]:
-    """Where this process sits on the mesh.
+    """Where this process sits on the mesh: its index on each axis; empty where that is not known.
 
-    Of a jax mesh: the coordinates of its first local device; of a DeviceMesh: its own. Of a dict of sizes whose product is
-    the world size: ranks count along the last axis first. Else empty: not known.
+    On a jax mesh it is where its first local device sits; a torch DeviceMesh says it. On a dict of
+    sizes it is known if their product is the world size: ranks then count along the last axis
+    first.
     """
     axes = mesh_axes(mesh)
     if not axes:
@@ -203,8 +208,8 @@ def mesh_coordinates(mesh: Any, rank: int, world_size: int) -> dict[str, int]:
 
 
 def _first_local_device(mesh: Any) -> int | None:
-    """Row-major index into the mesh of this process's first device."""
-    jax = sys.modules["jax"]
+    """The row-major index in a jax mesh of this process's first device; None where it has none."""
+    jax = used("jax")
     if isinstance(mesh, jax.sharding.AbstractMesh):
         return None
     process = jax.process_index()
@@ -213,10 +218,10 @@ def _first_local_device(mesh: Any) -> int | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the job runs on."""
+    """The versions of Python and of the packages that the job has imported, by name."""
     found = {"python": platform.python_version()}
     for name in FRAMEWORKS:
-        version = getattr(sys.modules.get(name), "__version__", None)
+        version = getattr(imported(name), "__version__", None)
         if isinstance(version, str):
             found[name] = version
     return found

@@ -1,12 +1,14 @@
-"""Arrays to shards: which part of which tensor, and its bytes as they lie.
+"""Arrays to shards: which part of which tensor an array is, and its bytes as they lie.
 
-No dtype is converted. bf16 and f8 have no buffer protocol in numpy, so the bytes are looked at
-as uint8; a numpy array can be changed by the job at any time, so it is copied here and now.
+No dtype is converted. bf16 and f8 have no buffer protocol in numpy, so bytes are looked at as
+uint8. A numpy array can be changed by the job at any time, so it is copied here and now.
+
+The two classes at the top are all that is said of a shard on its way to the recorder.
+python/src/shard.rs reads them into the description that the recorder carries on (src/shard.rs).
 """
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from backtape._native import check_dtype
+from backtape.frameworks import arrays_of, framework_of
 
 REPLICATE = "replicate"
 
@@ -22,8 +25,11 @@ REPLICATE = "replicate"
 # their way (`_native.Arriving`).
 Held = tuple[Any, str, tuple[int, ...]]
 
-# Global shape and offsets of a box that the job placed itself.
+# Shape of the global tensor and offsets of the box in it that the job says an array to be.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Offsets and extent of a box.
+Span = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Per mesh axis the dimension that it splits, or "replicate", "sum", "mean".
 Placement = Mapping[str, int | str]
@@ -32,15 +38,14 @@ Placement = Mapping[str, int | str]
 Guard = Callable[[str], AbstractContextManager[None]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Key:
-    """Which value of which tensor, as the job said in `tape.record`."""
+    """Which value of which tensor, as the job says in `tape.record`."""
 
     name: str
     role: str | None = None
     microbatch: int | None = None
     when: str | None = None
-    partial: str | None = None
 
 
 @dataclass(slots=True)
@@ -53,9 +58,9 @@ class Shard:
     shape: tuple[int, ...]  # of the global tensor
     offsets: tuple[int, ...]  # where the box starts
     extent: tuple[int, ...]  # how far it reaches
-    replica: int = 0
+    replica: int = 0  # 0 for the first holder of the box, higher for those that hold the same
     placement: dict[str, int | str] = field(default_factory=dict)  # axis: dimension or word
-    partial: str | None = None  # the framework says that it is an addend: "sum" or "mean"
+    partial: str | None = None  # the bytes are an addend of the tensor: "sum" or "mean"
     fingerprint: tuple[int, int] | None = None  # two uint32 sums, by the framework
     # Global indices per dimension as ranges [start, end), by the framework.
     indices: list[list[tuple[int, int]]] | None = None
@@ -72,7 +77,8 @@ class Mesh:
     world_size: int
 
     def along(self, axis: str) -> tuple[int, int]:
-        """Size of an axis and this rank's index on it. Without a mesh, any one axis is the ranks."""
+        """The size of an axis and this rank's index on it. Without a mesh, the only axis is that of all
+        ranks, under any name. Raises ValueError for an axis that the mesh has not."""
         if not self.sizes:
             return self.world_size, self.rank
         if axis not in self.sizes:
@@ -96,11 +102,14 @@ def shards_of(
 ) -> list[Shard]:
     """The shards of `array` that this process holds.
 
-    placement: of an array that does not know how it lies on the mesh, how it does: every rank
-    holds an equal part along the dimensions that are split.
+    global_shape, offsets, flat_offset, partial, placement: as in `Tape.record`.
+    mesh: on which `placement` lies.
+    place_proof: have the framework compute where the elements lie, beside the box.
+    guard: around that, which may fail without losing the shard.
 
     Raises TypeError or ValueError for what cannot be recorded, and whatever the framework raises
     for an array that is gone (deleted, donated).
+   
     """
     box = declared_box(global_shape, offsets, flat_offset)
     if placement is not None:
@@ -108,26 +117,25 @@ def shards_of(
             raise ValueError("placement says where the array lies: leave out global_shape")
         if partial is not None and any(isinstance(word, str) for word in placement.values()):
             raise ValueError("what it is an addend of is said twice: in partial and in placement")
-        # The framework would count in the array, which is a part of the tensor: no proof of its place.
+        # Of an array that is a part of the tensor the framework knows no indices in the tensor, so
+        # it cannot prove the place.
         place_proof = place_proof and all(isinstance(word, str) for word in placement.values())
         options = {"partial": partial, "place_proof": place_proof, "guard": guard}
         return [by_placement(shard, placement, mesh) for shard in shards_of(array, **options)]
-    if is_torch(array):
-        import backtape.torch
-
-        return backtape.torch.shards_of(array, box, partial, flat_offset, place_proof, guard)
+    framework = framework_of(array)
+    if framework == "torch":
+        make = arrays_of("torch").shards_of
+        return make(array, box, partial, flat_offset, place_proof, guard)
     if flat_offset is not None:
         raise TypeError("flat_offset is for torch tensors")
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(array, jax.Array):
-        import backtape.jax_arrays
-
-        return backtape.jax_arrays.shards_of(array, box, partial, place_proof, guard)
+    if framework == "jax":
+        return arrays_of("jax").shards_of(array, box, partial, place_proof, guard)
     return [in_box(own_bytes(array), box)]
 
 
 def by_placement(shard: Shard, placement: Placement, mesh: Mesh) -> Shard:
-    """A whole array as this rank's equal part of a tensor, or as its addend."""
+    """The shard of a whole array, which becomes this rank's equal part of a tensor, or its addend,
+    as the job places it. Raises ValueError for a placement that cannot be."""
     if shard.placement:
         raise ValueError("the array says itself how it lies on the mesh: leave out placement")
     if len(placement) > 1 and not mesh.sizes:
@@ -135,7 +143,7 @@ def by_placement(shard: Shard, placement: Placement, mesh: Mesh) -> Shard:
     shape, offsets = list(shard.shape), [0] * len(shard.shape)
     words: dict[str, int | str] = {axis: REPLICATE for axis in mesh.sizes} | dict(placement)
     replica = 0
-    # Outermost axis first, as the mesh cuts: an inner axis cuts what an outer one left.
+    # The outermost axis first, as the mesh cuts: an inner axis cuts what an outer one has left.
     for axis, word in words.items():
         size, at = mesh.along(axis)
         if word == REPLICATE:
@@ -155,20 +163,15 @@ def by_placement(shard: Shard, placement: Placement, mesh: Mesh) -> Shard:
     return shard
 
 
-def is_torch(array: Any) -> bool:
-    """True for a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
-
-
 def declared_box(
     global_shape: Sequence[int] | None,
     offsets: Sequence[int] | None,
     flat_offset: int | None = None,
 ) -> Box | None:
-    """Global shape and offsets as the job gave them: both or neither.
+    """The box that the job declares an array to be; None where it declares none.
 
-    With `flat_offset` the array is a run of the flattened tensor, and the offsets are unused.
+    With `flat_offset` the array is a run of the flattened tensor, and the offsets are zeros that
+    nobody uses. Raises ValueError where only a part of the arguments is given.
     """
     if flat_offset is not None and (global_shape is None or offsets is not None):
         raise ValueError("flat_offset takes global_shape beside it, and no offsets")
@@ -180,11 +183,12 @@ def declared_box(
     return shape, tuple(map(operator.index, offsets or (0,) * len(shape)))
 
 
-def boxes_of_run(shape: Sequence[int], start: int, count: int) -> list[tuple[Box, int]]:
+def boxes_of_run(shape: Sequence[int], start: int, count: int) -> list[tuple[Span, int]]:
     """The boxes that elements [start, start + count) of a flattened tensor make up.
 
-    Returns (offsets, extent) and the number of elements of each, in the order of the run: at
-    most two a dimension, the ragged ends, and one between.
+    Returns each box, its offsets and its extent, with the number of its elements, in the order of
+    the run: the ragged ends, at most two a dimension, and one box between them.
+   
     """
     if count == 0:
         return []
@@ -192,7 +196,7 @@ def boxes_of_run(shape: Sequence[int], start: int, count: int) -> list[tuple[Box
         return [(((), ()), 1)]
     inner = math.prod(shape[1:])
     row, ahead = divmod(start, inner)
-    boxes: list[tuple[Box, int]] = []
+    boxes: list[tuple[Span, int]] = []
     if ahead or count < inner:
         first = min(count, inner - ahead)
         boxes += _inside_row(row, shape, ahead, first)
@@ -206,7 +210,7 @@ def boxes_of_run(shape: Sequence[int], start: int, count: int) -> list[tuple[Box
 
 def _inside_row(
     row: int, shape: Sequence[int], start: int, count: int
-) -> list[tuple[Box, int]]:
+) -> list[tuple[Span, int]]:
     """The boxes of a run that lies in one index of the first dimension."""
     return [
         (((row, *offsets), (1, *extent)), elements)
@@ -215,7 +219,8 @@ def _inside_row(
 
 
 def own_bytes(array: Any) -> Held:
-    """A copy of a host array in C order and in this machine's byte order."""
+    """A copy of a host array in C order and in this machine's byte order, with its dtype and shape.
+    Raises ValueError for a dtype that cannot be dumped."""
     values = np.asarray(array)
     check_dtype(values.dtype.name)
     native = values.dtype.newbyteorder("=")
@@ -224,12 +229,12 @@ def own_bytes(array: Any) -> Held:
 
 
 def flat(values: np.ndarray) -> np.ndarray:
-    """The bytes of a C-ordered array, uint8 [bytes], without a copy."""
+    """The bytes of a C-ordered array, uint8 [number of bytes], without a copy."""
     return values.reshape(-1).view(np.uint8)
 
 
 def in_box(held: Held, box: Box | None) -> Shard:
-    """Bytes, dtype and shape as the declared box of a tensor, or as all of one."""
+    """The shard with these bytes, dtype and shape: the declared box of a tensor, or a whole tensor."""
     data, dtype, extent = held
     shape, offsets = box or (extent, (0,) * len(extent))
     return Shard(data, dtype, shape, offsets, extent)

@@ -3,7 +3,6 @@
 import functools
 import logging
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Un
 
 import numpy as np
 
-from backtape import _native
+from backtape import _native, frameworks
 from backtape.failopen import CAUGHT, Faults, describe, text_of
 from backtape.shards import Key, Mesh, Placement, Shard, shards_of
 
@@ -29,11 +28,11 @@ Arguments = ParamSpec("Arguments")
 def fail_open(
     method: Callable[Concatenate["Tape", Arguments], None],
 ) -> Callable[Concatenate["Tape", Arguments], None]:
-    """Makes a method do nothing on an inactive tape, and on an active one keep its exceptions
-    from the job: also those of a call with wrong arguments, which Python raises before the body."""
+    """Makes a method do nothing on an inactive tape. On an active one its exceptions are kept from
+    the job, also that of a call with wrong arguments, which Python raises before the body runs."""
     what = method.__name__
     recording = what == "record"
-    # What the recorder refuses of a capture it has put into the dump's omissions itself.
+    # A capture that the recorder refuses is among the dump's omissions already.
     counted = (_native.RecorderError,) if recording else ()
 
     @functools.wraps(method)
@@ -58,10 +57,11 @@ def fail_open(
 class Tape:
     """Records tensors of one step, or does nothing at all where the step is not recorded.
 
-    `active` says which, so that a job can compute what it only computes for the tape:
+    `active` says whether it is, so that a job can leave out what it computes for the tape alone:
 
         with recorder.step(step) as tape:
             state, taped = steps[tape.active](state, batch)
+   
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Tape:
         self._faults = faults
         self._place_proof = place_proof
         self._mesh = mesh
-        # Gradients that a tap waits for, and those that came, as (name, microbatch).
+        # Gradients that taps wait for, and those that have come, as (name, microbatch).
         self._expected: set[tuple[str, int | None]] = set()
         self._arrived: set[tuple[str, int | None]] = set()
         self._tracing: AbstractContextManager[object] | None = None
@@ -104,9 +104,10 @@ class Tape:
             autocast=None | "bf16" | "f16", tiles=None | {...}, gradient_filter=None | number,
             policy=None | {...}, grpo=None | {...}
 
-        docs/heads.md has the formula of each. A wrong option or value, and options that cannot
-        both hold, refuse the whole declaration: the log line, or with `strict=True` the
-        `RecorderError`, says what there is.
+        docs/heads.md has the formula of each option. A wrong option or value, or two options that
+        contradict each other, refuse the whole declaration: the log line, or with `strict=True` the
+        `RecorderError`, says which options and values there are.
+       
         """
         written = {"autocast": autocast(), **declaration}
         self._native.head({name: plain(value) for name, value in written.items()})
@@ -129,19 +130,25 @@ class Tape:
     ) -> None:
         """Records what this process holds of a tensor.
 
-        array: numpy or ml_dtypes array, number, jax.Array (all its addressable shards),
-            torch.Tensor or DTensor (this rank's shard, with the placements that it has).
-        role: the part in the loss head; by default the name, if that is a role.
-        global_shape, offsets: `array` is the box of the tensor that starts at `offsets`.
-        global_shape, flat_offset: `array`, a torch tensor, is a run of the flattened tensor (FSDP1's
-            flat parameters); it may end inside a row.
-        partial: `array` is one addend of the tensor, over ranks. This needs one process for each
-            device; where a process drives several devices, record the reduced tensor instead.
-        placement: of a local array, how it lies on the recorder's mesh: {"data": 0} where the
-            axis `data` splits dimension 0, {"data": "sum"} or "mean" for addends; other axes
+        array: a numpy or ml_dtypes array, a number, a jax.Array (all its addressable shards), a
+            torch.Tensor, or a DTensor (this rank's shard, with the placements that it has).
+        role: the tensor's part in the loss head; by default its name, if that is a role.
+        microbatch: its index in the step; none for weights and reduced gradients.
+        global_shape, offsets: `array` is the box of a tensor of this shape that starts at these
+            indices, one for each dimension.
+        global_shape, flat_offset: `array`, a torch tensor, is a run of the flattened tensor that
+            starts at this element (FSDP1's flat parameters); it may end inside a row.
+        partial: `array` is one rank's addend of the tensor, "sum" or "mean". This needs one process
+            for each device; where a process drives several devices, record the reduced tensor.
+        placement: how a local array lies on the recorder's mesh: {"data": 0} where the axis `data`
+            splits dimension 0, {"data": "sum"} or {"data": "mean"} for addends; other axes
             replicate. Parts of unequal length (dynamic padding) follow each other in the order
             of the axis.
-        when: the moment of capture, for tensors that change.
+        when: the moment of capture, for a tensor that changes during the step.
+
+        Where the array cannot be recorded, the dump names it with the reason, and the log has one
+        line for each kind of fault; with `strict=True` a `RecorderError` is raised.
+       
         """
         if isinstance(name, str) and not self._native.wants(name, role, microbatch):
             return
@@ -158,31 +165,25 @@ class Tape:
         )
         for shard in shards:
             shard.compiled = _compiled
-        self._hand_over(Key(name, role, microbatch, when, partial), shards)
+            # What the job says goes before what the framework knows of the array.
+            shard.partial = shard.partial if partial is None else partial
+        self._hand_over(Key(name, role, microbatch, when), shards)
 
-    def record_shards(
-        self,
-        name: str,
-        shard: Callable[[], Shard],
-        *,
-        role: str | None,
-        microbatch: int | None,
-        partial: Reduction | None,
-        when: When | None,
-    ) -> None:
-        """Records the one shard that a tap of traced code holds; called from its thread."""
+    def record_shards(self, key: Key, shard: Callable[[], Shard]) -> None:
+        """Records the one shard that a tap of traced code holds; called from its thread, in which
+        nothing may raise: so the shard is made in here."""
         native = self._native
         if native is None:
             return
 
         def omit(reason: str) -> None:
-            native.omit(name, microbatch, reason)
+            native.omit(key.name, key.microbatch, reason)
 
-        with self._faults.guard("tap", name, omit, (_native.RecorderError,)):
-            self._hand_over(Key(name, role, microbatch, when, partial), [shard()])
+        with self._faults.guard("tap", key.name, omit, (_native.RecorderError,)):
+            self._hand_over(key, [shard()])
 
     def record_compiled(self, name: str, array: Any, compiled: bool, **key: Any) -> None:
-        """`record`, for a tap that knows whether a graph compiler made the code around it."""
+        """Records an array as `record` does, and whether a graph compiler made the code around it."""
         self.record(name, array, _compiled=compiled, **key)
 
     def leave_out(self, name: str, microbatch: Any, reason: str) -> None:
@@ -193,15 +194,16 @@ class Tape:
                 native.omit(text_of(name), index_or_none(microbatch), reason)
 
     def expect(self, name: str, microbatch: int | None) -> None:
-        """A tap waits for this gradient: if it never comes, the dump says so."""
+        """Notes that a tap waits for this gradient: if it does not come, the dump says so."""
         self._expected.add((name, index_or_none(microbatch)))
 
     def arrived(self, name: str, microbatch: int | None) -> None:
-        """The gradient came."""
+        """Notes that the gradient has come."""
         self._arrived.add((name, index_or_none(microbatch)))
 
     def guarded(self, what: str, subject: object) -> AbstractContextManager[None]:
-        """Around a part of backtape that handles many tensors: its faults are told, not raised."""
+        """A context for a part of backtape that handles many tensors: what it raises is logged and
+        kept from the job, unless the recorder is strict."""
         return self._faults.guard(what, subject)
 
     def _hand_over(self, key: Key, shards: list[Shard]) -> None:
@@ -209,7 +211,7 @@ class Tape:
             try:
                 self._native.record(key, shard)
             except CAUGHT:
-                # Each further one could wait for room as long as this one did.
+                # The others are not tried: each could wait for room as long as this one did.
                 rest = len(shards) - index - 1
                 if rest:
                     reason = f"{rest} more shards were not tried after one was refused"
@@ -219,8 +221,9 @@ class Tape:
     def __enter__(self) -> Self:
         if self.active:
             _open.append(self)
-            # Only a job that imports backtape.jax has taps, and is compiled anew for them.
-            jax = sys.modules.get("backtape.jax")
+            # A job has taps in traced code only if it imports backtape.jax. Its functions are then
+            # traced anew.
+            jax = frameworks.imported("backtape.jax")
             if jax is not None:
                 self._tracing = jax.taping(True)
                 self._tracing.__enter__()
@@ -256,10 +259,9 @@ class Tape:
             logging.WARNING, "step %d ended early: the body raised %s", self._step, kind.__name__
         )
 
-
     def _settle(self) -> None:
-        """Before the step ends: waits for taps in jitted code, and names gradients that never came."""
-        jax = sys.modules.get("backtape.jax")
+        """Before the step ends: waits for taps in jitted code, and names gradients that have not come."""
+        jax = frameworks.imported("backtape.jax")
         if jax is not None:
             with self._faults.guard("taps of step", self._step):
                 jax.wait_for_taps()
@@ -267,8 +269,8 @@ class Tape:
             self.leave_out(name, microbatch, "no gradient reached its tap before the step ended")
 
 
-# Tapes in use, the innermost last: a tap inside the model has no other way to its tape. Of the
-# process and not of a thread, as backward passes and callbacks run in threads of their own.
+# Tapes in use, the innermost last: a tap inside the model finds its tape here. They are those of
+# the process and not of a thread, as backward passes and callbacks run in threads of their own.
 _open: list[Tape] = []
 
 
@@ -278,12 +280,12 @@ def open_tape() -> Tape | None:
 
 
 def autocast() -> str | None:
-    """The format of the `torch.autocast` that this thread is in, if it is in one."""
-    torch = sys.modules.get("torch")
+    """The dtype of the `torch.autocast` that this thread is in; None where it is in none."""
+    torch = frameworks.imported("torch")
     if torch is None:
         return None
     for device in ("cuda", "cpu", "xpu"):
-        # Of a device that this build of torch does not know it raises.
+        # It raises for a device that this build of torch does not know.
         try:
             if torch.is_autocast_enabled(device):
                 return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -293,7 +295,8 @@ def autocast() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """An option as Python's own value: numpy and jax scalars, dtypes by name."""
+    """An option as a value of Python's own: scalars of numpy and jax become numbers, and dtypes their
+    names."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
@@ -306,7 +309,7 @@ def plain(value: Any) -> Any:
 
 
 def index_or_none(microbatch: Any) -> int | None:
-    """The microbatch for an omission; what is no index has none."""
+    """The microbatch that an omission names; None for a value that is no index."""
     try:
         index = operator.index(microbatch)
     except CAUGHT:

@@ -1,4 +1,5 @@
-"""A user's own functions for stages of the loss head, compared as the built-in formulas are.
+"""A user's own functions for stages of the loss head, which are compared as the built-in formulas
+are.
 
     def mine(unit):                       # called for each microbatch and unit of tokens
         p = softmax(unit.q @ unit.k.T)
@@ -10,7 +11,6 @@
 """
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from backtape import _native
+from backtape.frameworks import framework_of
 from backtape.reading import tensor_of
 
 _OF_TOKENS = {"lse", "label_logits", "logprobs", "dq_lse", "dq_label", "dq"}
@@ -27,12 +28,13 @@ _NATIVE = {"bfloat16", "float16", "float32", "float64"}
 
 @dataclass(frozen=True)
 class Unit:
-    """What a function is called with: the n tokens of one microbatch whose gradients belong
-    together (those of one rank where dk was recorded as addends, else all of them)."""
+    """What a function is called with: the n tokens of one microbatch whose gradients add up to one
+    dk. Those are the tokens of one rank where each rank recorded its addend of dk, and all
+    tokens of the microbatch otherwise."""
 
     microbatch: int | None
     rank: int | None
-    """First rank of the unit; None where dk is of all tokens."""
+    """First rank of the unit; None where the unit is all tokens."""
     q: np.ndarray | None
     """Hidden states `[n, D]`, in the dtype they were recorded in."""
     k: np.ndarray | None
@@ -40,13 +42,14 @@ class Unit:
     logits: np.ndarray | None
     """Recorded logits `[n, V]`, where they were recorded."""
     bias: np.ndarray | None
-    """`[V]`, where there is one."""
+    """Bias of the logits `[V]`, where there is one."""
     weights: np.ndarray | None
-    """`[n]`, where they were recorded; they are in `g` already."""
+    """Token weights `[n]`, where they were recorded; `g` contains them already."""
     labels: np.ndarray
     """Rows of k, int64 `[n]`; -1 for a token that takes no part. Shifted where the head shifts."""
     lse: np.ndarray
-    """Log-sum-exp, float64 `[n]`: captured where it was captured, else recomputed."""
+    """Log-sum-exp of each token's logits in nats, float64 `[n]`: as captured where it was captured, and
+    recomputed otherwise."""
     g: np.ndarray
     """Upstream gradient of each token's nll, float64 `[n]`: weight times cotangent over the
     denominator, 0 for a token that takes no part. dlogits are `g (p - onehot)`."""
@@ -63,7 +66,9 @@ Given = tuple[str, int | None, int | None, bytes, str]
 def call(
     where: tuple[str, str | None, int | None], step: int | None, variants: Mapping[str, Function]
 ) -> list[tuple[str, list[Given]]]:
-    """Calls every function for every unit, and gathers what it returned."""
+    """Calls every function for every unit. Returns by function, for each stage and microbatch, the f64
+    values as bytes and the dtype that they had. Raises TypeError or ValueError for values that are
+    no stage's."""
     dump = _native.StepDump(*where, step)
     described = _native.variant_inputs(*where, step)
     return [(name, _values(name, function, dump, described)) for name, function in variants.items()]
@@ -141,10 +146,9 @@ def _unit(
 
 def _array(name: str, stage: str, value: Any) -> tuple[np.ndarray, str]:
     """float64 values of a numpy, JAX or torch array, exactly, and the dtype that they had."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if framework_of(value) == "torch":
         dtype = str(value.dtype).removeprefix("torch.")
-        array = value.detach().to("cpu", torch.float64).numpy()
+        array = value.detach().cpu().double().numpy()
     else:
         plain = np.asarray(value)
         dtype, array = plain.dtype.name, plain.astype(np.float64)

@@ -1,23 +1,25 @@
-"""The numbers that `Recorder.watch` is given, until they can be read without waiting.
+"""The numbers that `Recorder.watch` is given, kept until they can be read without waiting.
 
-A jax array that is still computed says `is_ready() == False`; reading it would hold the job up
-until the device has caught up. A torch tensor on a device is copied in the stream that computes
-it, and an event says when the copy is there. Both are read by a later call, one step or so on.
+Reading a jax array that a device still computes (`is_ready()` is False) would hold the job up until
+the device has caught up. A torch tensor on a device is copied to the host in the stream that
+computes it, and an event says when the copy has arrived. Both are read by a later call, about a
+step later.
 """
 
-import sys
 from collections import deque
 from typing import Any, Iterator
 
 import numpy as np
 
-# Steps whose numbers a device may still compute. One that is further behind lets the oldest go:
-# the numbers hold device memory.
+from backtape.frameworks import used
+
+# How many steps' numbers may wait for a device, whose memory they hold. Beyond that the oldest is
+# dropped.
 MAX_PENDING = 16
 
 
 class Readings:
-    """Numbers of steps, in order, that were not looked at yet."""
+    """Numbers of steps, in their order, that nobody has looked at yet."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_PENDING)
@@ -27,7 +29,9 @@ class Readings:
         self._pending.append((int(step), started(loss), started(grad_norm)))
 
     def ready(self) -> Iterator[tuple[int, float | None, float | None]]:
-        """Steps whose numbers are there, the oldest first; each is given once."""
+        """Steps whose numbers can be read now, the oldest first; each is returned once. Raises
+        ValueError or TypeError for a value that is no number, and goes on after it when called
+        again."""
         while self._pending:
             step, *values = self._pending[0]
             if not all(is_ready(value) for value in values):
@@ -42,7 +46,7 @@ class DeviceCopy:
     """A number of a torch device on its way to the host."""
 
     def __init__(self, tensor: Any) -> None:
-        torch = sys.modules["torch"]
+        torch = used("torch")
         with torch.cuda.device(tensor.device):
             self._host = torch.empty((), dtype=torch.float64, pin_memory=True)
             self._host.copy_(tensor.detach().reshape(()).double(), non_blocking=True)
@@ -57,7 +61,8 @@ class DeviceCopy:
 
 
 def started(value: Any) -> Any:
-    """The value, or what will hold it, if reading it now would wait for a device."""
+    """The value, or a copy that is on its way to the host where reading the value would wait for a
+    torch device."""
     return DeviceCopy(value) if getattr(value, "is_cuda", False) else value
 
 
@@ -68,7 +73,7 @@ def is_ready(value: Any) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """The value as a number; ValueError or TypeError where it is none."""
+    """The value as a number; None stays None. Raises ValueError or TypeError where it is none."""
     if value is None or isinstance(value, (int, float, DeviceCopy)):
         return None if value is None else float(value)
     if hasattr(value, "detach"):

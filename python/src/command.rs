@@ -4,8 +4,8 @@ use pyo3::prelude::*;
 
 use crate::tasks::cluster;
 
-/// The command `replay` with these arguments, the program's name first. `connect` reaches a
-/// cluster where one is asked for.
+/// The command `replay` with these arguments, the program's name first; returns its exit code.
+/// `connect(address, task_cpus)` connects to a cluster where the arguments ask for one.
 #[pyfunction]
 #[pyo3(signature = (arguments, connect=None))]
 pub(crate) fn replay_main(
@@ -22,7 +22,7 @@ pub(crate) fn replay_main(
     })
 }
 
-/// The command `coordinator`, likewise.
+/// The command `coordinator` with these arguments, the program's name first; returns its exit code.
 #[pyfunction]
 pub(crate) fn coordinator_main(py: Python<'_>, arguments: Vec<String>) -> i32 {
     py.detach(|| backtape::cli::main(arguments.into_iter().map(Into::into)))

@@ -1,8 +1,8 @@
-//! `tape.head(...)`: keyword arguments to the head's declaration.
+//! `tape.head(...)`: its keyword arguments become the declaration of the head.
 //!
-//! A misspelt option or value refuses the whole declaration. Dropping only the
-//! one option would leave a default in its place, and a head that the job never
-//! declared is worse than none: the replay would blame the job for it.
+//! A misspelt option or value refuses the whole declaration. If only that option were dropped, its
+//! default would take its place, and a head that the job never declared is worse than none: the
+//! replay would blame the job for the difference.
 
 use backtape::dtype::Dtype;
 use backtape::head::{GRPO_OPTIONS, HeadDeclaration, HeadOption, OPTIONS};
@@ -14,7 +14,7 @@ use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-/// The one option that may be infinite: masked logits often are.
+/// The one option that may be infinite, as masked logits often are.
 const MASK_VALUE: &str = "mask_value";
 
 /// The option that is a dict of options.
@@ -45,13 +45,13 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
     if masked_by_infinity {
         declaration.mask_value = Some(f64::NEG_INFINITY);
     }
-    // What no replay could make use of is refused here, where somebody can still correct it.
+    // A declaration that no replay could use is refused here, while somebody can still correct it.
     HeadOptions::new(&declaration).map_err(|error| PyValueError::new_err(error.to_string()))?;
     Ok(declaration)
 }
 
-/// Reads one option without the others, so that the error can say which one it is about; `of` as
-/// for [`unknown_option`].
+/// Reads one option without the others, so that the error can say which option it is about. `of` is
+/// as in [`unknown_option`].
 fn alone<Of: Default + DeserializeOwned>(
     of: &str,
     option: &HeadOption<Of>,
@@ -84,7 +84,7 @@ fn unfit<Of>(error: String, option: &HeadOption<Of>) -> String {
     format!("the {kind} {found:?} is not known{meant}; choose one of {all}")
 }
 
-/// As Python shows it.
+/// A value as Python shows it.
 fn repr(value: &Bound<'_, PyAny>) -> String {
     value.repr().map_or_else(|_| "...".into(), |text| text.to_string())
 }
@@ -93,7 +93,7 @@ fn repr(value: &Bound<'_, PyAny>) -> String {
 /// meaning, and what a value must be where the type does not say all.
 type Told = (&'static str, &'static str, String, &'static str, &'static str);
 
-/// Every option of `tape.head`, and those of a policy loss: what the docs are made from.
+/// Every option of `tape.head`, and every option of a policy loss: the docs are made from these.
 #[pyfunction]
 pub(crate) fn head_options() -> (Vec<Told>, Vec<Told>) {
     fn told<Of: Default>(of: &HeadOption<Of>) -> Told {
@@ -102,7 +102,8 @@ pub(crate) fn head_options() -> (Vec<Told>, Vec<Told>) {
     (OPTIONS.iter().map(told).collect(), GRPO_OPTIONS.iter().map(told).collect())
 }
 
-/// `of`: the option that has such an option in its dict, with a dot after it; empty at the top.
+/// The exception for an option that there is not. `of` is the option in whose dict it was found,
+/// with a dot after it; empty for an argument of `tape.head` itself.
 fn unknown_option(of: &str, name: &str, known: impl Iterator<Item = &'static str>) -> PyErr {
     let all: Vec<&str> = known.collect();
     let meant = hint(name, all.iter().copied());
@@ -110,7 +111,7 @@ fn unknown_option(of: &str, name: &str, known: impl Iterator<Item = &'static str
     PyTypeError::new_err(format!("head({of}{name}=...): there is no such option{rest}"))
 }
 
-/// A Python value as JSON. Python has turned numpy scalars into its own before.
+/// A Python value as JSON. `tape.py` has turned numpy's scalars into Python's own before.
 fn to_json(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Value> {
     if value.is_none() {
         return Ok(Value::Null);
@@ -169,7 +170,7 @@ fn dict_to_json(name: &str, dict: &Bound<'_, PyDict>) -> PyResult<Value> {
     Ok(Value::Object(object))
 }
 
-/// A dtype of numpy's, torch's or jax's name as it is called here.
+/// Replaces a dtype's name in numpy, torch or jax by backtape's own name for it.
 fn by_its_own_name(json: &mut Value) {
     if let Value::String(text) = json
         && let Some(dtype) = Dtype::from_numpy(text)

@@ -1,8 +1,8 @@
-//! DLPack capsules: an array of any framework as an address, held until it is let go of.
+//! DLPack capsules: the address of an array of any framework, whose memory stays while it is held.
 //!
-//! A capsule has one consumer, who renames it and from then on calls the deleter, once. A deleter
-//! may run Python code, so it is called where the GIL is held: what the recorder or a device is
-//! done with waits in a list for the next call into the binding, as exports do (`payload`).
+//! A capsule has one consumer, who renames it and then owes it one call of its deleter. A deleter
+//! may run Python code, so it is called where the GIL is held: tensors that the recorder or a
+//! device has read wait in a list for the next call into the binding, as exports do (`payload`).
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -21,7 +21,7 @@ pub(crate) const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 pub(crate) const CUDA_MANAGED: i32 = 13;
 
-/// More dimensions than any array has: a capsule that says so is broken.
+/// Most dimensions that are believed: a capsule that claims more is broken.
 const MAX_DIMENSIONS: i32 = 64;
 
 /// The major version that is read.
@@ -91,12 +91,13 @@ impl Managed {
     }
 }
 
-/// Tensors whose deleters wait to be called, bounded by what pinned memory let in.
+/// Tensors whose deleters wait to be called. There are no more of them than pinned memory has room
+/// for.
 static SPENT: Mutex<Vec<Managed>> = Mutex::new(Vec::new());
 
 /// Calls the deleters that wait.
 pub(crate) fn release_spent(_attached: Python<'_>) {
-    // Taken out first: a deleter may run Python code, which may come back here.
+    // Taken out of the list first: a deleter may run Python code, which may call this again.
     let spent = std::mem::take(&mut *SPENT.lock().unwrap_or_else(PoisonError::into_inner));
     for managed in spent {
         managed.delete();
@@ -121,7 +122,8 @@ pub(crate) struct Place {
     pub(crate) bytes: usize,
 }
 
-/// Takes the tensor out of a capsule, of either protocol.
+/// Takes the tensor out of a capsule of either version of the protocol. Raises TypeError for
+/// anything else, and for a capsule that was taken from before.
 pub(crate) fn take(capsule: &Bound<'_, PyAny>) -> PyResult<Held> {
     if let Some(pointer) = consume(capsule, c"dltensor_versioned", c"used_dltensor_versioned")? {
         return Ok(Held(Some(Managed::Versioned(pointer.cast()))));
@@ -132,7 +134,8 @@ pub(crate) fn take(capsule: &Bound<'_, PyAny>) -> PyResult<Held> {
     Err(PyTypeError::new_err("what was handed over is no DLPack capsule, or one that was used"))
 }
 
-/// What lies in a capsule of that name, which then has the other one.
+/// The pointer in a capsule that has the name `name`, which is then renamed to `used`; `None` for a
+/// capsule of another name.
 fn consume(
     capsule: &Bound<'_, PyAny>,
     name: &'static CStr,
@@ -153,7 +156,8 @@ fn consume(
 }
 
 impl Held {
-    /// Where the bytes lie; one sentence where they are not a C-ordered array of whole bytes.
+    /// Where the bytes lie. Raises BufferError with one sentence where they are not a C-ordered
+    /// array of elements of whole bytes.
     pub(crate) fn place(&self) -> PyResult<Place> {
         let refused = |why: String| PyBufferError::new_err(format!("a DLPack capsule {why}"));
         let tensor = match &self.0 {
@@ -192,7 +196,7 @@ impl DlTensor {
         Ok(Place { device_type, device_id, address, bytes })
     }
 
-    /// A list with a number for each dimension; None where there is none.
+    /// The list at `list`, which has a number for each dimension; `None` for a null pointer.
     fn sizes(&self, list: *const i64) -> Result<Option<&[i64]>, String> {
         if !(0..=MAX_DIMENSIONS).contains(&self.ndim) {
             return Err(format!("of {} dimensions", self.ndim));
@@ -219,7 +223,8 @@ impl DlTensor {
     }
 }
 
-/// Strides of dimensions of one index, or of arrays of nothing, say nothing.
+/// True where these strides, in elements, are those of C order. The stride of a dimension of length
+/// 1 does not matter, and none does in an array without elements.
 fn in_c_order(shape: &[i64], strides: &[i64]) -> bool {
     let mut expected: i64 = 1;
     shape.contains(&0)
@@ -230,8 +235,8 @@ fn in_c_order(shape: &[i64], strides: &[i64]) -> bool {
         })
 }
 
-/// What a capsule of this process's memory holds, and its fingerprint at `ranges`: for the tests
-/// of this module, which need no GPU.
+/// The bytes in a capsule of this process's memory, and their fingerprint at `ranges`, [start, end)
+/// per dimension: for the tests of this module, which need no GPU.
 #[pyfunction]
 #[pyo3(name = "_read_capsule")]
 pub(crate) fn read_capsule<'py>(

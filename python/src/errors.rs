@@ -1,4 +1,4 @@
-//! One exception for everything the recorder refuses or fails at.
+//! The exceptions that the binding raises.
 
 use std::error::Error;
 
@@ -13,8 +13,8 @@ create_exception!(
     "Recording failed; raised with strict=True only. The text says what, where and what to do."
 );
 
-/// An error and its sources on one line: none of them repeats the next.
-fn chain(error: &dyn Error) -> String {
+/// An error and its sources on one line; the messages do not repeat each other.
+pub(crate) fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(source) = next {
@@ -25,12 +25,12 @@ fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// What the recorder itself refused: it has counted the omission already.
+/// The exception for what the recorder refuses or fails at: it has named what is left out already.
 pub(crate) fn refused(error: &backtape_dumper::RecorderError) -> PyErr {
     RecorderError::new_err(chain(error))
 }
 
-/// What never got as far as the recorder.
+/// The exception for an argument that cannot be read and does not get as far as the recorder.
 pub(crate) fn invalid(what: &str, error: &dyn Error) -> PyErr {
     PyValueError::new_err(format!("{what}: {}", chain(error)))
 }

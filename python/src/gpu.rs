@@ -1,4 +1,4 @@
-//! Captures from a GPU's memory, for `backtape.gpu`.
+//! Captures of arrays in a GPU's memory, for `backtape.gpu`, `jax_arrays` and `torch_arrays`.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,17 +12,18 @@ use crate::dlpack::{self, CUDA, CUDA_MANAGED, Held, Place};
 use crate::errors::invalid;
 use crate::shard::dtype;
 
-/// GPUs that were opened, so that what has landed is let go of by whatever is called next.
+/// GPUs that were opened, so that the next call into the binding lets go of the memory of captures
+/// that have arrived.
 static OPENED: Mutex<Vec<device::Gpu>> = Mutex::new(Vec::new());
 
-/// Lets go of what captures that have landed held; waits for nothing.
+/// Lets go of the memory that captures held which have arrived; waits for nothing.
 pub(crate) fn reap() {
     for gpu in &*OPENED.lock().unwrap_or_else(PoisonError::into_inner) {
         gpu.reap();
     }
 }
 
-/// Bytes as text spells them, of an option that a message names.
+/// The number of bytes that `text` spells, such as "256MiB". Raises ValueError that names `option`.
 #[pyfunction]
 #[pyo3(name = "_bytes_of")]
 pub(crate) fn bytes_of(option: &str, text: &str) -> PyResult<u64> {
@@ -37,12 +38,12 @@ pub(crate) struct Gpu {
     ordinal: i32,
 }
 
-/// A capture on its way, until it becomes the payload of a shard.
+/// A capture on its way from a GPU, until it becomes the payload of a shard.
 #[pyclass(frozen, module = "backtape._native")]
 pub(crate) struct Arriving(Mutex<Option<device::Arriving>>);
 
 impl Arriving {
-    /// The payload; a capture is recorded once.
+    /// The payload. Raises ValueError the second time: a capture is recorded once.
     pub(crate) fn take(&self) -> PyResult<device::Arriving> {
         let taken = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         taken.ok_or_else(|| PyValueError::new_err("a capture from a GPU was recorded twice"))
@@ -51,8 +52,9 @@ impl Arriving {
 
 #[pymethods]
 impl Gpu {
-    /// Compiles the kernel, reserves memory and tries a copy: not for the thread that trains.
-    /// Raises RuntimeError with one sentence.
+    /// Opens GPU number `ordinal`: compiles the kernel, reserves memory (`pinned` bytes of the
+    /// host, `snapshots` bytes of the GPU) and tries a copy. It takes time, so the thread that
+    /// trains does not call it. Raises RuntimeError with one sentence.
     #[new]
     fn open(py: Python<'_>, ordinal: i32, pinned: usize, snapshots: usize) -> PyResult<Gpu> {
         let opened = py.detach(|| device::Gpu::open(ordinal, Sizes { pinned, snapshots }));
@@ -61,19 +63,24 @@ impl Gpu {
         Ok(Gpu { gpu, ordinal })
     }
 
-    /// The stream that `__dlpack__(stream=)` is to make wait for its producer.
+    /// The stream on which captures are copied: `__dlpack__(stream=)` is given it, so that it waits
+    /// for the array to be computed.
     #[getter]
     fn stream(&self) -> u64 {
         self.gpu.stream()
     }
 
-    /// Puts a capture on its way, or returns None where there is no room.
+    /// Starts a capture, or returns None where there is no room for it.
     ///
-    /// `capsule` holds the bytes. `stream` is the job's, where what it holds so far makes them;
-    /// None where the capsule was asked for with `stream=` this one's, and nobody writes to the
-    /// bytes again. `changing`: what is put on `stream` later may. The device computes the
-    /// fingerprint at `ranges`, or `sums` is a capsule of the framework's. `hold` lives until the
-    /// device has read the bytes.
+    /// `capsule` holds the bytes. `stream` is the job's stream whose work so far computes them;
+    /// None where the capsule was asked for with `stream=` the one of this GPU, and nobody writes
+    /// to the bytes again. `changing`: later work on `stream` may write to them. The device
+    /// computes the fingerprint of the elements at `ranges`, [start, end) per dimension; or `sums`
+    /// is a capsule of the framework's own, uint32 [2]. `hold` lives until the device has read the
+    /// bytes.
+    ///
+    /// Raises BufferError or TypeError for a capsule that cannot be captured from, RuntimeError
+    /// when the device fails.
     #[pyo3(signature = (
         capsule, dtype_name, ranges, *, stream=None, changing=false, sums=None, hold=None
     ))]
@@ -122,7 +129,7 @@ impl Gpu {
 }
 
 impl Gpu {
-    /// Where a capsule's bytes lie, which must be this GPU.
+    /// Where a capsule's bytes lie. Raises BufferError where that is not this GPU.
     fn place(&self, held: &Held) -> PyResult<Place> {
         let place = held.place()?;
         let cuda = [CUDA, CUDA_MANAGED].contains(&place.device_type);

@@ -1,10 +1,9 @@
 //! The Python binding: what `import backtape` stands on.
 //!
-//! Thin on purpose. It turns Python values into the recorder's, keeps the bytes
-//! of an array alive while the recorder's thread reads them, and gives up the
-//! GIL around everything that can wait. What an array is, which part of a
-//! tensor it holds and what a failure means for the job is decided in Python
-//! (`backtape/*.py`); what becomes of the bytes, in the dumper.
+//! It is thin on purpose. It turns Python values into the recorder's, keeps the bytes of an array
+//! alive while the recorder's thread reads them, and releases the GIL around everything that can
+//! wait. Python (`backtape/*.py`) decides what an array is, which part of a tensor it holds and
+//! what a failure means for the job; the dumper decides what becomes of the bytes.
 //!
 //! No other crate of the workspace names pyo3.
 
@@ -31,7 +30,7 @@ mod variants;
 use backtape_replayer::spill::Spilling;
 use pyo3::prelude::*;
 
-/// Of the command `replay --spill`; until then the system's.
+/// The allocator that `replay --spill` turns on; until then it passes every call to the system's.
 #[global_allocator]
 static SPILLING: Spilling = Spilling;
 
@@ -42,7 +41,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", backtape::VERSION)?;
     module.add("__build__", backtape::BUILD)?;
     module.add("RecorderError", py.get_type::<errors::RecorderError>())?;
-    // Exported so that fail-open code can catch it: it is no `Exception`.
+    // Python code that keeps faults from the job must catch it by name: it is no `Exception`.
     module.add("PanicException", py.get_type::<pyo3::panic::PanicException>())?;
     module.add_class::<recorder::Recorder>()?;
     module.add_class::<tape::Tape>()?;

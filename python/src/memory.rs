@@ -1,5 +1,6 @@
-//! What a numpy array of a dump lies in, for as long as the array lives: the mapped file, an
-//! assembled tensor, or recomputed numbers. Read-only: a dump is evidence.
+//! The memory of a numpy array that was read from a dump: the mapped file, a tensor that was
+//! assembled from shards, or recomputed numbers. It lives as long as the array. It is read-only, as
+//! a dump is evidence.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ pub(crate) struct Memory(Held);
 enum Held {
     /// Bytes of a shard, in the file as it is mapped.
     Mapped { start: *const u8, length: usize, _dump: Arc<StepDump> },
-    /// One buffer that shards were put together in.
+    /// One buffer into which several shards were copied.
     Assembled(Tensor),
     /// Values of a recomputed stage.
     Numbers(Vec<f64>),

@@ -1,11 +1,10 @@
 //! The bytes of a Python array while the recorder's thread reads them.
 //!
-//! The recorder holds a buffer export, not a copy. Releasing an export needs
-//! the interpreter, and the recorder's thread must never wait for it: a thread
-//! that asks for the GIL while the interpreter ends is killed where it stands.
-//! So a dropped payload only moves its export to a list, and the next call into
-//! the binding, which has the GIL anyway, releases what lies there. At exit the
-//! list is left to the operating system.
+//! The recorder holds an export of the array's buffer, not a copy. Releasing an export needs the
+//! interpreter (the GIL), and the recorder's thread must never wait for that: a thread that asks
+//! for the GIL while the interpreter ends is killed where it stands. So a payload that is dropped
+//! only moves its export to a list, and the next call into the binding, which has the GIL anyway,
+//! releases the exports in the list. Those that are left at exit go with the process.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -18,15 +17,15 @@ use crate::dlpack;
 use crate::gpu::{self, Arriving};
 use crate::staging::Block;
 
-/// Exports that wait to be released, bounded by what the queue let in.
+/// Exports that wait to be released. There are no more of them than the recorder's queue holds.
 static SPENT: Mutex<Vec<PyBuffer<u8>>> = Mutex::new(Vec::new());
 
 /// A contiguous buffer export, kept until the payload is dropped.
 pub(crate) struct HeldBuffer(Option<PyBuffer<u8>>);
 
 impl HeldBuffer {
-    /// Takes an export of `data`, which must be C-contiguous bytes and must not
-    /// change from now on: the Python side copies what is mutable.
+    /// Takes an export of `data`, which must be C-contiguous bytes and must not change from now on:
+    /// Python has copied what is mutable. Raises ValueError for bytes that are not contiguous.
     pub(crate) fn new(data: &Bound<'_, PyAny>) -> PyResult<HeldBuffer> {
         let buffer = PyBuffer::<u8>::get(data)?;
         if !buffer.is_c_contiguous() {
@@ -36,8 +35,8 @@ impl HeldBuffer {
     }
 }
 
-/// The payload of a shard's bytes: a staging block's own memory, what arrives from a GPU, or an
-/// export of any other buffer. Beside it, whether the framework's sums come along.
+/// The payload of a shard's `data`: the memory of a staging block, bytes that arrive from a GPU, or
+/// an export of any other buffer. Also true where the framework's own fingerprint arrives with it.
 pub(crate) fn payload(data: &Bound<'_, PyAny>) -> PyResult<(Box<dyn Payload>, bool)> {
     if let Ok(block) = data.cast::<Block>() {
         return Ok((Box::new(block.get().staged()), false));
@@ -71,11 +70,12 @@ impl Drop for HeldBuffer {
     }
 }
 
-/// Releases what the recorder is done with. Called wherever the GIL is held.
+/// Releases the buffers, capsules and memory of GPUs that the recorder has read. Called wherever
+/// the GIL is held.
 pub(crate) fn release_spent(attached: Python<'_>) {
     gpu::reap();
     dlpack::release_spent(attached);
-    // Taken out first: releasing runs Python code, which may come back here.
+    // Taken out of the list first: releasing runs Python code, which may call this again.
     let spent = std::mem::take(&mut *SPENT.lock().unwrap_or_else(PoisonError::into_inner));
     drop(spent);
 }

@@ -1,4 +1,4 @@
-//! What comes after the job: opening a dump, its tensors, and the replay.
+//! What is done after the job: a dump is opened, its tensors are read, and it is replayed.
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
@@ -17,6 +17,7 @@ use backtape_replayer::{assemble, postmortem};
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::errors::chain;
 use crate::memory::Memory;
 use crate::report::Report;
 
@@ -24,7 +25,7 @@ use crate::report::Report;
 #[pyclass(frozen, module = "backtape._native")]
 pub(crate) struct StepDump {
     dump: Arc<dump::StepDump>,
-    /// Both proofs, made once, before anything is computed from the tensors.
+    /// What verifying the dump has found; made once, before anything is computed from its tensors.
     proof: OnceLock<Verification>,
 }
 
@@ -42,21 +43,15 @@ pub(crate) fn dumped_steps(
     Ok(steps.into_iter().map(|step| step.0).collect())
 }
 
-/// Works without the GIL. A panic of ours is an error like any other: a `PanicException` is no
-/// `Exception`, and would end whoever asked.
+/// Calls `work` without the GIL. A panic in it raises RuntimeError: pyo3's own `PanicException` is
+/// no `Exception`, so it would end a program that handles errors.
 pub(crate) fn safely<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
     py.detach(|| postmortem::caught(work)).map_err(failed)
 }
 
-/// The whole chain of an error, on one line.
+/// RuntimeError with an error and its sources on one line.
 pub(crate) fn failed(error: impl std::error::Error) -> PyErr {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(source) = next {
-        text = format!("{text}: {source}");
-        next = source.source();
-    }
-    PyRuntimeError::new_err(text)
+    PyRuntimeError::new_err(chain(&error))
 }
 
 /// The moment of a tensor as Python spells it.
@@ -86,7 +81,7 @@ impl StepDump {
         serde_json::to_string(&self.dump.manifest).map_err(failed)
     }
 
-    /// Its number.
+    /// The step's number.
     #[getter(step)]
     fn number(&self) -> u64 {
         self.dump.step.0
@@ -105,8 +100,9 @@ impl StepDump {
         self.dump.tensors().keys().map(one).collect()
     }
 
-    /// Memory, numpy's name of the dtype, and shape of a tensor; of one rank's
-    /// addend when `rank` is given.
+    /// A tensor's memory, numpy's name of its dtype, and its shape; with `rank`, that rank's
+    /// addend. Raises KeyError for a tensor that is not there, RuntimeError for one that cannot be
+    /// assembled.
     #[pyo3(signature = (name, microbatch=None, when=None, rank=None))]
     fn tensor(
         &self,
@@ -128,13 +124,13 @@ impl StepDump {
         &self.dump
     }
 
-    /// What the proofs say of it.
+    /// What verifying the step finds.
     pub(crate) fn proof(&self) -> &Verification {
         self.proof.get_or_init(|| verify(&self.dump, &|_| {}))
     }
 
-    /// A view of the file where one shard holds it all, aligned as its elements want it;
-    /// else one buffer that it is put together in.
+    /// The file itself, mapped, where one shard holds the whole tensor and is aligned for its
+    /// dtype; otherwise one buffer that the tensor is assembled in.
     fn memory(
         &self,
         key: &TensorKey,
@@ -155,7 +151,8 @@ impl StepDump {
         Ok((Memory::assembled(tensor), dtype, shape))
     }
 
-    /// The one tensor of this name; several moments must be told apart.
+    /// The key of the one tensor that is meant. Raises KeyError where there is none, and where
+    /// several moments of it were recorded and `when` does not say which.
     fn find(
         &self,
         name: &str,
@@ -172,15 +169,16 @@ impl StepDump {
     }
 }
 
-/// What a replay found; and its page under the name `page`, where it is to have one. `replay` is
-/// told whether to gather what a page draws: also where the report will show itself (`draws`).
+/// The report of a replay, which is also written as a page to the file `page`, if there is to be
+/// one. `replay` is called with true where it is to gather what drawings need: for a page, and for
+/// a report that a notebook shows (`draws`).
 pub(crate) fn told(
     py: Python<'_>,
     (page, draws): (Option<PathBuf>, bool),
     replay: impl FnOnce(bool) -> Result<report::Report, RunError> + Send,
 ) -> PyResult<Report> {
     let made = || -> Result<report::Report, RunError> {
-        // What cannot be written is said before the replay, which may take long.
+        // A page that cannot be written is refused before the replay, which may take long.
         let page = page.as_deref().map(PageFile::beside).transpose()?;
         let report = replay(draws || page.is_some())?;
         page.map(|page| page.write(&report)).transpose()?;
@@ -219,14 +217,14 @@ pub(crate) fn replay(
     })
 }
 
-/// A device by its name.
+/// The device that a name means. Raises ValueError for a name that means none.
 pub(crate) fn asked_device(name: Option<&str>) -> PyResult<Option<AskedDevice>> {
     let wrong =
         |why| PyValueError::new_err(format!("device={:?}: {why}", name.unwrap_or_default()));
     name.map(str::parse).transpose().map_err(|why: String| wrong(why))
 }
 
-/// How closely causes are looked for, by its word.
+/// How closely causes are looked for. Raises ValueError for a word that says none of it.
 pub(crate) fn asked_causes(word: &str) -> PyResult<Causes> {
     let wrong = |why: String| PyValueError::new_err(format!("causes={word:?}: {why}"));
     word.parse().map_err(wrong)
@@ -247,7 +245,7 @@ pub(crate) fn checks(
     Ok(found.map_err(failed)?.into())
 }
 
-/// What the scalars of a run say of its trajectory, schema `backtape.trajectory/1`.
+/// What is found in the scalars of a run, schema `backtape.trajectory/1`.
 #[pyfunction]
 #[pyo3(signature = (path, run=None, attempt=None, vocabulary=None, local=None, shared=None))]
 pub(crate) fn trajectory(

@@ -9,14 +9,15 @@ use pyo3::prelude::*;
 
 use crate::postmortem::failed;
 
-/// What was tried of a store: its name, true where it worked, and what was found.
+/// Each thing that was tried with a store: its name, true where it worked, and what was found.
 #[pyfunction]
 pub(crate) fn probe_store(py: Python<'_>, place: PathBuf) -> Vec<(&'static str, bool, String)> {
     let found = py.detach(|| probe::probe(&place));
     found.into_iter().map(|one| (one.what, one.works, one.found)).collect()
 }
 
-/// Version, build, seconds to answer of a coordinator, and what it says of a run.
+/// A coordinator's version, build and seconds to answer, and what it says of a run. Raises
+/// RuntimeError with one sentence where it does not answer.
 #[pyfunction]
 #[pyo3(signature = (address, run, credentials=None))]
 pub(crate) fn probe_coordinator(
@@ -30,7 +31,8 @@ pub(crate) fn probe_coordinator(
     Ok((found.version, found.build, found.seconds, found.says))
 }
 
-/// What a GPU would compute with, its kernels compiled for it; raises with one sentence.
+/// The GPU, compiler and library that a replay would compute with, once its kernels were compiled.
+/// Raises RuntimeError with one sentence.
 #[pyfunction]
 pub(crate) fn probe_device(py: Python<'_>, ordinal: usize) -> PyResult<String> {
     let opened = py.detach(|| {

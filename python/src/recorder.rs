@@ -12,7 +12,7 @@ use crate::settings::Settings;
 use crate::summary::Summary;
 use crate::tape::Tape;
 
-/// How long a Ctrl-C waits while the recorder closes.
+/// How long a Ctrl-C may go unnoticed while the recorder closes.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Records chosen steps of one rank.
@@ -25,7 +25,7 @@ fn lock(recorder: &Mutex<backtape_dumper::Recorder>) -> MutexGuard<'_, backtape_
 
 #[pymethods]
 impl Recorder {
-    /// Checks the settings and starts the recorder's thread; waits for nobody.
+    /// Checks the settings and starts the recorder's thread; does not wait for the coordinator.
     #[new]
     fn start(py: Python<'_>, settings: Settings) -> PyResult<Recorder> {
         let settings = settings.read()?;
@@ -44,7 +44,7 @@ impl Recorder {
     /// Opens the tape of a step.
     fn step(&self, py: Python<'_>, step: u64) -> PyResult<Tape> {
         let tape = py.detach(|| lock(&self.0).step(step));
-        // The ring may have let its oldest step go.
+        // The ring may have dropped its oldest step, and with it buffers.
         release_spent(py);
         tape.map(Tape::new).map_err(|error| refused(&error))
     }
@@ -55,7 +55,8 @@ impl Recorder {
         lock(&self.0).scalars(row).map_err(|error| refused(&error))
     }
 
-    /// Looks at numbers of a step, and triggers a recording where they are wrong.
+    /// Looks at the loss and the gradient norm of a step, and triggers a recording where they are
+    /// wrong.
     fn watch(&self, py: Python<'_>, step: u64, loss: Option<f64>, grad_norm: Option<f64>) {
         py.detach(|| lock(&self.0).watch(step, loss, grad_norm));
     }
@@ -70,14 +71,14 @@ impl Recorder {
         py.detach(|| lock(&self.0).summary()).into()
     }
 
-    /// Waits until every step is committed or known not to be. Ctrl-C ends the
-    /// wait, not the work: the thread that closes goes on.
+    /// Waits until every step is committed or known not to be. Ctrl-C ends the wait and not the
+    /// work: the recorder goes on closing on a thread of its own.
     fn close(&self, py: Python<'_>) -> PyResult<Summary> {
         let (done, closed) = sync_channel(1);
         let recorder = Arc::clone(&self.0);
         let closing = std::thread::Builder::new().name("backtape-close".into());
         closing
-            // Nobody is there to receive after a Ctrl-C, and nothing is lost by that.
+            // After a Ctrl-C nobody receives the summary, which is then dropped.
             .spawn(move || drop(done.send(lock(&recorder).close())))
             .map_err(|error| RecorderError::new_err(error.to_string()))?;
         let closed = Mutex::new(closed);

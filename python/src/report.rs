@@ -1,4 +1,4 @@
-//! A report as Python holds it: what was found, to be said as JSON, as text or as HTML.
+//! A report as Python holds it: what was found, which it writes as JSON, as text or as HTML.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -39,7 +39,7 @@ impl From<TrajectoryReport> for Report {
 
 #[pymethods]
 impl Report {
-    /// One JSON object; its `schema` says which.
+    /// The report as one JSON object, whose `schema` says of which kind it is.
     fn json(&self) -> PyResult<String> {
         match &self.0 {
             Found::Replay(found) => serde_json::to_string(found),
@@ -58,7 +58,7 @@ impl Report {
         }
     }
 
-    /// A fragment to embed in a page. Several may stand on one, so each has ids of its own.
+    /// The report as a fragment of a page. A page may hold several, so each has ids of its own.
     fn html(&self) -> String {
         static SHOWN: AtomicU64 = AtomicU64::new(0);
         match &self.0 {
@@ -71,7 +71,7 @@ impl Report {
     }
 }
 
-/// The text as a fragment: reports without a drawing of their own are shown so.
+/// A text as a fragment of a page, for reports that have no drawings.
 fn preformatted(text: &str) -> String {
     let escaped = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
     format!("<pre class=\"backtape-report\">{escaped}</pre>")

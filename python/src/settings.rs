@@ -1,4 +1,5 @@
-//! `backtape.settings.Settings`, field for field, to the recorder's settings.
+//! The settings of a recorder: `backtape.settings.Settings` is read field for field, and its words
+//! and numbers become the recorder's own settings.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ use pyo3::prelude::*;
 
 use crate::errors::invalid;
 
-/// What `backtape.Recorder(...)` was told; `None` leaves the recorder's default.
+/// The settings as Python gives them; `None` leaves the recorder's default.
 #[derive(FromPyObject)]
 pub(crate) struct Settings {
     directory: PathBuf,
@@ -51,7 +52,8 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Checks the words and numbers that Python does not check.
+    /// The recorder's settings. Raises ValueError that names the option for a word or number that
+    /// cannot be read.
     pub(crate) fn read(self) -> PyResult<backtape_dumper::Settings> {
         let mut settings =
             backtape_dumper::Settings::new(self.directory, self.rank, self.world_size);
@@ -103,7 +105,7 @@ fn part<T: FromStr<Err = SelectionError>>(name: &str, text: Option<String>) -> P
     text.map(|text| text.parse().map_err(|error| invalid(name, &error))).transpose()
 }
 
-/// A spread of 0 turns that condition off.
+/// The conditions of `watch`; a spread of 0 turns that condition off.
 fn conditions(grad_norm: Option<f64>, spread: Option<f64>) -> PyResult<Conditions> {
     for (name, value) in [("trigger_grad_norm", grad_norm), ("trigger_spread", spread)] {
         if value.is_some_and(|value| !(value >= 0.0)) {

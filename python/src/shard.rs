@@ -1,12 +1,14 @@
-//! One shard as Python hands it over: `backtape.shards.Shard`, field for field.
+//! One shard as Python hands it over, read into the description that the recorder takes: the job's
+//! words become types here and nowhere else.
 
 use std::collections::BTreeMap;
 
 use backtape::dtype::Dtype;
 use backtape::fingerprint::Fingerprint;
+use backtape::identity::{Microbatch, Name};
 use backtape::index_box::IndexBox;
 use backtape::placement::{Placement, Reduction};
-use backtape::shard::When;
+use backtape::shard::{self, TensorKey, When};
 use backtape_dumper::{Capture, Located};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -24,17 +26,16 @@ enum PlacementWord {
     Word(String),
 }
 
-/// Which tensor and which of its values: what the job said in `tape.record`.
+/// `backtape.shards.Key`, field for field.
 #[derive(FromPyObject)]
 pub(crate) struct Key {
-    name: String,
-    role: Option<String>,
-    microbatch: Option<u32>,
+    pub(crate) name: String,
+    pub(crate) role: Option<String>,
+    pub(crate) microbatch: Option<u32>,
     when: Option<String>,
-    partial: Option<String>,
 }
 
-/// Which part of it, and the bytes: what the array itself says.
+/// `backtape.shards.Shard`, field for field.
 #[derive(FromPyObject)]
 pub(crate) struct Shard<'py> {
     data: Bound<'py, PyAny>,
@@ -50,36 +51,50 @@ pub(crate) struct Shard<'py> {
     compiled: bool,
 }
 
+impl Key {
+    /// The tensor's key and role. The sentence of an error is the reason why a dump cannot hold
+    /// the tensor under this name or role, which the recorder is to name.
+    fn read(
+        &self,
+        when: Option<When>,
+    ) -> Result<(TensorKey, Option<backtape::role::Role>), String> {
+        let tensor = Name::new(self.name.as_str()).map_err(|error| error.to_string())?;
+        let key = TensorKey { tensor, microbatch: self.microbatch.map(Microbatch), when };
+        let role = key.role(self.role.as_deref()).map_err(|error| error.to_string())?;
+        Ok((key, role))
+    }
+}
+
 impl Shard<'_> {
-    /// The capture that the recorder takes; its payload holds the array's buffer.
-    pub(crate) fn capture(self, key: Key) -> PyResult<Capture> {
+    /// The capture that the recorder takes, whose payload holds the array's buffer; or the reason
+    /// why the dump cannot hold it under its name or role. What cannot be read at all raises.
+    pub(crate) fn capture(self, key: &Key) -> PyResult<Result<Capture, String>> {
         let place = boxed(&self.offsets, &self.extent, &self.shape)?;
         let placement = self.placement.into_iter().map(|(axis, word)| Ok((axis, word.read()?)));
-        // What the job said, else what the framework knows of the array.
-        let partial = key.partial.or(self.partial);
-        let partial = partial.as_deref().map(|text| word::<Reduction>("partial", text));
+        let partial = self.partial.as_deref().map(|text| word::<Reduction>("partial", text));
         let when = key.when.as_deref().map(|text| word::<When>("when", text));
         let (payload, summed) = payload(&self.data)?;
-        Ok(Capture {
-            tensor: key.name,
-            role: key.role,
-            microbatch: key.microbatch,
-            when: when.transpose()?,
+        let when = when.transpose()?;
+        let described = shard::Shard {
+            role: None,
             dtype: dtype(&self.dtype)?,
-            place,
             shape: self.shape,
+            place,
             placement: placement.collect::<PyResult<_>>()?,
             partial: partial.transpose()?,
             replica: self.replica,
-            located: match (self.fingerprint, self.indices) {
-                (Some((a, b)), _) => Located::BySums(Fingerprint(a, b)),
-                (None, Some(runs)) => Located::ByIndices(runs),
-                (None, None) if summed => Located::ByPayload,
-                (None, None) => Located::ByBox,
-            },
             compiled: self.compiled,
-            payload,
-        })
+        };
+        let located = match (self.fingerprint, self.indices) {
+            (Some((a, b)), _) => Located::BySums(Fingerprint(a, b)),
+            (None, Some(runs)) => Located::ByIndices(runs),
+            (None, None) if summed => Located::ByPayload,
+            (None, None) => Located::ByBox,
+        };
+        Ok(key.read(when).map(|(key, role)| {
+            let shard = shard::Shard { role, ..described };
+            Capture { key, shard, located, payload }
+        }))
     }
 }
 
@@ -93,13 +108,14 @@ impl PlacementWord {
     }
 }
 
-/// One of an enum's words, as its JSON spells it.
+/// One of an enum's words, as its JSON spells it; raises ValueError for any other, as the argument
+/// `option` of `record`.
 fn word<'a, T: Deserialize<'a>>(option: &str, text: &'a str) -> PyResult<T> {
     let reader: StrDeserializer<'a, WordError> = text.into_deserializer();
     T::deserialize(reader).map_err(|error| invalid(&format!("record({option}={text:?})"), &error))
 }
 
-/// A dtype by numpy's name.
+/// A dtype by numpy's name; raises ValueError for one that has no place in a dump.
 pub(crate) fn dtype(name: &str) -> PyResult<Dtype> {
     let unknown = || PyValueError::new_err(format!("arrays of dtype {name} cannot be recorded"));
     Dtype::from_numpy(name).ok_or_else(unknown)
@@ -109,14 +125,14 @@ fn boxed(offsets: &[u64], extent: &[u64], shape: &[u64]) -> PyResult<IndexBox> {
     IndexBox::at(offsets, extent, shape).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
-/// Raises ValueError for a dtype that has no place in a dump, by numpy's name.
+/// Raises ValueError for a dtype, by numpy's name, that has no place in a dump.
 #[pyfunction]
 pub(crate) fn check_dtype(name: &str) -> PyResult<()> {
     dtype(name).map(drop)
 }
 
-/// The recorder's own fingerprint of a box, as two 32-bit sums: the definition
-/// that `backtape.jax_arrays` has to agree with.
+/// The recorder's own fingerprint of a shard, as two 32-bit sums: the definition that
+/// `backtape.jax_arrays` has to agree with.
 #[pyfunction]
 pub(crate) fn fingerprint(shard: Shard<'_>) -> PyResult<(u32, u32)> {
     let place = boxed(&shard.offsets, &shard.extent, &shard.shape)?;

@@ -1,10 +1,10 @@
-//! Staging: host memory that mutable arrays (torch tensors) are copied into, faulted in
-//! beforehand and used again.
+//! Staging: host memory into which mutable arrays (torch tensors) are copied. Its pages are made
+//! present beforehand, and it is used again.
 //!
-//! The first write to a fresh page costs a fault, which makes a copy into new memory take about
-//! twice as long as one into memory that was used before. So what a capture is done with is kept
-//! for the next, up to a limit. A range goes back when the recorder's own thread drops the
-//! payload, which takes no interpreter.
+//! The first write to a new page costs a page fault, so a copy into new memory takes about twice as
+//! long as one into memory that was used before. Memory that a capture no longer needs is therefore
+//! kept for the next one, up to a limit. The recorder's own thread gives a range back when it drops
+//! the payload, which does not need the interpreter.
 
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,14 +18,15 @@ use pyo3::prelude::*;
 /// Least size of an arena: small tensors share one.
 const ARENA_BYTES: usize = 16 << 20;
 
-/// Ranges start and end at multiples of this: cache lines are not shared, vector loads aligned.
+/// Ranges start and end at multiples of this, so that no two share a cache line and vector loads
+/// are aligned.
 const ALIGNMENT: usize = 64;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One mapping and which of its ranges nobody holds.
+/// One mapping, and which of its ranges are free.
 struct Arena {
     map: MmapRaw,
     free: Arc<Ranges>,
@@ -34,7 +35,8 @@ struct Arena {
 impl Arena {
     fn new(bytes: usize) -> std::io::Result<Arena> {
         let map = memmap2::MmapMut::map_anon(bytes)?;
-        // Both are wishes: an older kernel faults the pages in one by one, at the first copy.
+        // The kernel may refuse both. The pages are then made present one by one, at the first
+        // copy.
         let _ = map.advise(Advice::HugePage);
         let _ = map.advise(Advice::PopulateWrite);
         Ok(Arena { map: map.into(), free: Ranges::new(bytes, ALIGNMENT) })
@@ -54,7 +56,8 @@ impl Range {
     }
 }
 
-/// Host memory for captures of one process; keeps at most `keep_bytes` that nobody uses.
+/// The host memory for captures of one process. Of memory that nobody uses it keeps at most
+/// `keep_bytes`.
 #[pyclass(frozen, module = "backtape._native")]
 pub(crate) struct Staging {
     arenas: Mutex<Vec<Arc<Arena>>>,
@@ -68,7 +71,7 @@ impl Staging {
         Staging { arenas: Mutex::default(), keep_bytes }
     }
 
-    /// Faults memory in now, so that the first capture does not have to.
+    /// Makes `bytes` of memory present now, so that the first capture does not have to.
     fn reserve(&self, py: Python<'_>, bytes: usize) -> PyResult<()> {
         let arena = py.detach(|| Arena::new(bytes.max(ARENA_BYTES)))?;
         lock(&self.arenas).push(Arc::new(arena));
@@ -80,21 +83,23 @@ impl Staging {
         lock(&self.arenas).iter().map(|arena| arena.map.len()).sum()
     }
 
-    /// A writable block of `length` bytes.
+    /// A writable block of `length` bytes. Raises MemoryError where there is no memory.
     fn take(&self, py: Python<'_>, length: usize) -> PyResult<Block> {
         py.detach(|| self.block(length)).map(Block)
     }
 
-    /// A block with a copy of what lies at an address: for a tensor so small that the calls to
-    /// have torch copy it would take longer than the copy.
+    /// A block with a copy of the `length` bytes at an address: for a tensor so small that the
+    /// calls to have torch copy it would take longer than the copy itself. Raises ValueError for a
+    /// null address, MemoryError where there is no memory.
     fn copy_of(&self, address: usize, length: usize) -> PyResult<Block> {
         if address == 0 {
             return Err(PyValueError::new_err("a tensor without memory cannot be copied"));
         }
         let range = self.block(length)?;
-        // SAFETY: `backtape.torch.plain_memory` has seen that the tensor is contiguous memory of
-        // this process, `length` is its own size in bytes, and the caller holds the tensor and
-        // the interpreter while it is copied. The range is `length` bytes that nobody else has.
+        // SAFETY: `backtape.torch_arrays.plain_memory` has seen that the tensor is contiguous
+        // memory of this process, `length` is its own size in bytes, and the caller holds the
+        // tensor and the interpreter while it is copied. The range is `length` bytes that nobody
+        // else has.
         unsafe {
             std::ptr::copy_nonoverlapping(address as *const u8, range.pointer(), length);
         }
@@ -135,7 +140,7 @@ impl Staging {
 pub(crate) struct Block(Arc<Range>);
 
 impl Block {
-    /// The payload of what was copied in.
+    /// The payload with the bytes that were copied into the block.
     pub(crate) fn staged(&self) -> Staged {
         Staged(self.0.clone())
     }
@@ -169,9 +174,9 @@ pub(crate) struct Staged(Arc<Range>);
 
 impl AsRef<[u8]> for Staged {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the range is inside the arena's mapping, which lives as long as the range;
-        // nobody else has it before it is given back. `backtape.torch.staged` fills it before
-        // it hands it over, and keeps no view.
+        // SAFETY: the range is inside the arena's mapping, which lives as long as the range; nobody
+        // else has it before it is given back. `backtape.torch_arrays.staged` fills it before it
+        // hands it over, and keeps no view.
         unsafe { std::slice::from_raw_parts(self.0.pointer(), self.0.length) }
     }
 }

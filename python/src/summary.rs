@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use backtape_dumper::Steps;
 use pyo3::prelude::*;
 
-/// Counts and named troubles of one recorder.
+/// What one recorder did: counts, and sentences about what went wrong.
 #[pyclass(frozen, get_all, module = "backtape._native")]
 pub(crate) struct Summary {
     shards: u64,

@@ -10,7 +10,7 @@ use crate::payload::release_spent;
 use crate::shard::{Key, Shard};
 use crate::{declaration, errors};
 
-/// A tape; empty once it is closed.
+/// The recorder's tape of a step; none once it is closed.
 #[pyclass(frozen, module = "backtape._native")]
 pub(crate) struct Tape(Mutex<Option<backtape_dumper::Tape>>);
 
@@ -23,7 +23,8 @@ impl Tape {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs without the GIL: the call may wait for room in the queue.
+    /// Calls the recorder without the GIL, as it may wait for room in the queue. Raises
+    /// RecorderError once the tape is closed.
     fn with<T: Send>(
         &self,
         py: Python<'_>,
@@ -50,7 +51,7 @@ impl Tape {
         self.with(py, |tape| tape.head(declaration))
     }
 
-    /// True when this tensor is asked for; what is not need not be copied.
+    /// True when this tensor is asked for; one that is not need not be copied.
     fn wants(
         &self,
         py: Python<'_>,
@@ -61,10 +62,15 @@ impl Tape {
         py.detach(|| self.lock().as_ref().is_some_and(|tape| tape.wants(name, role, microbatch)))
     }
 
-    /// Hands one shard over; its bytes must not change from now on.
+    /// Hands one shard over; its bytes must not change from now on. Raises ValueError for a shard
+    /// that cannot be read, RecorderError for one that the recorder refuses and has named as left
+    /// out.
     fn record(&self, py: Python<'_>, key: Key, shard: Shard<'_>) -> PyResult<()> {
-        let capture = shard.capture(key)?;
-        self.with(py, |tape| tape.record(capture))
+        let read = shard.capture(&key)?;
+        self.with(py, |tape| match read {
+            Ok(capture) => tape.record(capture),
+            Err(reason) => tape.refuse(&key.name, key.role.as_deref(), key.microbatch, reason),
+        })
     }
 
     /// Says that a tensor is not recorded, and why.

@@ -1,4 +1,5 @@
-//! Tasks of a replay: Python starts them on a cluster (`backtape/engine_ray.py`), Rust computes.
+//! Tasks of a replay on a cluster: Python starts them there (`backtape/engine_ray.py`), and Rust
+//! computes them.
 
 use std::sync::OnceLock;
 
@@ -14,7 +15,7 @@ use crate::postmortem::{failed, safely};
 /// A cluster that Python is connected to.
 struct Cluster(Py<PyAny>);
 
-/// What Python says of it, in one clause.
+/// The first line of an exception's text, with its type unless it is a RuntimeError.
 fn clause(py: Python<'_>, error: &PyErr) -> String {
     let text = error.value(py).to_string();
     let first = text.lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
@@ -24,7 +25,7 @@ fn clause(py: Python<'_>, error: &PyErr) -> String {
     }
 }
 
-/// Connects by Python's `connect(address, task_cpus)`.
+/// Calls Python's `connect(address, task_cpus)`. The error is one clause that says why it failed.
 pub(crate) fn cluster(
     connect: &Py<PyAny>,
     asked: &AskedCluster,
@@ -63,7 +64,8 @@ impl Workers for Cluster {
     }
 }
 
-/// Computes a task onto the sums of others, in so many threads: what a worker runs.
+/// Computes a task with so many threads, on a worker of the cluster: it adds to the `sums` that
+/// other tasks have made. Raises RuntimeError with one sentence.
 #[pyfunction]
 pub(crate) fn perform_task<'py>(
     py: Python<'py>,

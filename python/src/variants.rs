@@ -1,4 +1,4 @@
-//! A user's own functions in the replay: what they are called with, and their values.
+//! A user's own functions in a replay: what Python calls them with, and the values they return.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::report::Report;
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
 type Given = (String, Option<u32>, Option<u32>, Vec<u8>, String);
 
-/// What functions are called with, one dict a unit.
+/// What the functions are called with: one dict for each unit of tokens.
 #[pyfunction]
 #[pyo3(signature = (path, run=None, attempt=None, step=None))]
 pub(crate) fn variant_inputs<'py>(
@@ -60,7 +60,7 @@ fn described<'py>(py: Python<'py>, unit: &UnitInputs) -> PyResult<Bound<'py, PyD
     Ok(found)
 }
 
-/// The report of a replay in which functions take part; `report` is the file of its page.
+/// The report of a replay in which a user's functions take part; `report` is the file of its page.
 #[pyfunction]
 #[pyo3(signature = (
     path, variants, run=None, attempt=None, step=None, compare=None, report=None, draws=false,

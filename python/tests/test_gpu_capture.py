@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import backtape
-from backtape import _native, gpu
+from backtape import _native, gpu, jax_arrays
 from backtape.shards import Shard
 
 
@@ -268,17 +268,17 @@ def test_what_a_gpu_refuses_goes_the_other_way_and_only_a_fault_of_the_gpu_ends_
     door, caplog, monkeypatch
 ):
     door.copies = gpu.Room(100)
-    monkeypatch.setattr(gpu, "copied", lambda array: array)
+    monkeypatch.setattr(jax_arrays, "copied", lambda array: array)
     with caplog.at_level(logging.WARNING, "backtape"):
         for outcome, stays in [(None, True), (BufferError("strided"), True), (RuntimeError("x"), False)]:
             door.gpu = refusing = Refusing(outcome)
-            assert gpu.of_jax(OnGpu(), "float32", (4, 0), None) is None
+            assert jax_arrays.from_gpu(OnGpu(), "float32", (4, 0), None) is None
             ((dtype, ranges, more),) = refusing.asked
             assert (dtype, ranges, more["sums"]) == ("float32", [(4, 6), (0, 3)], None)
             # What is held counts until it is dropped.
             assert more["hold"].size == OnGpu.nbytes and door.copies.take(100) is None
             assert (door.gpu is not None) == stays
-        assert gpu.of_jax(OnGpu(), "float32", (4, 0), None) is None
+        assert jax_arrays.from_gpu(OnGpu(), "float32", (4, 0), None) is None
     assert [line.split(":")[0] for line in caplog.messages] == [
         "[backtape] captures from GPU 3 wait for their copies where pinned memory is full",
         "[backtape] a capture from a GPU waits for its copy",
@@ -288,7 +288,7 @@ def test_what_a_gpu_refuses_goes_the_other_way_and_only_a_fault_of_the_gpu_ends_
 
 def test_a_copy_of_a_jax_array_is_none_of_its_memory_and_outlives_its_donation():
     array = jnp.arange(4096, dtype=jnp.float32)
-    mine = gpu.copied(array)
+    mine = jax_arrays.copied(array)
     assert mine.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
     capsule = mine.__dlpack__()
     jax.jit(lambda x: x * 2 + 1, donate_argnums=0)(array).block_until_ready()

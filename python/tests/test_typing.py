@@ -152,3 +152,29 @@ def test_no_framework_is_imported_and_importing_takes_no_time_that_counts(module
     program = f"import sys, {module}; print(*{{'jax', 'torch', 'ray', 'IPython', 'pandas'}} & set(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and ended.stdout.strip() == "", ended
+
+
+def test_only_one_module_imports_late_or_looks_at_what_is_imported():
+    """Goal: what is imported when can be read off one module. Method: the sources: no function
+    imports, and only `frameworks` names importlib.import_module or sys.modules."""
+    late, looking = [], []
+    for path in sorted(PACKAGE.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]
+                late += [f"{path.name}:{one.lineno}" for one in inside]
+            if isinstance(node, ast.Attribute) and node.attr in ("import_module", "modules"):
+                looking.append(path.name)
+    assert late == [] and set(looking) == {"frameworks.py"}, (late, looking)
+
+
+def test_recording_a_numpy_array_imports_no_framework(tmp_path):
+    program = (
+        "import sys, numpy, backtape\n"
+        "with backtape.Recorder(sys.argv[1]) as recorder, recorder.step(0) as tape:\n"
+        "    tape.record('q', numpy.ones((2, 3), numpy.float32))\n"
+        "print(*{'jax', 'torch', 'ray', 'backtape.jax', 'backtape.torch'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and ended.stdout.strip() == "", ended

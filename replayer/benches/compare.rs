@@ -26,7 +26,7 @@ use backtape::identity::{Attempt, Name, Rank, Step};
 use backtape::index_box::IndexBox;
 use backtape::manifest::Manifest;
 use backtape::placement::Mesh;
-use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
+use backtape::shard::{FingerprintSource, Shard, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::layout::{AttemptDir, file_name};
 use backtape::store::{ShardWriter, durable};
@@ -188,23 +188,16 @@ fn dump(directory: &Path, side: u64) -> Vec<String> {
                     microbatch: None,
                     when: None,
                 },
-                role: None,
-                dtype,
-                shape: vec![rows, COLUMNS],
                 rank,
                 host: name("bench"),
                 attempt,
                 mesh: BTreeMap::new(),
-                placement: BTreeMap::new(),
-                partial: None,
-                replica: 0,
                 hash: ContentHash::of(&bytes),
                 length: bytes.len() as u64,
                 fingerprint: Fingerprint::of(dtype, &place, &bytes),
                 fingerprint_source: FingerprintSource::Framework,
-                compiled: false,
+                shard: Shard::new(dtype, vec![rows, COLUMNS], place),
                 entry: String::new(),
-                place,
             };
             writer.append(record, &bytes).unwrap();
             sizes.push((dtype, bytes.len() as u64));

@@ -56,24 +56,32 @@ impl Shard {
         Laid { shard: self.clone(), replica: 0, mesh, placement, local: false }
     }
 
+    pub(crate) fn key(&self) -> TensorKey {
+        TensorKey {
+            tensor: Name::new(self.name).unwrap(),
+            microbatch: self.microbatch.map(Microbatch),
+            when: self.when,
+        }
+    }
+
+    /// What a job says of it.
+    pub(crate) fn described(&self, partial: Option<Reduction>) -> backtape::shard::Shard {
+        let (shape, place) = (self.shape.clone(), self.place.clone());
+        backtape::shard::Shard {
+            role: Role::from_name(self.name),
+            partial,
+            ..backtape::shard::Shard::new(self.dtype, shape, place)
+        }
+    }
+
     fn record(&self, attempt: Attempt, reduction: Reduction) -> ShardRecord {
         ShardRecord {
-            key: TensorKey {
-                tensor: Name::new(self.name).unwrap(),
-                microbatch: self.microbatch.map(Microbatch),
-                when: self.when,
-            },
-            role: Role::from_name(self.name),
-            dtype: self.dtype,
-            shape: self.shape.clone(),
-            place: self.place.clone(),
+            key: self.key(),
+            shard: self.described(self.partial.then_some(reduction)),
             rank: Rank(self.rank),
             host: Name::new("host-a").unwrap(),
             attempt,
             mesh: BTreeMap::new(),
-            placement: BTreeMap::new(),
-            partial: self.partial.then_some(reduction),
-            replica: 0,
             hash: ContentHash::of(&self.bytes),
             length: self.bytes.len() as u64,
             fingerprint: match self.bytes.is_empty() {
@@ -81,7 +89,6 @@ impl Shard {
                 false => Fingerprint::of(self.dtype, &self.place, &self.bytes),
             },
             fingerprint_source: FingerprintSource::Framework,
-            compiled: false,
             entry: String::new(),
         }
     }
@@ -143,7 +150,8 @@ pub(crate) fn write_laid(
                 false => FingerprintSource::Framework,
             };
             let own = shard.record(attempt, reduction(&shard));
-            let record = ShardRecord { replica, mesh, placement, fingerprint_source, ..own };
+            let mut record = ShardRecord { mesh, fingerprint_source, ..own };
+            (record.replica, record.placement) = (replica, placement);
             writer.append(record, &shard.bytes).unwrap();
         }
         files.push(writer.finish().unwrap().publish().unwrap().0);

@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use backtape::dtype::Dtype;
+use backtape::identity::{Microbatch, Name};
 use backtape::index_box::IndexBox;
-use backtape_dumper::{Capture, Located, Recorder, Settings, Summary};
+use backtape::shard::{Shard, TensorKey};
+use backtape_dumper::{Capture, Recorder, Settings, Summary};
 
 /// Longest wait for a condition; reached only when the test fails.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -105,21 +107,17 @@ pub(crate) fn capture(
     world_size: u32,
 ) -> Capture {
     let rows = u64::from(rank) * 2;
-    Capture {
-        tensor: tensor.into(),
-        role: None,
-        microbatch,
+    let place = IndexBox(vec![(rows, rows + 2), (0, 3)]);
+    let key = TensorKey {
+        tensor: Name::new(tensor).unwrap(),
+        microbatch: microbatch.map(Microbatch),
         when: None,
-        dtype: Dtype::Bf16,
-        shape: vec![u64::from(world_size) * 2, 3],
-        place: IndexBox(vec![(rows, rows + 2), (0, 3)]),
-        placement: Default::default(),
-        partial: None,
-        replica: 0,
-        located: Located::ByBox,
-        compiled: false,
-        payload: Box::new(bits(rank)),
-    }
+    };
+    let shard = Shard {
+        role: key.role(None).unwrap(),
+        ..Shard::new(Dtype::Bf16, vec![u64::from(world_size) * 2, 3], place)
+    };
+    Capture::new(key, shard, Box::new(bits(rank)))
 }
 
 /// Records `q` of two microbatches and `k` of none in step 0.

@@ -1,4 +1,4 @@
-//! Heartbeats: where this rank is, and what it is asked for.
+//! Heartbeats: a rank says where it is, and the coordinator answers what it is to record.
 
 use backtape::coordinator::limits::REQUEST_DEADLINE;
 use backtape::identity::{Rank, Step};
@@ -7,7 +7,7 @@ use backtape_proto as proto;
 
 use super::{CallError, Client, within};
 
-/// What this rank says of itself.
+/// What this rank says of itself in a heartbeat.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Beat {
     pub(crate) step: Option<u64>,
@@ -21,18 +21,18 @@ pub(crate) struct Beat {
     pub(crate) leaving: bool,
 }
 
-/// What it is asked for.
+/// What the coordinator answers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Orders {
     pub(crate) plan: Option<Planned>,
     pub(crate) triggers: Vec<Trigger>,
-    /// Why its report triggered nothing; empty: it did.
+    /// Why the rank's report triggered nothing; empty where it did trigger.
     pub(crate) report_refused: String,
     pub(crate) all_leaving: bool,
 }
 
 impl Client {
-    /// One heartbeat, one try: the next comes soon.
+    /// Sends one heartbeat, once: the next one follows soon.
     pub(crate) async fn heartbeat(&self, beat: Beat) -> Result<Orders, CallError> {
         let report = beat.report.map(|(step, reason)| proto::TriggerReport { step, reason });
         let ring = beat.ring.map(|(trigger, steps)| proto::RingReport { trigger, steps });

@@ -1,4 +1,4 @@
-//! Puts a capture on its way: everything is enqueued, nothing is waited for.
+//! Starts captures: all of the device's work for one is enqueued, and nothing is waited for.
 //!
 //! ```text
 //! the job's stream   ... kernels ─ snapshot ─●ready ─ the job goes on, may overwrite the tensor
@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Without room for a snapshot the job's stream waits for `done`, on the device: the thread that
-//! launches goes on either way. What a device reads stays held until `done` has happened.
+//! trains goes on either way. Memory that the device reads is held until `done` has happened.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,18 +16,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use backtape::dtype::Dtype;
 use backtape::index_box::IndexBox;
 
-use super::flight::{Cargo, Flight, Landing, Tally};
 use super::machine::{Arguments, DeviceError, Machine, Sizes, Stream};
+use super::transfer::{ArrivingBytes, Held, Summed, Transfer};
 use crate::ranges::{Range, Ranges};
 
 /// Ranges of both memories start at multiples of this.
 const ALIGNMENT: usize = 256;
 
-/// Bytes of the two sums of a capture, on the device and behind its bytes in pinned memory.
-pub(super) const TALLY_BYTES: usize = 8;
+/// Bytes of the two sums that are a capture's fingerprint. They lie on the device first, and then
+/// behind the capture's bytes in pinned memory.
+pub(super) const SUMS_BYTES: usize = 8;
 
-/// Captures in flight at most: each has its two sums on the device.
-const MOST_FLIGHTS: usize = 4096;
+/// Most captures that may be under way: each has its two sums on the device.
+const MOST_TRANSFERS: usize = 4096;
 
 /// Bytes of a device that a framework hands over.
 pub struct Source {
@@ -35,7 +36,7 @@ pub struct Source {
     pub address: u64,
     /// How many.
     pub bytes: usize,
-    /// What the side stream has to wait for, and the job's stream for it.
+    /// Which of the side stream and the job's stream has to wait for the other.
     pub order: Order,
     /// Where the fingerprint comes from.
     pub sums: Sums,
@@ -43,14 +44,15 @@ pub struct Source {
     pub hold: Box<dyn Send>,
 }
 
-/// How a source lies in the order of the job's work.
+/// When the bytes of a source are computed, and whether they change afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// The side stream waits for its producer already, and nobody writes to it any more.
+    /// The side stream already waits until they are computed, and nobody writes to them afterwards.
     Settled,
-    /// What the stream holds up to now makes it, and nothing changes it afterwards.
+    /// The work that the stream has now computes them, and nobody writes to them afterwards.
     Made(Stream),
-    /// The same, and what is put on the stream later may change it.
+    /// The work that the stream has now computes them, and later work on the stream may change
+    /// them.
     Changing(Stream),
 }
 
@@ -67,7 +69,7 @@ pub enum Sums {
 /// Why a capture was not taken; the caller copies in its own way.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotTaken {
-    /// Earlier captures have not landed, or their bytes are not yet written.
+    /// Earlier captures are not finished, or the recorder has not yet written their bytes.
     #[error("no room for {bytes} bytes in the {total} of pinned memory")]
     Full {
         /// Of this capture.
@@ -80,23 +82,23 @@ pub enum NotTaken {
     Failed(#[from] DeviceError),
 }
 
-/// One device and the memory that its captures travel through.
+/// One device, and the memory that its captures are copied through.
 pub(super) struct Capturer<M: Machine> {
     pub(super) machine: M,
     sizes: Sizes,
     pinned: Arc<Ranges>,
     snapshots: Arc<Ranges>,
-    tallies: Arc<Ranges>,
-    in_flight: Mutex<VecDeque<Arc<Flight<M>>>>,
+    sums_memory: Arc<Ranges>,
+    under_way: Mutex<VecDeque<Arc<Transfer<M>>>>,
     broken: AtomicBool,
 }
 
 /// Bytes of the pattern that a device is tried with.
 pub(super) const PROBE_BYTES: usize = 4096;
 
-/// Bytes of the device's own memory for these sizes: snapshots, tallies, the pattern.
+/// Bytes of the device's own memory for these sizes: snapshots, sums and the known pattern.
 pub(super) fn device_bytes(sizes: Sizes) -> usize {
-    whole(sizes.snapshots) + MOST_FLIGHTS * TALLY_BYTES + PROBE_BYTES
+    whole(sizes.snapshots) + MOST_TRANSFERS * SUMS_BYTES + PROBE_BYTES
 }
 
 fn whole(bytes: usize) -> usize {
@@ -104,35 +106,38 @@ fn whole(bytes: usize) -> usize {
 }
 
 impl<M: Machine> Capturer<M> {
-    /// On a machine whose memories are as large as `sizes` and [`device_bytes`] say.
+    /// A capturer of a machine whose memories are as large as `sizes` and [`device_bytes`] say.
     pub(super) fn new(machine: M, sizes: Sizes) -> Arc<Capturer<M>> {
         Arc::new(Capturer {
             machine,
             sizes,
             pinned: Ranges::new(sizes.pinned, ALIGNMENT),
             snapshots: Ranges::new(whole(sizes.snapshots), ALIGNMENT),
-            tallies: Ranges::new(MOST_FLIGHTS * TALLY_BYTES, TALLY_BYTES),
-            in_flight: Mutex::default(),
+            sums_memory: Ranges::new(MOST_TRANSFERS * SUMS_BYTES, SUMS_BYTES),
+            under_way: Mutex::default(),
             broken: AtomicBool::new(false),
         })
     }
 
-    /// Puts a capture on its way; waits for nothing. Where it is not taken, the device reads
-    /// nothing of the source and the job's stream is as it was.
+    /// Starts a capture; waits for nothing. Where it is not taken, the device reads nothing of the
+    /// source and the job's stream is as it was.
     ///
     /// # Safety
     ///
     /// The source's addresses are memory of this device that lives as long as its `hold`.
-    pub(super) unsafe fn capture(self: &Arc<Self>, source: Source) -> Result<Landing<M>, NotTaken> {
+    pub(super) unsafe fn capture(
+        self: &Arc<Self>,
+        source: Source,
+    ) -> Result<ArrivingBytes<M>, NotTaken> {
         self.reap();
         if self.broken() {
             let why = "it failed before, and captures from it have ended".into();
             return Err(DeviceError::Absent(why).into());
         }
         let full = NotTaken::Full { bytes: source.bytes, total: self.sizes.pinned };
-        let room = source.bytes.checked_next_multiple_of(TALLY_BYTES);
-        let pinned = room.and_then(|room| self.pinned.take(room.checked_add(TALLY_BYTES)?));
-        let (Some(pinned), Some(tally)) = (pinned, self.tallies.take(TALLY_BYTES)) else {
+        let room = source.bytes.checked_next_multiple_of(SUMS_BYTES);
+        let pinned = room.and_then(|room| self.pinned.take(room.checked_add(SUMS_BYTES)?));
+        let (Some(pinned), Some(sums_range)) = (pinned, self.sums_memory.take(SUMS_BYTES)) else {
             return Err(full);
         };
         let (ready, done) = (self.machine.event()?, self.machine.event()?);
@@ -141,108 +146,109 @@ impl<M: Machine> Capturer<M> {
             _ => None,
         };
         let Source { address, bytes, order, sums, hold } = source;
-        let cargo = Cargo { hold, snapshot, tally, ready };
-        let flight = Arc::new(Flight::new(done, pinned, bytes, Tally::of(&sums), cargo));
-        // SAFETY: the caller vouches for the source, which the flight's cargo holds.
-        if let Err(error) = unsafe { self.depart(&flight, address, order, &sums) } {
-            // How far the device came is not known, so nothing that it may touch is used again.
+        let held = Held { hold, snapshot, sums: sums_range, ready };
+        let transfer = Arc::new(Transfer::new(done, pinned, bytes, Summed::of(&sums), held));
+        // SAFETY: the caller vouches for the source, which the transfer holds.
+        if let Err(error) = unsafe { self.enqueue(&transfer, address, order, &sums) } {
+            // It is not known how far the device has come, so no memory that it may touch is used
+            // again.
             self.give_up();
-            std::mem::forget(flight);
+            std::mem::forget(transfer);
             return Err(error.into());
         }
-        self.flights().push_back(flight.clone());
-        Ok(Landing::new(self.clone(), flight))
+        self.transfers().push_back(transfer.clone());
+        Ok(ArrivingBytes::new(self.clone(), transfer))
     }
 
-    /// Enqueues all of a capture.
+    /// Enqueues all of the device's work for a capture.
     ///
     /// # Safety
     ///
-    /// As [`Capturer::capture`], and the flight is dropped only after its `done`.
-    unsafe fn depart(
+    /// As [`Capturer::capture`], and the transfer is dropped only after its `done`.
+    unsafe fn enqueue(
         &self,
-        flight: &Flight<M>,
+        transfer: &Transfer<M>,
         address: u64,
         order: Order,
         sums: &Sums,
     ) -> Result<(), DeviceError> {
         let (machine, side) = (&self.machine, self.machine.side());
-        let cargo = flight.cargo();
-        let Some(cargo) = cargo.as_ref() else { return Ok(()) };
+        let held = transfer.held();
+        let Some(held) = held.as_ref() else { return Ok(()) };
         let mut from = address;
         if let Order::Made(stream) | Order::Changing(stream) = order {
-            if let Some(range) = &cargo.snapshot {
+            if let Some(range) = &held.snapshot {
                 from = machine.memory() + range.start() as u64;
                 // SAFETY: the caller's source, and a range that nobody else has.
-                unsafe { machine.copy(address, from, flight.bytes(), stream) }?;
+                unsafe { machine.copy(address, from, transfer.bytes(), stream) }?;
             }
-            machine.record(&cargo.ready, stream)?;
-            machine.wait(side, &cargo.ready)?;
+            machine.record(&held.ready, stream)?;
+            machine.wait(side, &held.ready)?;
         }
-        let tally = self.tally(&cargo.tally);
+        let sums_at = self.sums_address(&held.sums);
         // SAFETY: as above; the kernel reads the box that the bytes are, which `arguments_of`
         // holds against their length.
         unsafe {
-            machine.fetch(from, self.landing(flight, 0), flight.bytes(), side)?;
+            machine.fetch(from, self.pinned_address(transfer, 0), transfer.bytes(), side)?;
             let sums = match sums {
                 Sums::Recorder => None,
                 Sums::Framework(address) => Some(*address),
                 Sums::Device(dtype, place) => {
-                    match arguments_of(*dtype, place, from, tally, flight.bytes()) {
+                    match arguments_of(*dtype, place, from, sums_at, transfer.bytes()) {
                         Some(arguments) => {
-                            machine.fill(tally, 0, TALLY_BYTES, side)?;
+                            machine.fill(sums_at, 0, SUMS_BYTES, side)?;
                             machine.fingerprint(&arguments, side)?;
-                            Some(tally)
+                            Some(sums_at)
                         }
                         None => None,
                     }
                 }
             };
             if let Some(sums) = sums {
-                let at = self.landing(flight, flight.tally_offset());
-                machine.fetch(sums, at, TALLY_BYTES, side)?;
-                flight.expect_sums();
+                let at = self.pinned_address(transfer, transfer.sums_offset());
+                machine.fetch(sums, at, SUMS_BYTES, side)?;
+                transfer.expect_sums();
             }
         }
-        machine.record(&flight.done, side)?;
-        match (order, &cargo.snapshot) {
-            (Order::Changing(stream), None) => machine.wait(stream, &flight.done),
+        machine.record(&transfer.done, side)?;
+        match (order, &held.snapshot) {
+            (Order::Changing(stream), None) => machine.wait(stream, &transfer.done),
             _ => Ok(()),
         }
     }
 
-    fn tally(&self, range: &Range) -> u64 {
+    fn sums_address(&self, range: &Range) -> u64 {
         self.machine.memory() + (whole(self.sizes.snapshots) + range.start()) as u64
     }
 
-    /// Where the pattern lies that the device is tried with.
+    /// The address of the pattern that the device is tried with.
     pub(super) fn pattern(&self) -> u64 {
         self.machine.memory() + (device_bytes(self.sizes) - PROBE_BYTES) as u64
     }
 
-    /// Where the byte `offset` of a capture lands.
-    pub(super) fn landing(&self, flight: &Flight<M>, offset: usize) -> *mut u8 {
-        self.machine.pinned().wrapping_add(flight.start() + offset)
+    /// The address in pinned memory of the byte `offset` of a capture.
+    pub(super) fn pinned_address(&self, transfer: &Transfer<M>, offset: usize) -> *mut u8 {
+        self.machine.pinned().wrapping_add(transfer.start() + offset)
     }
 
-    /// Lets go of what captures that have landed held on the device; waits for nothing.
+    /// Lets go of the memory of the device that finished captures held; waits for nothing.
     pub(super) fn reap(&self) {
-        let mut landed = Vec::new();
+        let mut done = Vec::new();
         {
-            // They land in their order, so the first that has not is where to stop.
-            let mut flights = self.flights();
-            while let Some(first) = flights.front() {
-                match first.has_landed(&self.machine) {
+            // They finish in their order, so the first that has not finished ends the search.
+            let mut transfers = self.transfers();
+            while let Some(first) = transfers.front() {
+                match first.is_done(&self.machine) {
                     Ok(false) => break,
                     Ok(true) => {}
                     Err(_) => self.give_up(),
                 }
-                landed.extend(flights.pop_front());
+                done.extend(transfers.pop_front());
             }
         }
-        // Outside the lock: what a hold's drop does is the caller's code.
-        for flight in landed {
-            flight.unload();
+        // Outside the lock, as dropping a hold runs the caller's code.
+        for transfer in done {
+            transfer.release();
         }
     }
 
@@ -256,15 +262,15 @@ impl<M: Machine> Capturer<M> {
         self.broken.load(Ordering::Acquire)
     }
 
-    fn flights(&self) -> MutexGuard<'_, VecDeque<Arc<Flight<M>>>> {
-        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
+    fn transfers(&self) -> MutexGuard<'_, VecDeque<Arc<Transfer<M>>>> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes of captures may land in all of it again, and none holds memory of the device.
+    /// True where all memory is free again.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        self.flights().is_empty()
-            && [&self.pinned, &self.snapshots, &self.tallies].iter().all(|of| of.is_free())
+        self.transfers().is_empty()
+            && [&self.pinned, &self.snapshots, &self.sums_memory].iter().all(|of| of.is_free())
     }
 }
 
@@ -273,23 +279,23 @@ fn arguments_of(
     dtype: Dtype,
     place: &IndexBox,
     from: u64,
-    tally: u64,
+    sums_at: u64,
     bytes: usize,
 ) -> Option<Arguments> {
     let wanted = place.elements()?.checked_mul(dtype.width() as u64)?;
     if wanted != bytes as u64 {
         return None;
     }
-    Arguments::new(dtype, place, from, tally)
+    Arguments::new(dtype, place, from, sums_at)
 }
 
-impl Tally {
-    /// What of the fingerprint the source promises.
-    pub(super) fn of(sums: &Sums) -> Tally {
+impl Summed {
+    /// Who computes the fingerprint of a source.
+    pub(super) fn of(sums: &Sums) -> Summed {
         match sums {
-            Sums::Recorder => Tally::None,
-            Sums::Framework(_) => Tally::Framework,
-            Sums::Device(dtype, place) => Tally::Device(*dtype, place.clone()),
+            Sums::Recorder => Summed::None,
+            Sums::Framework(_) => Summed::Framework,
+            Sums::Device(dtype, place) => Summed::Device(*dtype, place.clone()),
         }
     }
 }

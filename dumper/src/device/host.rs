@@ -282,7 +282,7 @@ impl Machine for Host {
     ) -> Result<(), DeviceError> {
         self.call()?;
         // The sums are few: it is the tensor's bytes that go wrong.
-        let wrong = self.wrong.load(Ordering::SeqCst) && bytes > super::capturer::TALLY_BYTES;
+        let wrong = self.wrong.load(Ordering::SeqCst) && bytes > super::capturer::SUMS_BYTES;
         self.put(stream, Operation::Copy { from, to: to as u64, bytes, wrong });
         Ok(())
     }

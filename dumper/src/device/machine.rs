@@ -11,7 +11,7 @@ use backtape::shard::MAX_DIMENSIONS;
 /// Why a device cannot be used for captures.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
-    /// There is none, or a library of its is missing.
+    /// There is no device, or a library that it needs is missing.
     #[error("no GPU can be captured from: {0}")]
     Absent(String),
     /// A call failed.
@@ -36,9 +36,9 @@ pub type Stream = u64;
 /// Bytes of both memories that captures may take, reserved when the device is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
-    /// Pinned memory of the host, where copies land.
+    /// Pinned memory of the host, which captures are copied to.
     pub pinned: usize,
-    /// Memory of the device, for snapshots of what the job may change.
+    /// Memory of the device, for snapshots of tensors that the job may change.
     pub snapshots: usize,
 }
 
@@ -50,25 +50,25 @@ pub(super) trait Machine: Send + Sync + 'static {
     /// The stream of the captures, which does not wait for the legacy default stream.
     fn side(&self) -> Stream;
 
-    /// Where the pinned memory begins; it is there as long as the machine.
+    /// Where the pinned memory begins; it lives as long as the machine.
     fn pinned(&self) -> *mut u8;
 
-    /// Where the device's own memory for captures begins: snapshots, then tallies.
+    /// Where the device's own memory for captures begins: first the snapshots, then the sums.
     fn memory(&self) -> u64;
 
     /// A new event.
     fn event(&self) -> Result<Self::Event, DeviceError>;
 
-    /// The event happens when the stream has done what was put on it so far.
+    /// The event happens when the stream has done all work that was put on it so far.
     fn record(&self, event: &Self::Event, stream: Stream) -> Result<(), DeviceError>;
 
-    /// The stream, and not the caller, waits for an event that was recorded.
+    /// Makes the stream, and not the caller, wait for an event that was recorded.
     fn wait(&self, stream: Stream, event: &Self::Event) -> Result<(), DeviceError>;
 
     /// Whether the event has happened.
     fn happened(&self, event: &Self::Event) -> Result<bool, DeviceError>;
 
-    /// The caller waits for the event: never on the training thread.
+    /// Waits for the event. Not called on the training thread.
     fn synchronize(&self, event: &Self::Event) -> Result<(), DeviceError>;
 
     /// Copies within the device's memory, in the stream's order.
@@ -121,10 +121,10 @@ pub(super) trait Machine: Send + Sync + 'static {
 /// Dimensions of a record, and one for the two words of an element of 8 bytes.
 const DIMENSIONS: usize = MAX_DIMENSIONS + 1;
 
-/// Threads of a kernel at most: more would only add to the same two sums more often.
+/// Most threads of a kernel: with more, only more of them would add to the same two sums.
 const MAX_THREADS: i64 = 1 << 16;
 
-/// What the kernel takes, as it lies in memory: `kernels/fingerprint.cu`.
+/// The kernel's argument as it lies in memory; `kernels/fingerprint.cu` has the same struct.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Arguments {
@@ -139,8 +139,8 @@ pub(super) struct Arguments {
 }
 
 impl Arguments {
-    /// Of the box `place` at the address `from`; None where the kernel cannot read it: too many
-    /// dimensions, nothing in it, or an address that its words are not aligned at.
+    /// The argument for the box `place` at the address `from`; `None` where the kernel cannot read
+    /// it: it has too many dimensions or no elements, or its address is not aligned for its words.
     pub(super) fn new(dtype: Dtype, place: &IndexBox, from: u64, sums: u64) -> Option<Arguments> {
         let width = dtype.width().min(4);
         let mut ranges = place.0.clone();

@@ -1,16 +1,16 @@
 //! Captures from the memory of an NVIDIA GPU, without the training thread waiting for one.
 //!
-//! A framework hands over an address (in Python a DLPack capsule). On a stream of our own the
-//! device computes the fingerprint of what it holds and copies the bytes to pinned memory; the
+//! A framework hands over an address (in Python a DLPack capsule). On a stream of its own, the side
+//! stream, the device computes the fingerprint of the bytes and copies them to pinned memory; the
 //! recorder's thread waits for that when it reads them. Memory is reserved once: where it is full,
 //! or anything is missing, the caller is told so at once and copies as it would without this.
 //!
-//! Whether bytes came over right is proved as for any other shard: the fingerprint is the device's.
+//! Whether the bytes were copied right is proved as for any other shard: the fingerprint is
+//! computed of the device's own memory.
 
 mod capturer;
 mod compile;
 mod cuda;
-mod flight;
 #[cfg(test)]
 mod host;
 mod machine;
@@ -18,6 +18,7 @@ mod machine;
 mod standin;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 use std::sync::Arc;
 
@@ -27,8 +28,8 @@ use backtape::index_box::IndexBox;
 
 use capturer::{Capturer, PROBE_BYTES};
 use cuda::Cuda;
-use flight::Landing;
 use machine::Machine;
+use transfer::ArrivingBytes;
 
 pub use capturer::{NotTaken, Order, Source, Sums};
 pub use machine::{DeviceError, Sizes, Stream};
@@ -39,25 +40,25 @@ use crate::capture::Payload;
 #[derive(Clone)]
 pub struct Gpu(Arc<Capturer<Cuda>>);
 
-/// A capture on its way; the payload of a shard.
-pub struct Arriving(Landing<Cuda>);
+/// A capture that may still be on its way from the device; the payload of a shard.
+pub struct Arriving(ArrivingBytes<Cuda>);
 
 impl Gpu {
-    /// Opens GPU number `ordinal`: compiles the kernel, reserves memory, and captures a pattern
-    /// that must come over right. Takes time and may wait for the device: not for the thread
-    /// that trains.
+    /// Opens GPU number `ordinal`: compiles the kernel, reserves memory, and captures a known
+    /// pattern to see that it is copied right. It takes time and may wait for the device, so the
+    /// thread that trains does not call it.
     pub fn open(ordinal: i32, sizes: Sizes) -> Result<Gpu, DeviceError> {
         let capturer = Capturer::new(Cuda::open(ordinal, sizes)?, sizes);
         probe(&capturer)?;
         Ok(Gpu(capturer))
     }
 
-    /// The stream that a framework's producer is to be waited for on.
+    /// The side stream, which is to wait until a framework has computed what is captured.
     pub fn stream(&self) -> Stream {
         self.0.machine.side()
     }
 
-    /// Puts a capture on its way; waits for nothing.
+    /// Starts a capture; waits for nothing.
     ///
     /// # Safety
     ///
@@ -67,7 +68,7 @@ impl Gpu {
         unsafe { self.0.capture(source) }.map(Arriving)
     }
 
-    /// Lets go of what captures that have landed held; waits for nothing.
+    /// Lets go of the memory that finished captures held; waits for nothing.
     pub fn reap(&self) {
         self.0.reap();
     }
@@ -94,8 +95,8 @@ impl Payload for Arriving {
     }
 }
 
-/// Captures a pattern from the device's own memory and holds bytes and fingerprint against what
-/// they must be: a driver that answers and copies wrong is not used.
+/// Captures a known pattern from the device's own memory and checks its bytes and fingerprint, so
+/// that a driver that answers and copies wrong is not used.
 fn probe<M: Machine>(capturer: &Arc<Capturer<M>>) -> Result<(), DeviceError> {
     let place = IndexBox(vec![(3, 3 + PROBE_BYTES as u64 / 2)]);
     let side = capturer.machine.side();

@@ -156,7 +156,7 @@ mod on_it {
             let job = Job::new(stream.map(|stream: usize| stream as sys::CUstream));
             let gpu = Gpu::open(0, sizes(snapshots)).unwrap();
             let weights = job.tensor(700);
-            let mut landings = Vec::new();
+            let mut arrived = Vec::new();
             for step in 1..12 {
                 let bytes = 50 * usize::from(step);
                 job.fill(&weights, step, bytes);
@@ -167,17 +167,17 @@ mod on_it {
                 job.fill(&activation, !step, bytes);
                 let (at, order) = (activation.address, Order::Made(job.stream as Stream));
                 let of_activation = capture(&gpu, at, bytes, order, Box::new(activation)).unwrap();
-                landings.push((of_weights, step, bytes));
-                landings.push((of_activation, !step, bytes));
+                arrived.push((of_weights, step, bytes));
+                arrived.push((of_activation, !step, bytes));
                 if step % 3 == 0 {
                     gpu.reap();
                 }
             }
             job.fill(&weights, 0xee, 700);
-            for (arriving, byte, bytes) in &landings {
+            for (arriving, byte, bytes) in &arrived {
                 assert_holds(arriving, *byte, *bytes);
             }
-            drop(landings);
+            drop(arrived);
             gpu.reap();
             assert!(gpu.0.is_idle());
         }

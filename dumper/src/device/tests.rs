@@ -5,16 +5,17 @@ use std::sync::atomic::Ordering;
 
 use backtape::dtype::Dtype;
 use backtape::fingerprint::Fingerprint;
+use backtape::identity::Name;
 use backtape::index_box::IndexBox;
-use backtape::shard::FingerprintSource;
+use backtape::shard::{FingerprintSource, Shard, TensorKey};
 use proptest::prelude::*;
 
 use super::capturer::Capturer;
-use super::flight::Landing;
 use super::host::{Host, SIDE, Turns};
 use super::machine::{Arguments, Machine};
+use super::transfer::ArrivingBytes;
 use super::*;
-use crate::capture::{Capture, Located, Queued};
+use crate::capture::{Capture, Located};
 use crate::measure::measure;
 
 const JOB: Stream = 1;
@@ -63,7 +64,7 @@ fn capture(
     tensor: &Tensor,
     bytes: usize,
     order: Order,
-) -> Result<Landing<Host>, NotTaken> {
+) -> Result<ArrivingBytes<Host>, NotTaken> {
     held(of, tensor, bytes, order, Box::new(()))
 }
 
@@ -73,17 +74,17 @@ fn held(
     bytes: usize,
     order: Order,
     hold: Box<dyn Send>,
-) -> Result<Landing<Host>, NotTaken> {
+) -> Result<ArrivingBytes<Host>, NotTaken> {
     let sums = Sums::Device(Dtype::U8, place_of(bytes));
     // SAFETY: the tensor outlives the test's streams.
     unsafe { of.capture(Source { address: tensor.address(), bytes, order, sums, hold }) }
 }
 
-fn assert_holds(landing: &Landing<Host>, expected: &[u8]) {
-    assert_eq!(landing.bytes().unwrap(), expected);
+fn assert_holds(arriving: &ArrivingBytes<Host>, expected: &[u8]) {
+    assert_eq!(arriving.bytes().unwrap(), expected);
     let place = place_of(expected.len());
     let sums = Fingerprint::of(Dtype::U8, &place, expected);
-    assert_eq!(landing.fingerprint(Dtype::U8, &place), Some(sums));
+    assert_eq!(arriving.fingerprint(Dtype::U8, &place), Some(sums));
 }
 
 fn turns() -> impl Strategy<Value = Turns> {
@@ -138,16 +139,16 @@ proptest! {
         let activations: Vec<Tensor> = lengths.iter().map(|&n| Tensor::new(n)).collect();
         let of = capturer(Sizes { pinned: 1 << 16, snapshots }, turns);
         let host = &of.machine;
-        let mut landings = Vec::new();
+        let mut arrived = Vec::new();
         for (step, &length) in lengths.iter().enumerate() {
             let (of_weights, of_activation) = (vec![step as u8 + 1; length], vec![!(step as u8); length]);
             host.write(JOB, weights.address(), of_weights.clone());
-            landings.push((capture(&of, &weights, length, Order::Changing(JOB)).unwrap(), of_weights));
+            arrived.push((capture(&of, &weights, length, Order::Changing(JOB)).unwrap(), of_weights));
             let activation = &activations[step];
             host.write(JOB, activation.address(), of_activation.clone());
             let hold = Box::new(Hold { address: activation.address(), bytes: length });
-            let landing = held(&of, activation, length, Order::Made(JOB), hold).unwrap();
-            landings.push((landing, of_activation));
+            let arriving = held(&of, activation, length, Order::Made(JOB), hold).unwrap();
+            arrived.push((arriving, of_activation));
             if early >> step & 1 == 1 {
                 host.run_stream(if early & 1 == 1 { JOB } else { SIDE });
                 of.reap();
@@ -155,11 +156,11 @@ proptest! {
         }
         host.write(JOB, weights.address(), vec![0xee; 700]);
         prop_assert_eq!(host.waits.load(Ordering::SeqCst), 0, "a capture waited");
-        for (landing, expected) in &landings {
-            assert_holds(landing, expected);
+        for (arriving, expected) in &arrived {
+            assert_holds(arriving, expected);
         }
         prop_assert!(host.run(), "the job's stream comes to its end");
-        drop(landings);
+        drop(arrived);
         of.reap();
         prop_assert!(of.is_idle());
     }
@@ -173,7 +174,7 @@ proptest! {
         of.machine.write(JOB, tensor.address(), vec![9; 64]);
         of.machine.sound_calls.store(sound, Ordering::SeqCst);
         let taken = capture(&of, &tensor, 64, Order::Changing(JOB));
-        let read = taken.map(|landing| landing.bytes().map(<[u8]>::to_vec));
+        let read = taken.map(|arriving| arriving.bytes().map(<[u8]>::to_vec));
         match read {
             Ok(Ok(bytes)) => prop_assert_eq!(bytes, vec![9; 64]),
             Ok(Err(why)) => prop_assert!(why.starts_with("the GPU failed at "), "{}", why),
@@ -195,7 +196,7 @@ fn captures_are_taken_while_the_device_stands_still_and_the_rest_is_refused_at_o
     let mut taken = Vec::new();
     let refused = loop {
         match capture(&of, &tensor, 1000, Order::Changing(JOB)) {
-            Ok(landing) => taken.push(landing),
+            Ok(arriving) => taken.push(arriving),
             Err(refused) => break refused,
         }
     };
@@ -212,9 +213,9 @@ fn a_payload_that_is_dropped_unread_gives_its_memory_back_only_when_the_device_i
     let again = capture(&of, &tensor, 1500, Order::Changing(JOB));
     assert!(matches!(again, Err(NotTaken::Full { .. })), "the device still writes there");
     assert!(of.machine.run());
-    let landing = capture(&of, &tensor, 1500, Order::Changing(JOB)).unwrap();
-    assert_holds(&landing, &[0; 1500]);
-    drop(landing);
+    let arriving = capture(&of, &tensor, 1500, Order::Changing(JOB)).unwrap();
+    assert_holds(&arriving, &[0; 1500]);
+    drop(arriving);
     assert!(of.is_idle());
 }
 
@@ -225,11 +226,11 @@ fn a_payload_that_is_kept_holds_nothing_on_the_device_once_it_has_landed() {
     let of = capturer(ROOMY, Turns::SideFirst);
     of.machine.write(JOB, tensor.address(), vec![3; 64]);
     let hold = Hold { address: tensor.address(), bytes: 64 };
-    let landing = held(&of, &tensor, 64, Order::Changing(JOB), Box::new(hold)).unwrap();
+    let arriving = held(&of, &tensor, 64, Order::Changing(JOB), Box::new(hold)).unwrap();
     assert!(of.machine.run());
     of.reap();
     assert_eq!(tensor.bytes[0], 0xdddd_dddd_dddd_dddd, "the tensor is let go of");
-    assert_holds(&landing, &[3; 64]);
+    assert_holds(&arriving, &[3; 64]);
 }
 
 #[test]
@@ -237,11 +238,11 @@ fn without_room_for_a_snapshot_the_jobs_stream_waits_and_its_thread_does_not() {
     let of = capturer(NO_SNAPSHOTS, Turns::JobFirst);
     let tensor = Tensor::new(64);
     of.machine.write(JOB, tensor.address(), vec![1; 64]);
-    let landing = capture(&of, &tensor, 64, Order::Changing(JOB)).unwrap();
+    let arriving = capture(&of, &tensor, 64, Order::Changing(JOB)).unwrap();
     of.machine.write(JOB, tensor.address(), vec![2; 64]);
     of.machine.run_stream(JOB);
     assert_eq!(tensor.bytes[0], 0x0101_0101_0101_0101, "the job is not ahead of the copy");
-    assert_holds(&landing, &[1; 64]);
+    assert_holds(&arriving, &[1; 64]);
     assert!(of.machine.run());
     assert_eq!(tensor.bytes[0], 0x0202_0202_0202_0202);
 }
@@ -255,31 +256,19 @@ fn the_frameworks_own_sums_come_along_whatever_box_is_asked_for() {
     let (address, sums) = (tensor.address(), Sums::Framework(theirs.as_ptr() as u64));
     let (order, hold) = (Order::Settled, Box::new(()));
     // SAFETY: both outlive the streams.
-    let landing = unsafe { of.capture(Source { address, bytes: 64, order, sums, hold }) }.unwrap();
-    assert!(landing.framework_sums());
-    let found = landing.fingerprint(Dtype::F32, &IndexBox(vec![(0, 16)]));
+    let arriving = unsafe { of.capture(Source { address, bytes: 64, order, sums, hold }) }.unwrap();
+    assert!(arriving.framework_sums());
+    let found = arriving.fingerprint(Dtype::F32, &IndexBox(vec![(0, 16)]));
     assert_eq!(found, Some(Fingerprint(17, 23)));
 }
 
 /// The capture of a whole box of bytes, checked as the tape checks it.
-fn queued(payload: Landing<Host>, located: Located) -> Queued {
-    let place = place_of(64);
-    let capture = Capture {
-        tensor: "w".into(),
-        role: None,
-        microbatch: None,
-        when: None,
-        dtype: Dtype::U8,
-        shape: vec![100],
-        place,
-        placement: Default::default(),
-        partial: None,
-        replica: 0,
-        located,
-        compiled: false,
-        payload: Box::new(payload),
-    };
-    capture.check().expect("a sound capture")
+fn checked(payload: ArrivingBytes<Host>, located: Located) -> Capture {
+    let shard = Shard::new(Dtype::U8, vec![100], place_of(64));
+    let tensor = Name::new("w").unwrap();
+    let key = TensorKey { tensor, microbatch: None, when: None };
+    let capture = Capture { key, shard, located, payload: Box::new(payload) };
+    capture.checked().expect("a sound capture")
 }
 
 #[test]
@@ -290,10 +279,11 @@ fn a_copy_that_goes_wrong_does_not_agree_with_what_the_device_held() {
     for wrong in [false, true] {
         of.machine.wrong.store(wrong, Ordering::SeqCst);
         let before = of.machine.waits.load(Ordering::SeqCst);
-        let queued = queued(capture(&of, &tensor, 64, Order::Made(JOB)).unwrap(), Located::ByBox);
+        let arriving = capture(&of, &tensor, 64, Order::Made(JOB)).unwrap();
+        let checked = checked(arriving, Located::ByBox);
         assert_eq!(of.machine.waits.load(Ordering::SeqCst), before, "the check waits for nothing");
-        let bytes = queued.payload.bytes().unwrap();
-        let measured = measure(&queued, bytes);
+        let bytes = checked.payload.bytes().unwrap();
+        let measured = measure(&checked, bytes);
         assert_eq!(measured.fingerprint, true_sums);
         // The device counts in the job's box: that proves the copy, not the place.
         assert_eq!(measured.source, FingerprintSource::Recorder);
@@ -308,10 +298,10 @@ fn sums_stand_only_for_the_positions_that_they_were_computed_at() {
     let tensor = Tensor::new(64);
     of.machine.write(JOB, tensor.address(), (0..64).collect());
     for (runs, source_box) in [((5, 69), (5, 69)), ((6, 70), (6, 70))] {
-        let landing = capture(&of, &tensor, 64, Order::Made(JOB)).unwrap();
-        let queued = queued(landing, Located::ByIndices(vec![vec![runs]]));
-        let bytes = queued.payload.bytes().unwrap();
-        let measured = measure(&queued, bytes);
+        let arriving = capture(&of, &tensor, 64, Order::Made(JOB)).unwrap();
+        let checked = checked(arriving, Located::ByIndices(vec![vec![runs]]));
+        let bytes = checked.payload.bytes().unwrap();
+        let measured = measure(&checked, bytes);
         let expected = Fingerprint::of(Dtype::U8, &IndexBox(vec![source_box]), bytes);
         assert_eq!(measured.fingerprint, expected);
         assert_eq!(measured.source, FingerprintSource::Framework);
@@ -348,7 +338,7 @@ fn what_the_kernel_cannot_read_is_fingerprinted_by_the_recorder() {
     let sums = Sums::Device(Dtype::U8, IndexBox(vec![(0, 63)]));
     let (address, order, hold) = (tensor.address(), Order::Settled, Box::new(()));
     // SAFETY: the tensor outlives the streams.
-    let landing = unsafe { of.capture(Source { address, bytes: 64, order, sums, hold }) }.unwrap();
-    assert_eq!(landing.fingerprint(Dtype::U8, &IndexBox(vec![(0, 63)])), None);
-    assert_eq!(landing.bytes().unwrap(), [0; 64]);
+    let arriving = unsafe { of.capture(Source { address, bytes: 64, order, sums, hold }) }.unwrap();
+    assert_eq!(arriving.fingerprint(Dtype::U8, &IndexBox(vec![(0, 63)])), None);
+    assert_eq!(arriving.bytes().unwrap(), [0; 64]);
 }

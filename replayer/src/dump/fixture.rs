@@ -12,8 +12,8 @@ use backtape::hash::ContentHash;
 use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
 use backtape::index_box::IndexBox;
 use backtape::manifest::Manifest;
-use backtape::placement::{Mesh, MeshCoordinates, Placements};
-use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
+use backtape::placement::{Mesh, MeshCoordinates};
+use backtape::shard::{FingerprintSource, Shard, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::layout::{AttemptDir, file_name};
 use backtape::store::{ShardWriter, StepDir};
@@ -83,16 +83,10 @@ pub(crate) fn held(
 ) -> Held {
     let record = ShardRecord {
         key: key.clone(),
-        role: None,
-        dtype,
-        shape: shape.to_vec(),
         rank: Rank(rank),
         host: Name::new("host").unwrap(),
         attempt: Attempt(0),
         mesh: MeshCoordinates::new(),
-        placement: Placements::new(),
-        partial: None,
-        replica: 0,
         hash: ContentHash::of(&bytes),
         length: bytes.len() as u64,
         fingerprint: match bytes.is_empty() {
@@ -100,9 +94,8 @@ pub(crate) fn held(
             false => Fingerprint::of(dtype, &place, &bytes),
         },
         fingerprint_source: FingerprintSource::Framework,
-        compiled: false,
+        shard: Shard::new(dtype, shape.to_vec(), place),
         entry: String::new(),
-        place,
     };
     Held { record, bytes }
 }

@@ -9,8 +9,8 @@ use crate::fingerprint::Fingerprint;
 use crate::hash::ContentHash;
 use crate::identity::{Attempt, Rank, Step};
 use crate::index_box::IndexBox;
-use crate::placement::{MeshCoordinates, Placements};
-use crate::shard::{FingerprintSource, TensorKey};
+use crate::placement::MeshCoordinates;
+use crate::shard::{FingerprintSource, Shard, TensorKey};
 use crate::store::ShardFile;
 
 fn name(text: &str) -> Name {
@@ -28,22 +28,15 @@ fn record(tensor: &str, bytes: &[u8]) -> ShardRecord {
     let place = IndexBox::whole(&[length]);
     ShardRecord {
         key: TensorKey { tensor: name(tensor), microbatch: None, when: None },
-        role: None,
-        dtype: Dtype::U8,
-        shape: vec![length],
         fingerprint: Fingerprint::of(Dtype::U8, &place, bytes),
-        place,
+        shard: Shard::new(Dtype::U8, vec![length], place),
         rank: Rank(0),
         host: name("host"),
         attempt: Attempt(0),
         mesh: MeshCoordinates::default(),
-        placement: Placements::default(),
-        partial: None,
-        replica: 0,
         hash: ContentHash::of(bytes),
         length,
         fingerprint_source: FingerprintSource::Recorder,
-        compiled: false,
         entry: String::new(),
     }
 }

@@ -13,9 +13,11 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use backtape::dtype::Dtype;
 use backtape::head::HeadDeclaration;
+use backtape::identity::{Microbatch, Name};
 use backtape::index_box::IndexBox;
+use backtape::shard::{Shard, TensorKey};
 use backtape::store::ShardFile;
-use backtape_dumper::{Capture, Located, Recorder, Settings};
+use backtape_dumper::{Capture, Recorder, Settings};
 use backtape_replayer::dump::{self, Selection};
 use backtape_replayer::verify::{FindingKind, verify};
 use clap::Args;
@@ -108,21 +110,14 @@ fn record_rank(directory: &Path, rank: u32) -> Result<()> {
         let rows = u64::from(rank) * 2;
         let mut random = Random::of(u64::from(rank), tensor.len() as u64);
         let bytes: Vec<u8> = (0..12).map(|_| random.next() as u8).collect();
-        tape.record(Capture {
-            tensor: tensor.into(),
-            role: None,
-            microbatch,
-            when: None,
-            dtype: Dtype::Bf16,
-            shape: vec![u64::from(RANKS) * 2, 3],
-            place: IndexBox(vec![(rows, rows + 2), (0, 3)]),
-            placement: Default::default(),
-            partial: None,
-            replica: 0,
-            located: Located::ByBox,
-            compiled: false,
-            payload: Box::new(bytes),
-        })?;
+        let place = IndexBox(vec![(rows, rows + 2), (0, 3)]);
+        let microbatch = microbatch.map(Microbatch);
+        let key = TensorKey { tensor: Name::new(tensor)?, microbatch, when: None };
+        let shard = Shard {
+            role: key.role(None)?,
+            ..Shard::new(Dtype::Bf16, vec![u64::from(RANKS) * 2, 3], place)
+        };
+        tape.record(Capture::new(key, shard, Box::new(bytes)))?;
     }
     tape.close()?;
     let summary = recorder.close()?;

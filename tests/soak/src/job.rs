@@ -4,8 +4,10 @@
 use std::path::{Path, PathBuf};
 
 use backtape::dtype::Dtype;
+use backtape::identity::{Microbatch, Name};
 use backtape::index_box::IndexBox;
-use backtape_dumper::{Capture, Located};
+use backtape::shard::TensorKey;
+use backtape_dumper::Capture;
 use clap::Args;
 
 use crate::random::Random;
@@ -74,21 +76,15 @@ impl Job {
     pub(crate) fn capture(&self, shard: Shard) -> Capture {
         let bytes = self.content(shard);
         let (length, rank) = (bytes.len() as u64, u64::from(shard.rank));
-        Capture {
-            tensor: tensor(shard.index),
-            role: None,
-            microbatch: Some(shard.file),
+        let place = IndexBox(vec![(rank * length, (rank + 1) * length)]);
+        let shape = vec![u64::from(self.world) * length];
+        let key = TensorKey {
+            tensor: Name::new(tensor(shard.index)).expect("letters and digits"),
+            microbatch: Some(Microbatch(shard.file)),
             when: None,
-            dtype: Dtype::U8,
-            shape: vec![u64::from(self.world) * length],
-            place: IndexBox(vec![(rank * length, (rank + 1) * length)]),
-            placement: Default::default(),
-            partial: None,
-            replica: 0,
-            located: Located::ByBox,
-            compiled: false,
-            payload: Box::new(bytes),
-        }
+        };
+        let described = backtape::shard::Shard::new(Dtype::U8, shape, place);
+        Capture::new(key, described, Box::new(bytes))
     }
 
     /// As arguments for a rank's process.

@@ -20,7 +20,7 @@ use backtape::identity::{Attempt, Name, Rank, Step};
 use backtape::index_box::IndexBox;
 use backtape::manifest::{FileRecord, Manifest};
 use backtape::placement::{Mesh, Placement};
-use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
+use backtape::shard::{FingerprintSource, Shard, ShardRecord, TensorKey};
 use backtape::store::{durable, layout};
 use clap::Args;
 
@@ -144,29 +144,29 @@ pub(crate) fn example(shards: u64) -> Manifest {
 fn shard(rank: u32, ranks: u32, index: u64) -> ShardRecord {
     let rows = u64::from(rank) * 4;
     let name = tensor_name(index);
+    let place = IndexBox(vec![(rows, rows + 4), (0, 8192)]);
     ShardRecord {
         key: TensorKey {
             tensor: Name::new(name.as_str()).expect("letters and dots"),
             microbatch: None,
             when: None,
         },
-        role: None,
-        dtype: Dtype::Bf16,
-        shape: vec![u64::from(ranks) * 4, 8192],
-        place: IndexBox(vec![(rows, rows + 4), (0, 8192)]),
+        shard: Shard {
+            placement: [
+                ("data".into(), Placement::Replicate),
+                ("fsdp".into(), Placement::Shard(0)),
+            ]
+            .into(),
+            ..Shard::new(Dtype::Bf16, vec![u64::from(ranks) * 4, 8192], place)
+        },
         rank: Rank(rank),
         host: Name::new(format!("node-{:04}", rank / 8)).expect("letters and digits"),
         attempt: Attempt(0),
         mesh: [("data".into(), rank % 8), ("fsdp".into(), rank / 8)].into(),
-        placement: [("data".into(), Placement::Replicate), ("fsdp".into(), Placement::Shard(0))]
-            .into(),
-        partial: None,
-        replica: 0,
         hash: ContentHash::of(&[rank.to_le_bytes(), (index as u32).to_le_bytes()].concat()),
         length: 4 * 8192 * 2,
         fingerprint: Fingerprint(rank, index as u32),
         fingerprint_source: FingerprintSource::Framework,
-        compiled: false,
         entry: name,
     }
 }

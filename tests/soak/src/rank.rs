@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
+use backtape::identity::Name;
 use backtape::selection::StepSelection;
 use backtape_dumper::{Recorder, RecorderError, Settings, Summary, TransportChoice};
 use clap::Args;
@@ -178,7 +179,7 @@ impl Rank<'_> {
         }
         if self.arguments.panics {
             let mut capture = job.capture(job.shards_of(0, step, self.rank)[0]);
-            (capture.tensor, capture.payload) = ("panics".into(), Box::new(Panics));
+            (capture.key.tensor, capture.payload) = (Name::new("panics")?, Box::new(Panics));
             if !matches!(tape.record(capture), Err(RecorderError::Omitted { .. })) {
                 bail!("a payload that panicked was taken");
             }

@@ -77,22 +77,20 @@ impl Shard {
                 microbatch: self.microbatch.map(Microbatch),
                 when: None,
             },
-            role: None,
-            dtype: self.dtype,
-            shape: self.shape.clone(),
-            place: self.place.clone(),
+            shard: backtape::shard::Shard {
+                placement: self.placement.clone(),
+                partial: self.partial,
+                replica: self.replica,
+                ..backtape::shard::Shard::new(self.dtype, self.shape.clone(), self.place.clone())
+            },
             rank: Rank(self.rank),
             host: host.clone(),
             attempt: Attempt(attempt),
             mesh: self.mesh.clone(),
-            placement: self.placement.clone(),
-            partial: self.partial,
-            replica: self.replica,
             hash: ContentHash::of(&self.bytes),
             length: self.bytes.len() as u64,
             fingerprint: Fingerprint::of(self.dtype, &self.place, &self.bytes),
             fingerprint_source: FingerprintSource::Framework,
-            compiled: false,
             entry: String::new(),
         }
     }

@@ -26,7 +26,7 @@ use backtape::fingerprint::Fingerprint;
 use backtape::hash::ContentHash;
 use backtape::identity::{Attempt, Name, Rank, Step};
 use backtape::index_box::IndexBox;
-use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
+use backtape::shard::{FingerprintSource, Shard, ShardRecord, TensorKey};
 use backtape::store::header::FileSelf;
 use backtape::store::{FinishedFile, Moved, ShardWriter, layout};
 use backtape_proto as proto;
@@ -191,22 +191,15 @@ fn shard(at: u64) -> anyhow::Result<(ShardRecord, Vec<u8>)> {
     let name = Name::new(format!("x{}", at / SHARD_BYTES))?;
     let record = ShardRecord {
         key: TensorKey { tensor: name, microbatch: None, when: None },
-        role: None,
-        dtype: Dtype::Bf16,
-        shape: place.extent(),
         fingerprint: Fingerprint::of(Dtype::Bf16, &place, &bytes),
-        place,
+        shard: Shard::new(Dtype::Bf16, place.extent(), place),
         rank: Rank(0),
         host: Name::new("node-0000")?,
         attempt: Attempt(0),
         mesh: Default::default(),
-        placement: Default::default(),
-        partial: None,
-        replica: 0,
         hash: ContentHash::of(&bytes),
         length: SHARD_BYTES,
         fingerprint_source: FingerprintSource::Recorder,
-        compiled: false,
         entry: String::new(),
     };
     Ok((record, bytes))

@@ -10,7 +10,7 @@ use backtape::fingerprint::Fingerprint;
 use backtape::hash::{ContentHash, TrustHash};
 use backtape::identity::{Attempt, Microbatch, Name, Rank, Step};
 use backtape::index_box::IndexBox;
-use backtape::shard::{FingerprintSource, ShardRecord, TensorKey};
+use backtape::shard::{FingerprintSource, Shard, ShardRecord, TensorKey};
 use backtape::store::header::{self, FileSelf};
 use backtape::store::{AttemptDir, layout};
 use backtape_proto as proto;
@@ -71,22 +71,15 @@ fn record(
             microbatch: Some(microbatch),
             when: None,
         },
-        role: None,
-        dtype: Dtype::F32,
-        shape: vec![u64::from(world_size), 4],
         fingerprint: Fingerprint::of(Dtype::F32, &place, bytes),
-        place,
+        shard: Shard::new(Dtype::F32, vec![u64::from(world_size), 4], place),
         rank: Rank(rank),
         host: Name::new(format!("node-{:04}", rank / 8))?,
         attempt: Attempt(0),
         mesh: [("data".into(), rank)].into(),
-        placement: Default::default(),
-        partial: None,
-        replica: 0,
         hash: ContentHash::of(bytes),
         length: bytes.len() as u64,
         fingerprint_source: FingerprintSource::Framework,
-        compiled: false,
         entry: name,
     })
 }

@@ -7,11 +7,15 @@ use std::time::Duration;
 
 use anyhow::Result;
 use backtape::coordinator::channel::Rpc;
+use backtape::dtype::Dtype;
 use backtape::hash::TrustHash;
-use backtape::identity::{Attempt, Name, Step};
+use backtape::identity::{Attempt, Microbatch, Name, Step};
+use backtape::index_box::IndexBox;
 use backtape::manifest::FileRecord;
+use backtape::role::Role;
+use backtape::shard::TensorKey;
 use backtape::store::{AttemptDir, durable};
-use backtape_dumper::{Capture, Located, Recorder, Settings};
+use backtape_dumper::{Capture, Recorder, Settings};
 use backtape_proto as proto;
 use proto::upload_file_request::Part;
 use tokio::runtime::Handle;
@@ -235,21 +239,13 @@ impl Cycle<'_> {
                 let bytes = vec![step as u8; 1000];
                 let start = u64::from(rank) * 1000;
                 // Recording fails open: what does not get in is in the summary.
-                let _ = tape.record(Capture {
-                    tensor: "q".into(),
-                    role: None,
-                    microbatch,
-                    when: None,
-                    dtype: backtape::dtype::Dtype::U8,
-                    shape: vec![2000],
-                    place: backtape::index_box::IndexBox(vec![(start, start + 1000)]),
-                    placement: Default::default(),
-                    partial: None,
-                    replica: 0,
-                    located: Located::ByBox,
-                    compiled: false,
-                    payload: Box::new(bytes),
-                });
+                let place = IndexBox(vec![(start, start + 1000)]);
+                let mut shard = backtape::shard::Shard::new(Dtype::U8, vec![2000], place);
+                shard.role = Some(Role::Q);
+                let tensor = Name::new("q")?;
+                let microbatch = microbatch.map(Microbatch);
+                let key = TensorKey { tensor, microbatch, when: None };
+                let _ = tape.record(Capture::new(key, shard, Box::new(bytes)));
             }
             tape.close()?;
         }

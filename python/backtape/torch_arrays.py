@@ -1,0 +1,309 @@
+"""torch tensors to shards, and the proof of place.
+
+A tensor can change at any time, so its bytes are copied at once, into host memory that was written
+to before (python/src/staging.rs); those of a tensor on a GPU are copied by the device itself
+(backtape/gpu.py). For a DTensor this rank's local shard is recorded, as the set of boxes that its
+placements give it; nothing is gathered, and no collective runs.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from backtape import frameworks, gpu
+from backtape._native import Arriving, Staging, check_dtype
+from backtape.failopen import CAUGHT
+from backtape.shards import REPLICATE, Box, Guard, Shard, boxes_of_run
+
+# Bytes of staging memory that are kept for later captures: as many as the recorder's queue may
+# hold.
+KEPT_BYTES = 1 << 30
+
+# Up to this length, in bytes, a copy takes less time than the calls to have torch make it, which
+# would use one thread for it.
+SMALL_BYTES = 256 << 10
+
+# Ranges [start, end).
+Runs = list[tuple[int, int]]
+
+
+@functools.cache
+def staging() -> Staging:
+    """The staging memory of this process."""
+    return Staging(KEPT_BYTES)
+
+
+def shards_of(
+    tensor: torch.Tensor,
+    box: Box | None,
+    partial: str | None,
+    flat_offset: int | None,
+    place_proof: bool,
+    guard: Guard,
+) -> list[Shard]:
+    """The shards of `tensor` that this rank holds, copied.
+
+    box: for a plain tensor, the box of the global tensor that it is.
+    flat_offset: with `box`, the tensor is a run of the flattened global tensor from this element
+    on.
+
+    Raises TypeError for a tensor that has no bytes of its own, ValueError for a dtype that cannot
+    be dumped or a DTensor whose place contradicts the arguments.
+    """
+    check(tensor)
+    values = tensor.detach()
+    if is_dtensor(values):
+        if box is not None:
+            raise ValueError("a DTensor says itself where it lies: leave out global_shape")
+        return of_dtensor(values, partial, place_proof, guard)
+    shape, offsets = box or (tuple(values.shape), (0,) * values.ndim)
+    if flat_offset is None:
+        return [shard_of(values, shape, offsets)]
+    return of_run(values, shape, flat_offset)
+
+
+def check(tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor that has no bytes of its own."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise TypeError("sparse, quantized and nested tensors are not recorded: pass its parts")
+    if tensor.is_meta or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
+        raise TypeError("a tensor without data (meta, traced) has no bytes to record")
+    dtype_name(tensor.dtype)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in numpy or ml_dtypes, which is torch's too. Raises ValueError for one that
+    cannot be dumped."""
+    name = str(dtype).removeprefix("torch.")
+    check_dtype(name)
+    return name
+
+
+def shard_of(piece: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], **more: Any) -> Shard:
+    """The shard of a piece of a tensor of this shape that starts at these offsets; `more` are other
+    fields of the shard."""
+    extent, dtype = tuple(piece.shape), dtype_name(piece.dtype)
+    data = from_gpu(piece, dtype, first_of(offsets, more.get("indices"))) if piece.is_cuda else None
+    if data is None:
+        data = staged(piece)
+    return Shard(data, dtype, tuple(shape), tuple(offsets), extent, **more)
+
+
+def first_of(offsets: Sequence[int], indices: list[Runs] | None) -> Sequence[int]:
+    """The indices from which a GPU counts for the fingerprint: the first of torch's own along each
+    dimension where they are contiguous, and the offsets of the box otherwise."""
+    if indices is None or any(len(runs) != 1 for runs in indices):
+        return offsets
+    return [runs[0][0] for runs in indices]
+
+
+def from_gpu(piece: Any, dtype: str, first: Sequence[int]) -> Arriving | None:
+    """The bytes of a CUDA tensor on their way to the host; None where they are to be copied as any
+    others. first: the indices in the global tensor at which the tensor starts.
+
+    The job may change the tensor by later work on its stream, so the device makes a snapshot, in
+    that stream's order. A capsule that is asked for with `stream=-1` does not wait for anything
+    itself.
+    """
+    if not piece.is_cuda or torch.version.cuda is None or not piece.nbytes:
+        return None
+    # A subclass may have to do something first, such as wait for a collective, which `copy_` does.
+    if type(piece) is not torch.Tensor:
+        return None
+    here = gpu.door(piece.device.index)
+    if here.gpu is None or torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        # torch makes capsules of tensors of the current device only.
+        with torch.cuda.device(piece.device):
+            values = piece.resolve_conj().resolve_neg().contiguous()
+            raw = values.reshape(-1).view(torch.uint8)
+            stream = torch.cuda.current_stream().cuda_stream
+            arriving = here.gpu.capture(
+                raw.__dlpack__(stream=-1),
+                dtype,
+                gpu.ranges(first, piece.shape),
+                stream=stream,
+                # Nobody else has a copy that was just made here.
+                changing=values.data_ptr() == piece.data_ptr(),
+            )
+    except CAUGHT as error:
+        return gpu.given_up(here, error)
+    return arriving or gpu.full(here)
+
+
+def staged(piece: torch.Tensor) -> Any:
+    """A copy of the values in C order. The block is filled before anyone else sees it and no view of it
+    is kept, as the recorder's thread relies on it not changing."""
+    length = piece.nbytes
+    if not length:
+        return np.empty(0, np.uint8)
+    if length < SMALL_BYTES and plain_memory(piece):
+        return staging().copy_of(piece.data_ptr(), length)
+    block = staging().take(length)
+    torch.frombuffer(block, dtype=piece.dtype).view(piece.shape).copy_(piece)
+    return block
+
+
+def plain_memory(piece: torch.Tensor) -> bool:
+    """True where the values lie in this process's memory as they are, in C order."""
+    return (
+        type(piece) is torch.Tensor
+        and piece.device.type == "cpu"
+        and piece.is_contiguous()
+        and not piece.is_neg()
+        and not piece.is_conj()
+        and piece.data_ptr() != 0
+    )
+
+
+def of_run(values: torch.Tensor, shape: Sequence[int], start: int) -> list[Shard]:
+    """The shards of a run of the flattened tensor, from element `start` on, as FSDP1 cuts
+    parameters."""
+    flat = values.reshape(-1)
+    shards, at = [], 0
+    for (offsets, extent), count in boxes_of_run(shape, start, flat.numel()):
+        shards.append(shard_of(flat[at : at + count].view(extent), shape, offsets))
+        at += count
+    return shards
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """True for a DTensor. Does not import torch.distributed for a job that has not."""
+    module = frameworks.imported("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def of_dtensor(values: Any, partial: str | None, place_proof: bool, guard: Guard) -> list[Shard]:
+    """The shards of a DTensor's local part: several boxes where it is strided (FSDP2 over TP)."""
+    mesh, placements = values.device_mesh, tuple(values.placements)
+    here = mesh.get_coordinate()
+    if here is None:
+        return []  # This rank is not part of the mesh.
+    shape, local = tuple(values.shape), values.to_local()
+    held = [indices_of(dim, size, placements, mesh, here) for dim, size in enumerate(shape)]
+    if tuple(map(len, held)) != tuple(local.shape):
+        raise ValueError(
+            f"its local shard is {tuple(local.shape)} where {placements} over {tuple(mesh.shape)} "
+            f"of {shape} gives {tuple(map(len, held))}: record it with global_shape and offsets"
+        )
+    placed, reduction = placement_of(mesh, placements)
+    if partial is not None and reduction not in (None, partial):
+        raise ValueError(f"partial={partial!r}, but the DTensor is to be reduced by {reduction!r}")
+    theirs = None
+    if place_proof:
+        with guard("place proof"):
+            theirs = [by_torch(dim, size, placements, mesh) for dim, size in enumerate(shape)]
+    return [
+        shard_of(
+            local[tuple(slice(a, b) for a, b in place)],
+            shape,
+            [held[dim][a] if a < b else 0 for dim, (a, b) in enumerate(place)],
+            replica=replica_of(mesh, placements, here),
+            placement=placed,
+            partial=reduction,
+            indices=theirs and [runs_of(at[a:b]) for at, (a, b) in zip(theirs, place)],
+        )
+        for place in places(held)
+    ]
+
+
+def indices_of(
+    dim: int, size: int, placements: Sequence[Any], mesh: Any, here: Sequence[int]
+) -> np.ndarray:
+    """Which indices of dimension `dim` the rank at mesh coordinates `here` holds, int64 [n].
+
+    A Shard is cut as torch.chunk does: ceil(n / parts) indices to each rank, and fewer or none to
+    the last ones. A _StridedShard is cut into `split_factor` chunks first, each of which is cut so,
+    and a rank holds its part of every chunk.
+    """
+    held = np.arange(size)
+    for axis, placement in enumerate(placements):
+        if getattr(placement, "dim", None) != dim:
+            continue
+        factor = getattr(placement, "split_factor", 1)
+        chunks = [chunk(held, i, factor) for i in range(factor)]
+        held = np.concatenate([chunk(one, here[axis], mesh.shape[axis]) for one in chunks])
+    return held
+
+
+def chunk(held: np.ndarray, index: int, parts: int) -> np.ndarray:
+    """The `index`-th of the `parts` pieces that torch.chunk makes; empty where it makes fewer."""
+    each = -(-len(held) // parts)
+    return held[index * each : (index + 1) * each]
+
+
+def places(held: list[np.ndarray]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The boxes that a local shard consists of, each as ranges [start, end) of local positions per
+    dimension. `held` has the global indices along each dimension."""
+    if not held:
+        yield ()
+        return
+    first, *rest = held
+    for begin, end in cuts(first):
+        for others in places(rest):
+            yield ((begin, end), *others)
+
+
+def cuts(indices: np.ndarray) -> Runs:
+    """The ranges of positions [a, b) in which the indices count up by one."""
+    jumps = (np.flatnonzero(np.diff(indices) != 1) + 1).tolist()
+    return list(zip([0, *jumps], [*jumps, len(indices)]))
+
+
+def runs_of(indices: np.ndarray) -> Runs:
+    """The indices as ranges [start, end)."""
+    return [(int(indices[a]), int(indices[b - 1]) + 1) for a, b in cuts(indices) if a < b]
+
+
+def by_torch(dim: int, size: int, placements: tuple[Any, ...], mesh: Any) -> np.ndarray:
+    """The indices of `indices_of` as torch itself cuts them out of [0, size), int64 [n]: the proof of
+    place. With `src_data_rank=None` every rank cuts its own copy, and nothing is sent.
+   
+    """
+    tensor = frameworks.used("torch.distributed.tensor")
+    def along(placement: Any) -> Any:
+        if getattr(placement, "dim", None) != dim:
+            return tensor.Replicate()
+        factor = getattr(placement, "split_factor", None)
+        return tensor.Shard(0) if factor is None else type(placement)(0, split_factor=factor)
+
+    counted = torch.arange(size, device=mesh.device_type)
+    cut = tensor.distribute_tensor(counted, mesh, [*map(along, placements)], src_data_rank=None)
+    return cut.to_local().cpu().numpy()
+
+
+def placement_of(mesh: Any, placements: Sequence[Any]) -> tuple[dict[str, int | str], str | None]:
+    """For each mesh axis the dimension that it splits, `replicate`, `sum` or `mean`; and the
+    reduction if the tensor is an addend. Raises ValueError for other reductions, and for two
+    different ones."""
+    names = mesh.mesh_dim_names or [f"axis{i}" for i in range(len(placements))]
+    words: dict[str, int | str] = {}
+    reductions = set()
+    for name, placement in zip(names, placements):
+        if placement.is_replicate():
+            words[name] = REPLICATE
+        elif placement.is_partial():
+            word = {"sum": "sum", "avg": "mean"}.get(str(getattr(placement, "reduce_op", "")))
+            if word is None or type(placement).__name__ != "Partial":
+                raise ValueError(f"it is to be reduced by {placement}: only sum and avg add up")
+            words[name] = word
+            reductions.add(word)
+        else:
+            words[name] = int(placement.dim)
+    if len(reductions) > 1:
+        raise ValueError("it is to be summed along one axis and averaged along another")
+    return words, next(iter(reductions), None)
+
+
+def replica_of(mesh: Any, placements: Sequence[Any], here: Sequence[int]) -> int:
+    """Which of the equal copies this rank holds, counted over the axes that replicate."""
+    index = 0
+    for size, placement, at in zip(mesh.shape, placements, here):
+        if placement.is_replicate():
+            index = index * size + at
+    return index
