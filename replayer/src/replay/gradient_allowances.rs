@@ -137,7 +137,11 @@ impl Judge<'_> {
             row_variance: 1,
             shared_total: self.shared_scale(0.0) + self.narrowing() + problem.constants,
             bias: label_bias(problem, 0, parts),
-            few: if self.plan.whole_entries { Rounding::default() } else { Rounding::to(label_grad) },
+            few: if self.plan.whole_entries {
+                Rounding::default()
+            } else {
+                Rounding::to(label_grad)
+            },
             ..Label::default()
         };
         let constant = self.plan.roundings.shared_g() * self.one_constant();
