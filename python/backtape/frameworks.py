@@ -4,8 +4,8 @@ Importing backtape imports none of them. It would take seconds, initialise devic
 wants to set up itself, and fail where one is not installed. So a module that needs a framework does
 one of two things:
 
-- it asks here whether the job has imported the framework, and does without where it has not; - it
-imports the framework at its top, as `backtape.jax`, `backtape.jax_arrays`, `backtape.torch` and
+- it asks here whether the job has imported the framework, and does without where it has not;
+- it imports the framework at its top, as `backtape.jax`, `backtape.jax_arrays`, `backtape.torch` and
   `backtape.torch_arrays` do, and is itself imported here, when the job names it or records an array
   of that framework.
 """

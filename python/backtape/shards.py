@@ -109,7 +109,6 @@ def shards_of(
 
     Raises TypeError or ValueError for what cannot be recorded, and whatever the framework raises
     for an array that is gone (deleted, donated).
-   
     """
     box = declared_box(global_shape, offsets, flat_offset)
     if placement is not None:
