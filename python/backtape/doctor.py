@@ -75,7 +75,6 @@ def examine(
     deadline_s: how many seconds jax and torch may take to import.
 
     It never raises: a look that fails is a broken line.
-   
     """
     environment = os.environ
     store = store or environment.get("BACKTAPE_DIR")

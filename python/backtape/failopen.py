@@ -42,7 +42,6 @@ class Faults:
 
         `what` and `subject` name the call in the log line. `omit(reason)` puts the failure into
         the dump, unless it is one of `counted`, which the recorder has put there itself.
-       
         """
         try:
             yield

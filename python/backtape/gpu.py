@@ -117,7 +117,6 @@ def expect() -> None:
     """Opens the GPUs that this process computes on already, so that they are open at the first recorded
     step, which mostly is the one that matters. A GPU that the job has not used yet is opened by its
     first capture.
-   
     """
     try:
         for ordinal in in_use():

@@ -90,7 +90,6 @@ def tap(
     A value that `jax.checkpoint` computes again in the backward pass is recorded with
     when="recompute". A tap that cannot be compiled is left out: the dump names the tensor and the
     reason.
-   
     """
     return _tapped(tap_of(name, role, partial, when, spec), x, microbatch)
 

@@ -155,7 +155,6 @@ def copied(array: Any) -> Any:
     """A copy of a jax array on its own device, made after the programs that the job has launched there.
 
     Raises BufferError where XLA has no memory for it, which is no fault of the device.
-   
     """
     try:
         return on_device(array)
@@ -210,7 +209,6 @@ def lanes_by_device(array: jax.Array) -> dict[jax.Device, jax.Array]:
     """The fingerprint of every addressable shard, uint32 [1, 2], on the shard's own device.
 
     Empty for a layout that no mesh describes, where the recorder computes its own.
-   
     """
     found = layout_of(array.sharding)
     if found is None:
@@ -240,7 +238,6 @@ def fingerprinting(
 
     Indices are mixed in on the global array, as shard_map does not know them; then every device
     sums what it holds. It is one program, so that XLA fuses it into one pass without temporaries.
-   
     """
     del shape, dtype  # They are parts of the cache's key only.
     axes = PartitionSpec(mesh.axis_names, None)

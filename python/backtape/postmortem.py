@@ -22,7 +22,6 @@ def open(path: Place, run: str | None = None, attempt: int | None = None) -> Run
     attempt: which launch of the run, where several hold the step.
 
     Nothing is read before a step is asked for.
-   
     """
     return Run(path, run, attempt)
 
@@ -58,7 +57,6 @@ def replay(
 
     Raises RuntimeError with one sentence where no verdict can be given at all, ValueError for
     compare=, device= or causes= that cannot be read, or variants= together with against=.
-   
     """
     where = os.fspath(path)
     other = None if against is None else os.fspath(against)
@@ -88,7 +86,6 @@ def checks(
 
     step: all dumped steps by default, compared with each other.
     Raises RuntimeError with one sentence where the dump cannot be opened.
-   
     """
     return Report(_native.checks(os.fspath(path), run, attempt, step))
 
@@ -107,6 +104,5 @@ def trajectory(
     vocabulary: classes of the head, where neither a scalar nor a dumped step says.
     local, shared: scalars that are each rank's own, or that all ranks must agree on.
     Raises RuntimeError with one sentence where no scalars were recorded.
-   
     """
     return Report(_native.trajectory(os.fspath(path), run, attempt, vocabulary, local, shared))

@@ -56,7 +56,6 @@ class Recorder:
         4 bytes for each element while it runs.
     close_patience_s: how many seconds close waits after the last progress; 30 by default.
     host, queue_bytes, call_cap_s, join_deadline_s, step_deadline_s: see the README.
-   
     """
 
     def __init__(
@@ -174,7 +173,6 @@ class Recorder:
 
         It waits for no device. A value that is no number is left out, which is logged, or raised as
         RecorderError with `strict=True`. On an inactive recorder it does nothing.
-       
         """
         rows = self._rows
         if rows is None:
@@ -193,7 +191,6 @@ class Recorder:
             looked at by a later call, as this one does not wait.
 
         It does nothing unless the recorder has `watch` or `ring`.
-       
         """
         readings = self._readings
         if readings is None or self._native is None:
@@ -211,7 +208,6 @@ class Recorder:
         raises RecorderError where recording has failed.
 
         Returns the summary; None on an inactive recorder. Closing again does nothing.
-       
         """
         native, self._native = self._native, None
         rows, self._rows = self._rows, None

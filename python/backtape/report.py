@@ -12,7 +12,6 @@ class Report:
 
     Of a replay it is backtape.report/1, of checks backtape.checks/1, of a trajectory
     backtape.trajectory/1 (docs/report.md). In a notebook it shows itself.
-   
     """
 
     verdict: str

@@ -114,7 +114,6 @@ class Step:
         Raises KeyError for a stage, microbatch, rank or policy that is not there, with those that
         are; RuntimeError where the dump lacks an input, naming it; ValueError for tokens that do
         not exist, or a plane above 4 GiB.
-       
         """
         found = _native.recompute_stage(
             self._native, name, microbatch, rank, from_captured, policy, tokens
@@ -139,7 +138,6 @@ class Run:
 
         Raises RuntimeError with one sentence where the place is no dump, holds several runs, or
         no step was dumped.
-       
         """
         return tuple(_native.dumped_steps(*self._where))
 
@@ -147,7 +145,6 @@ class Run:
         """A step; may be left out when only one was dumped.
 
         Raises RuntimeError with one sentence where there is no such step, or several are meant.
-       
         """
         return Step(_native.StepDump(*self._where, step))
 

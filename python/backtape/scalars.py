@@ -199,7 +199,6 @@ def of_torch(
 
     Norms are taken in f32. For DTensors and FSDP shards all of these are of this rank's part. Where
     they cannot be computed it returns {} and logs one line.
-   
     """
     torch = used("torch")
     with torch.no_grad():

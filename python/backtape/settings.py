@@ -137,7 +137,6 @@ def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
     backtape's own variables come first, then a framework that was initialised with them
     (`jax.distributed.initialize`, `torch.distributed.init_process_group`), then the launcher's
     variables. A process that no launcher has started is rank 0 of 1.
-   
     """
     own, *launchers = LAUNCHERS
     found = _pair(environment, own) or _jax_process() or _torch_process()

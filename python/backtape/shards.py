@@ -187,7 +187,6 @@ def boxes_of_run(shape: Sequence[int], start: int, count: int) -> list[tuple[Spa
 
     Returns each box, its offsets and its extent, with the number of its elements, in the order of
     the run: the ragged ends, at most two a dimension, and one box between them.
-   
     """
     if count == 0:
         return []

@@ -61,7 +61,6 @@ class Tape:
 
         with recorder.step(step) as tape:
             state, taped = steps[tape.active](state, batch)
-   
     """
 
     __slots__ = (
@@ -107,7 +106,6 @@ class Tape:
         docs/heads.md has the formula of each option. A wrong option or value, or two options that
         contradict each other, refuse the whole declaration: the log line, or with `strict=True` the
         `RecorderError`, says which options and values there are.
-       
         """
         written = {"autocast": autocast(), **declaration}
         self._native.head({name: plain(value) for name, value in written.items()})
@@ -148,7 +146,6 @@ class Tape:
 
         Where the array cannot be recorded, the dump names it with the reason, and the log has one
         line for each kind of fault; with `strict=True` a `RecorderError` is raised.
-       
         """
         if isinstance(name, str) and not self._native.wants(name, role, microbatch):
             return

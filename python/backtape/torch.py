@@ -31,7 +31,6 @@ def tap(name: str, x: torch.Tensor, **key: Any) -> torch.Tensor:
 
     A forward that activation checkpointing runs again in the backward pass is recorded with
     when="recompute".
-   
     """
     _tap(name, x, torch.compiler.is_compiling(), key)
     return x
@@ -132,7 +131,6 @@ def record_gradients(
 
     After the last backward of a step that is the reduced gradient under DDP and FSDP
     (when="post_reduce"), and this rank's own under no_sync.
-   
     """
     _record_each(tape, module, names, prefix, "grad", key)
 

@@ -263,7 +263,6 @@ def runs_of(indices: np.ndarray) -> Runs:
 def by_torch(dim: int, size: int, placements: tuple[Any, ...], mesh: Any) -> np.ndarray:
     """The indices of `indices_of` as torch itself cuts them out of [0, size), int64 [n]: the proof of
     place. With `src_data_rank=None` every rank cuts its own copy, and nothing is sent.
-   
     """
     tensor = frameworks.used("torch.distributed.tensor")
     def along(placement: Any) -> Any:
