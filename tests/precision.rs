@@ -118,7 +118,7 @@ fn found(story: &Story) -> Precision {
     precision_report(&path, &Selection::default(), &Options::default()).unwrap()
 }
 
-/// NUMERICS section 3: naive sums of 34 exponentials err by less than 33u = 2e-6, the
+/// Naive sums of 34 exponentials err by less than 33u = 2e-6, the
 /// finite difference with eps = 1e-5 by tens of percent.
 #[test]
 fn compensated_summation_cannot_cure_what_the_finite_difference_does() {
