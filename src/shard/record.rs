@@ -125,7 +125,7 @@ impl From<Fields> for ShardRecord {
 }
 
 impl Serialize for ShardRecord {
-    /// Writes the fields in the order of [`Fields`], which is part of the format: the header of a
+    /// Writes the fields in the order of `Fields`, which is part of the format: the header of a
     /// shard file has them in this order, and equal dumps are equal byte for byte.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Shard { role, dtype, shape, place, placement, partial, replica, compiled } =

@@ -94,7 +94,7 @@ fn ratio(one: f64, other: f64) -> f64 {
 
 /// A few hypotheses that together explain what none explains alone, chosen greedily: first the one
 /// that explains most comparisons, then the one that explains most of the rest, and so on. None
-/// where that takes more than [`MOST`].
+/// where that takes more than `MOST`.
 pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<Key>, Decision)>> {
     let mut left = keys.clone();
     let mut parts = Vec::new();

@@ -59,7 +59,7 @@ impl Places {
 
     /// Each rank and each microbatch as a place of its own, for the case that only sums fail, which
     /// do not show where something is wrong. Empty where something else fails, or there are more
-    /// than [`MOST_TRIED`].
+    /// than `MOST_TRIED`.
     pub fn each(evidence: &Evidence<'_>) -> Vec<Places> {
         let all: Vec<(&MicrobatchInputs, Vec<Unit>)> =
             evidence.inputs.iter().map(|one| (one, runs(evidence, one))).collect();

@@ -88,7 +88,7 @@ pub fn changed<'a>(
 /// before its run. This happens where labels are the token ids shifted by one inside runs, and the
 /// last token of a run takes the first id of the same run. The label before the first run of a
 /// sequence is not recorded; where no such label is known, nearly all last tokens must differ, and
-/// at least [`ENDS`].
+/// at least `ENDS`.
 pub fn length_of_runs(evidence: &Evidence<'_>, labels: &Labels) -> Option<usize> {
     let changed = changed(evidence, labels);
     let common = changed.iter().fold(0, |all, (_, t, _)| common_divisor(all, t + 1));

@@ -53,7 +53,7 @@ impl<'e> SuspectTokens<'e> {
         tokens(self.evidence, inputs).into_iter().filter(|&t| rows[t]).collect()
     }
 
-    /// The suspect microbatches and ranks in words; none where all are, or more than [`PLACES`].
+    /// The suspect microbatches and ranks in words; none where all are, or more than `PLACES`.
     pub fn place(&self) -> Option<String> {
         let places = self.places.as_ref()?;
         (1..=PLACES).contains(&places.len()).then(|| places.join(", "))

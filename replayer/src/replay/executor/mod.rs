@@ -3,7 +3,7 @@
 //!
 //! A stage says what it needs: the forward pass of a head, the pass of an emulated policy, a walk
 //! over the vocabulary, a captured tensor. It never asks who computes. Each such operation is one
-//! function of [`Executor`], and where it matters who computes, one `match` over [`Place`]. An
+//! function of `Executor`, and where it matters who computes, one `match` over `Place`. An
 //! operation takes a head, or tensors, and returns sums: so a stage of another parameter, or of an
 //! op that is given as a function, brings an operation of its own and needs no place of its own.
 //!
