@@ -47,6 +47,49 @@ pub(crate) fn ranges<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Range<usi
     Ok(Vec::<One>::deserialize(from)?.into_iter().map(|one| one.0).collect())
 }
 
+/// Large arrays of numbers as their bytes: one copy into an array of the right size, where element
+/// by element takes three times as long and grows the array as it comes, beyond the memory that a
+/// driver with spilled arrays has.
+pub(crate) mod numbers {
+    use std::fmt::{self, Formatter};
+    use std::marker::PhantomData;
+
+    use bytemuck::Pod;
+    use serde::de::{Error, Visitor};
+    use serde::{Deserializer, Serializer};
+
+    /// Writes the bytes of all elements.
+    pub(crate) fn serialize<T: Pod, S: Serializer>(all: &[T], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_bytes(bytemuck::cast_slice(all))
+    }
+
+    struct Bytes<T>(PhantomData<T>);
+
+    impl<T: Pod> Visitor<'_> for Bytes<T> {
+        type Value = Vec<T>;
+
+        fn expecting(&self, f: &mut Formatter<'_>) -> fmt::Result {
+            f.write_str("the bytes of whole numbers of one width")
+        }
+
+        fn visit_bytes<E: Error>(self, bytes: &[u8]) -> Result<Vec<T>, E> {
+            if !bytes.len().is_multiple_of(size_of::<T>()) {
+                return Err(E::custom("the last number is cut"));
+            }
+            let mut all = vec![T::zeroed(); bytes.len() / size_of::<T>()];
+            bytemuck::cast_slice_mut(&mut all).copy_from_slice(bytes);
+            Ok(all)
+        }
+    }
+
+    /// Reads them; refuses bytes that end within a number.
+    pub(crate) fn deserialize<'de, T: Pod, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Vec<T>, D::Error> {
+        from.deserialize_bytes(Bytes(PhantomData))
+    }
+}
+
 /// Arrays of more than 32 elements, which serde has not: as lists, whose length is checked.
 pub(crate) mod array {
     use serde::de::{DeserializeOwned, Error};
@@ -76,6 +119,8 @@ mod tests {
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
     struct Sent {
         numbers: Vec<f64>,
+        #[serde(with = "numbers")]
+        bytes: Vec<f64>,
         name: Option<String>,
         #[serde(deserialize_with = "range")]
         rows: Range<usize>,
@@ -86,12 +131,16 @@ mod tests {
         whole: bool,
     }
 
+    #[derive(Debug, Serialize, Deserialize)]
+    struct Numbers(#[serde(with = "numbers")] Vec<f64>);
+
     fn sent() -> Sent {
         let nan = f64::from_bits(0x7ff0_0000_dead_beef);
         let numbers = vec![1.5, nan, -nan, -0.0, f64::NEG_INFINITY, f64::from_bits(1)];
         let counts = std::array::from_fn(|at| 1 << (at % 64));
         let runs = vec![0..2, 5..5];
-        Sent { numbers, name: Some("k".into()), rows: 3..7, runs, counts, whole: true }
+        let (bytes, name) = (numbers.clone(), Some("k".into()));
+        Sent { numbers, bytes, name, rows: 3..7, runs, counts, whole: true }
     }
 
     /// Goal: every bit comes back, those of NaN too.
@@ -101,7 +150,8 @@ mod tests {
         let found = Sent::of_parcel(&sent.to_parcel()).unwrap();
         let bits = |all: &[f64]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&found.numbers), bits(&sent.numbers));
-        let rest = |of: Sent| Sent { numbers: Vec::new(), ..of };
+        assert_eq!(bits(&found.bytes), bits(&sent.bytes));
+        let rest = |of: Sent| Sent { numbers: Vec::new(), bytes: Vec::new(), ..of };
         assert_eq!(rest(found), rest(sent));
     }
 
@@ -122,7 +172,10 @@ mod tests {
             assert!(Vec::<[u64; 32]>::of_parcel(&bytes).is_err());
             assert!(Vec::<String>::of_parcel(&bytes).is_err());
             assert!(String::of_parcel(&bytes).is_err());
+            assert!(Numbers::of_parcel(&bytes).is_err());
         }
+        assert!(Numbers::of_parcel(&[8; 9]).is_ok());
+        assert!(Numbers::of_parcel(&[9; 10]).is_err(), "a number and an eighth of one");
     }
 
     #[test]

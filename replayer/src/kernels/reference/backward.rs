@@ -56,31 +56,40 @@ pub struct TermNoise {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Backward {
     /// Dense part: sum over v of `F (c.lse p + c.smooth) k`.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_lse: Vec<f64>,
     /// Label part: `F c.label k[label]`, 0 for an ignored token.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_label: Vec<f64>,
     /// Sum over v of the dense entry's variance times `k²`, and times the token's number of copies,
     /// as the squares below. Only sums over tokens need that factor: whoever judges dq divides by
     /// it.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_lse_var: Vec<f64>,
     /// Sum over v of the squared dense entry times `k²`, and times the token's number of copies.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_lse_sq: Vec<f64>,
     /// `[T]`: `var F / F²` in the label's column, which is the variance of the label part relative
     /// to its square; 0 where the transform is linear and for ignored tokens. Never infinite:
     /// `f64::MAX` where F is 0, so that its product with a zero gradient is 0.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_label_rel_var: Vec<f64>,
     /// The absolute variance `(c.label k[label])² var F`, needed where tanh saturates: there the
     /// label part is 0 and its error is not. Empty where the transform is linear.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_label_var: Vec<f64>,
     /// Sum over v of `|e| |k|` over the entries that the gradient filter may have
     /// dropped; empty without a filter.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_dropped: Vec<f64>,
     /// Sum over v of `e k` over the dense entries whose p is confident (`TermNoise::confident`);
     /// entries of labels are left out where `TermNoise::whole`. Empty where no p counts as
     /// confident.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_confident: Vec<f64>,
     /// `[T]`: the square of the whole entry in the label's column over the square of its label
     /// part; 1 unless `TermNoise::whole`.
+    #[serde(with = "crate::parcel::numbers")]
     pub dq_label_share: Vec<f64>,
 }
 

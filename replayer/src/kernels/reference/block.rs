@@ -28,27 +28,47 @@ pub(super) struct Block {
     #[serde(deserialize_with = "crate::parcel::range")]
     pub(super) rows: Range<usize>,
     depth: usize,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) lse: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     label: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) lse_var: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) lse_sq: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     label_sq: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     label_var: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     label_alike: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) dropped: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) confident: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     label_whole: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     hits: Vec<u32>,
+    #[serde(with = "crate::parcel::numbers")]
     bias_lse: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     bias_label: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     bias_var: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     bias_sq: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     bias_label_var: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     bias_label_sq: Vec<f64>,
     /// Of every hit, in the order in which hits were added: its row within the block, its token,
     /// and the value of dlogits at its label that the job rounds.
+    #[serde(with = "crate::parcel::numbers")]
     hit_rows: Vec<u32>,
+    #[serde(with = "crate::parcel::numbers")]
     hit_tokens: Vec<u32>,
+    #[serde(with = "crate::parcel::numbers")]
     hit_entries: Vec<f64>,
 }
 

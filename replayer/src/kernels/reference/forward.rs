@@ -36,14 +36,19 @@ pub struct Forward {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct ForwardSums {
     /// Largest logit so far.
+    #[serde(with = "crate::parcel::numbers")]
     pub max: Vec<f64>,
     /// Sum of `exp(logit - shift(max))`.
+    #[serde(with = "crate::parcel::numbers")]
     pub sum: Vec<f64>,
     /// Logit of the label, once its tile was seen.
+    #[serde(with = "crate::parcel::numbers")]
     pub label_logits: Vec<f64>,
     /// Sum of the logits.
+    #[serde(with = "crate::parcel::numbers")]
     pub logit_sum: Vec<f64>,
     /// Sum of their squares.
+    #[serde(with = "crate::parcel::numbers")]
     pub logit_squares: Vec<f64>,
 }
 

@@ -79,6 +79,7 @@ pub(super) struct Part {
     /// Rows of k.
     pub(super) classes: usize,
     pub(super) valid: usize,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) labels: Vec<u32>,
     pub(super) bias: Option<Vec<f64>>,
     pub(super) copies: Option<Vec<f64>>,
@@ -89,9 +90,13 @@ pub(super) struct Part {
 /// Upstream of a part's tokens: lse, and the cotangents of lse, label and every logit.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Tokens {
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) lse: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) g_lse: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) g_label: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) g_smooth: Vec<f64>,
 }
 
@@ -103,8 +108,10 @@ pub(in crate::replay) struct PlanePart {
     #[serde(deserialize_with = "crate::parcel::range")]
     pub(in crate::replay) tokens: Range<usize>,
     pub(in crate::replay) microbatch: Option<u32>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(in crate::replay) spread: Vec<f64>,
     pub(in crate::replay) alike: Vec<(f64, f64)>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(in crate::replay) scale: Vec<f64>,
     /// Rows that are judged, of those of `tokens`.
     pub(in crate::replay) sure: Vec<usize>,
@@ -130,8 +137,11 @@ pub(super) struct Task {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Emulated {
     pub(super) blocks: Vec<EmulatedBlock>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) dq_lse: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) dq_label: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     pub(super) dq: Vec<f64>,
 }
 
@@ -139,9 +149,13 @@ pub(super) struct Emulated {
 pub(super) struct EmulatedBlock {
     #[serde(deserialize_with = "crate::parcel::range")]
     rows: Range<usize>,
+    #[serde(with = "crate::parcel::numbers")]
     dk_lse: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     dk_label: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     dk: Vec<f64>,
+    #[serde(with = "crate::parcel::numbers")]
     dbias: Vec<f64>,
 }
 
