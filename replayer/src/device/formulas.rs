@@ -1,6 +1,8 @@
 //! The formulas that the kernels call, as C: read off `kernels::formula`, in f64 and in f32.
 
-use crate::kernels::formula::{dense_entry, probability, softcap_slope, softcapped, tanh_slope};
+use crate::kernels::formula::{
+    dense_entry, probability, tanh_bounded, tanh_bounded_slope, tanh_slope,
+};
 use crate::kernels::text::{Language, Program, Text};
 
 /// A formula of one to three numbers.
@@ -12,8 +14,8 @@ const FORMULAS: [(&str, &[&str], Formula); 5] = [
     ("dense_entry", &["p", "of_lse", "smooth"], |x| {
         dense_entry(x[0].clone(), x[1].clone(), x[2].clone())
     }),
-    ("softcapped", &["x", "cap"], |x| softcapped(x[0].clone(), x[1].clone())),
-    ("softcap_slope", &["value", "cap"], |x| softcap_slope(x[0].clone(), x[1].clone())),
+    ("tanh_bounded", &["x", "cap"], |x| tanh_bounded(x[0].clone(), x[1].clone())),
+    ("tanh_bounded_slope", &["value", "cap"], |x| tanh_bounded_slope(x[0].clone(), x[1].clone())),
     ("tanh_slope", &["x"], |x| tanh_slope(x[0].clone())),
 ];
 
@@ -46,7 +48,7 @@ mod tests {
     fn the_formulas_are_c() {
         let lines = source();
         let wanted = [
-            "DEVICE double softcapped(double x, double cap) { return tanh(x / cap) * cap; }",
+            "DEVICE double tanh_bounded(double x, double cap) { return tanh(x / cap) * cap; }",
             "DEVICE float probability_f(float logit, float lse) { return exp_of(logit - lse); }",
         ];
         for line in wanted {

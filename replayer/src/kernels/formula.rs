@@ -10,15 +10,15 @@ pub fn probability<N: Number>(logit: N, lse: N) -> N {
     (logit - lse).exp().step()
 }
 
-/// A logit that is bounded by a softcap: `c tanh(x / c)`.
+/// A number bounded by tanh: `c tanh(x / c)`.
 #[inline(always)]
-pub fn softcapped<N: Number>(x: N, cap: N) -> N {
+pub fn tanh_bounded<N: Number>(x: N, cap: N) -> N {
     (x / cap.clone()).tanh() * cap
 }
 
 /// The derivative of that by x, from its value: `1 - (value / c)²`.
 #[inline(always)]
-pub fn softcap_slope<N: Number>(value: N, cap: N) -> N {
+pub fn tanh_bounded_slope<N: Number>(value: N, cap: N) -> N {
     (value / cap).one_minus_square()
 }
 

@@ -4,7 +4,7 @@
 //! [`Number`]. The vectorised rows of the f32 policies (`policy::exp`) and the kernels of a device
 //! have their own.
 
-use super::formula::{softcap_slope, softcapped, tanh_slope};
+use super::formula::{tanh_bounded, tanh_bounded_slope, tanh_slope};
 use super::number::Number;
 use super::round::Precision;
 
@@ -59,7 +59,7 @@ impl Transform {
         match self.softcap {
             Some(cap) => {
                 let cap = scaled.constant(cap);
-                softcapped(scaled, cap).step()
+                tanh_bounded(scaled, cap).step()
             }
             None => scaled,
         }
@@ -71,7 +71,7 @@ impl Transform {
         match self.softcap.filter(|_| !self.uncapped) {
             Some(cap) => {
                 let cap = logit.constant(cap);
-                softcap_slope(logit, cap).times(self.scale)
+                tanh_bounded_slope(logit, cap).times(self.scale)
             }
             None => logit.constant(self.scale),
         }

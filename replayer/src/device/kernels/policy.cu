@@ -116,7 +116,7 @@ KERNEL(policy_logits, Logits) {
     float x = rounded(a.logits[thread], a.leaving), scale = (float)a.scale, cap = (float)a.softcap;
     if (a.bias) x = rounded(x + (float)a.bias[a.first + thread % a.columns], a.between);
     if (scale != 1.0f) x = rounded(x * scale, a.between);
-    if (a.capped) x = rounded(softcapped_f(x, cap), a.between);
+    if (a.capped) x = rounded(tanh_bounded_f(x, cap), a.between);
     a.logits[thread] = rounded(x, a.end);
 }
 
@@ -229,7 +229,7 @@ KERNEL(policy_dlogits, Dlogits) {
     int is_label = (i64)a.labels[row] == a.first + v;
     float x = a.tile[thread], slope = (float)a.scale, g;
     int sloped = a.capped || slope != 1.0f;
-    if (a.capped) slope = softcap_slope_f(x, (float)a.softcap) * slope;
+    if (a.capped) slope = tanh_bounded_slope_f(x, (float)a.softcap) * slope;
     if (is_label && sloped) a.label_g[row] = a.g_label[row] * slope;
     float p = rounded(probability_f(x, a.lse[row]), a.p);
     g = dense_entry_f(p, a.g_lse[row], a.smooth[row]);

@@ -89,7 +89,7 @@ DEVICE double biased(const Head *head, double product, i64 column) {
 
 DEVICE double value_of(const Head *head, double product, i64 column) {
     double scaled = head->scale * biased(head, product, column);
-    return head->capped ? softcapped(scaled, head->softcap) : scaled;
+    return head->capped ? tanh_bounded(scaled, head->softcap) : scaled;
 }
 
 DEVICE Logit logit_of(const Head *head, double product, i64 column, double norms) {
@@ -111,7 +111,7 @@ DEVICE Logit logit_of(const Head *head, double product, i64 column, double norms
         return logit;
     }
     double slope = head->uncapped ? 1.0 : tanh_slope(scaled / head->softcap);
-    double value = softcapped(scaled, head->softcap), capped = value / head->softcap;
+    double value = tanh_bounded(scaled, head->softcap), capped = value / head->softcap;
     double scaled_var = head->logit_rel_var * before + sums;
     double from_tanh = 4.0 * square(square(capped)) * head->cap_rel_var;
     double from_logit = square(2.0 * capped * slope / head->softcap) * scaled_var;

@@ -1,4 +1,4 @@
-//! exp and tanh in f32, and the head's passes over a row: max, sums, the softcap by tanh and its
+//! exp and tanh in f32, and the head's passes over a row: max, sums, the bound by tanh and its
 //! derivative, the gradient of the softmax.
 //!
 //! Every pass is one function body that is compiled twice (`vectorised!`). Both versions give the
@@ -8,7 +8,7 @@
 
 use std::ops::{Add, Div, Mul, Sub};
 
-use crate::kernels::formula::{probability, softcap_slope, softcapped};
+use crate::kernels::formula::{probability, tanh_bounded, tanh_bounded_slope};
 use crate::kernels::number::Number;
 
 /// Lanes of a row sum: element i goes to lane i mod 32, lanes are added pairwise.
@@ -215,14 +215,14 @@ fn pairwise(mut lanes: [f32; LANES]) -> f32 {
 #[inline(always)]
 fn bounded_body(row: &mut [f32], cap: f32) {
     for x in row {
-        *x = softcapped(Fast(*x), Fast(cap)).0;
+        *x = tanh_bounded(Fast(*x), Fast(cap)).0;
     }
 }
 
 #[inline(always)]
 fn bounded_slope_body(row: &mut [f32], cap: f32, scale: f32) {
     for x in row {
-        *x = (softcap_slope(Fast(*x), Fast(cap)) * Fast(scale)).0;
+        *x = (tanh_bounded_slope(Fast(*x), Fast(cap)) * Fast(scale)).0;
     }
 }
 
