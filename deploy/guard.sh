@@ -10,7 +10,7 @@
 # Three things end the ranks: one of them fails, run.sh says so, or run.sh is heard no more (its end of
 # stdin closes when it is killed; a line that does not come in time is a network that is gone).
 #
-# shellcheck disable=SC2154 # run.sh sends the settings before this program
+# shellcheck disable=SC2154 # run.sh sends the settings, then queue.sh, before this program
 # Settings, as variables: launch host_index host_count work_dir setup grace lost_after first_rank ranks
 # world_size ranks_total master_address master_port command[] variables[] of ranks; unit credentials.
 
@@ -99,10 +99,10 @@ unpack_credentials() {
 }
 
 listen_to_run() {
-    local word='' code=0
-    until [[ $word == stop ]] || ((code != 0)); do
+    local line='' code=0
+    until [[ $line == stop ]] || ((code != 0)); do
         say alive
-        IFS= read -r -t "$lost_after" word <&3
+        next_line "$lost_after" 3
         code=$?
         # Somebody killed the guard itself: this is all that is left of it.
         kill -0 "$$" 2>/dev/null || { sweep; rm -rf -- "$private"; exit; }
@@ -122,13 +122,14 @@ end_groups() {
 
 # Follows the queue until every process has ended; ends them when one failed or somebody says so.
 follow() {
-    local what name value running=$1 deadline=0
+    local line what name value running=$1 deadline=0
     while ((running > 0)); do
         if ((deadline > 0 && SECONDS >= deadline)); then
             end_groups KILL
             deadline=$((SECONDS + 5))
         fi
-        IFS=' ' read -r -t 1 what name value <&"$queue" || continue
+        next_line 1 "$queue" || continue
+        IFS=' ' read -r what name value <<<"$line"
         case $what in
         started)
             group[$name]=$value

@@ -6,6 +6,9 @@
 # and the guards end their ranks. Sourced by run.sh and collect.sh; starts nothing by itself.
 # shellcheck disable=SC2034,SC2154 # run.sh and this file share their variables
 
+# shellcheck source-path=SCRIPTDIR source=queue.sh
+source "$here/queue.sh"
+
 # The caller's words for ssh come first, because ssh takes the first of several; and the same as options
 # of collect.sh. A host that stopped answering is noticed within a minute; nobody is asked for a password.
 ssh=(ssh) ssh_words=()
@@ -149,8 +152,11 @@ stop_ranks() {
 
 # One word of the queue, or a second without one; keeps the guards assured.
 pump() {
-    local conn what rest
-    if IFS=' ' read -r -t 1 -u "$queue" conn what rest; then event "$conn" "$what" "$rest"; fi
+    local conn line what rest
+    if next_line 1 "$queue"; then
+        IFS=' ' read -r conn what rest <<<"$line"
+        event "$conn" "$what" "$rest"
+    fi
     if [[ -n $interrupted && -z $stopping ]]; then
         fail "$((128 + $(kill -l "$interrupted")))" "stopped by SIG$interrupted: ending the ranks"
     fi
@@ -234,7 +240,7 @@ sweep_again() {
     local conn=$1 unit=$1 host=${hosts[${1/C/0}]} said
     [[ $conn == C ]] || unit=H$conn
     # shellcheck disable=SC2016 # expanded there
-    if said=$({ settings launch unit; cat "$here/guard.sh"; echo 'sweep; rm -rf -- "$private"; exit 0'; } |
+    if said=$({ settings launch unit; cat "$here/queue.sh" "$here/guard.sh"; echo 'sweep; rm -rf -- "$private"; exit 0'; } |
         "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s' 2>&1); then
         tell "$(name_of "$conn") was looked at again: ${said:-nothing of the job is left there}"
     else

@@ -207,7 +207,7 @@ program() {
     else
         array command "${command[@]}"
     fi
-    cat "$here/guard.sh"
+    cat "$here/queue.sh" "$here/guard.sh"
     echo guard
 }
 

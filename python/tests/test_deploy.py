@@ -256,6 +256,16 @@ def test_lines_are_the_same_with_perl_and_without(without_perl):
     assert done.stdout == b"[p] a\n[p] 30%\n[p] \n[p] with spaces  \tand \\ tab\n[p] last\n", done
 
 
+def test_a_line_that_takes_longer_than_one_read_keeps_its_first_word():
+    """What a read that ran out of time has taken from the queue stands at the front of the line."""
+    lines = "exec {q}<> <(:); printf '1 ' >&$q; next_line 0.1 $q; echo $(($? > 128)); "
+    lines += "printf 'ended 2 0\nnext\n' >&$q; next_line 9 $q; echo $line; next_line 9 $q; echo $line"
+    done = subprocess.run(
+        ["bash", "-c", f"source {ROOT}/deploy/queue.sh; {lines}"], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["1", "1 ended 2 0", "next"], done
+
+
 def test_plain_text_is_possible_and_said_loudly(job):
     job.start("record", options=["--insecure"], ranks=1)
     assert job.ended() == 0, job.text()
