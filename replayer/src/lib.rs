@@ -3,6 +3,7 @@
 //!
 //! Each layer knows only those before it; ARCHITECTURE.md has their order, which a test reads.
 
+pub mod algebra;
 pub mod assemble;
 mod bits;
 pub mod checks;

@@ -160,6 +160,12 @@ impl<O: Op> Evaluation<'_, O> {
                 self.row(at, 0..columns, &roundings, &mut |column, number| {
                     values[column] = number.value;
                     (own[column], shared[column]) = number.variances();
+                    // The errors that a single row shares are one error of the whole stage, which
+                    // has no tail: all of its sources at their largest are the largest there is.
+                    if rows == 1 {
+                        let most: f64 = number.shared().iter().map(|c| c.abs()).sum();
+                        shared[column] = most * most;
+                    }
                 });
             });
         expected

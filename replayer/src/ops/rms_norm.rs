@@ -170,7 +170,7 @@ mod tests {
                 let is_kept_wide = matches!(*name, "rstd" | "projection");
                 let stored = if is_kept_wide { Precision::F32 } else { job.stored };
                 let values = Matrix { rows, cols, values: Values::F32(values) };
-                (*name, Recorded { values, stored: Some(stored) })
+                (*name, Recorded { values, stored: Some(stored), used_in: None })
             })
             .collect();
         let between = eager.then_some(job.stored);

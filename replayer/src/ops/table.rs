@@ -150,7 +150,7 @@ macro_rules! op {
                 sum: N,
                 count: f64,
             ) -> N {
-                let _ = count;
+                let _ = (stage, count);
                 #[allow(non_camel_case_types, dead_code)]
                 enum Place { $($stage),* }
                 $($(if stage == Place::$stage as usize {

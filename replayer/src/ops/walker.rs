@@ -19,6 +19,8 @@ pub struct Recorded<'a> {
     pub values: Matrix<'a>,
     /// What it was stored in; `None` rounds nothing.
     pub stored: Option<Precision>,
+    /// Of an input, what the job may have rounded it to before it used it.
+    pub used_in: Option<Precision>,
 }
 
 /// The recorded tensors of one call of an op, by name.
@@ -64,15 +66,78 @@ impl Judged {
 
 /// Judges the stages of an op in the order of its table.
 pub fn walk<O: Op>(op: &O, tensors: &Tensors<'_>, declared: &Declared) -> Vec<Judged> {
-    let mut walk = Walk { op, tensors, declared, extent: None, computed: BTreeMap::new() };
+    let judged = |(stage, compared): (&'static Stage, Result<(Tally, Bound), String>)| {
+        let judgement = match compared {
+            Err(why) => Judgement::Unchecked(why),
+            Ok((tally, bound)) => match tally.excess(&bound) {
+                Some(why) => Judgement::Diverged(why, Box::new(tally)),
+                None => Judgement::Agreed(Box::new(tally)),
+            },
+        };
+        Judged { stage, judgement }
+    };
+    compared(op, tensors, declared, None).into_iter().map(judged).collect()
+}
+
+/// A part of an op's planes that is compared by itself, as an op that is larger than memory is
+/// walked in parts.
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    /// The bound of the whole comparison.
+    pub bound: Bound,
+    /// Which row of the whole the first row of the part is called.
+    pub first_row: u64,
+}
+
+/// Compares the stages of an op, or of a part of its planes, without a judgement: the tallies of
+/// all parts are merged before there is one.
+pub fn tallies<O: Op>(
+    op: &O,
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    span: Span,
+) -> Vec<(&'static Stage, Result<Tally, String>)> {
+    let compared = compared(op, tensors, declared, Some(span)).into_iter();
+    compared.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
+}
+
+/// The exact values of a stage of an op, from what was recorded of the stages before it.
+pub fn values<O: Op>(
+    op: &O,
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    stage: &str,
+) -> Result<Vec<f64>, String> {
+    let mut walk =
+        Walk { op, tensors, declared, span: None, extent: None, computed: BTreeMap::new() };
     walk.extent = walk.find_extent();
-    (0..O::STAGES.len()).map(|stage| walk.judge(stage)).collect()
+    for (at, row) in O::STAGES.iter().enumerate() {
+        let expected = walk.expect(at)?;
+        if row.name == stage {
+            return Ok(expected.values);
+        }
+        walk.computed.insert(row.name, expected);
+    }
+    Err(format!("{} has no stage {stage}", O::NAME))
+}
+
+fn compared<O: Op>(
+    op: &O,
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    span: Option<Span>,
+) -> Vec<(&'static Stage, Result<(Tally, Bound), String>)> {
+    let mut walk = Walk { op, tensors, declared, span, extent: None, computed: BTreeMap::new() };
+    walk.extent = walk.find_extent();
+    (0..O::STAGES.len()).map(|stage| (&O::STAGES[stage], walk.stage(stage))).collect()
 }
 
 struct Walk<'a, O> {
     op: &'a O,
     tensors: &'a Tensors<'a>,
     declared: &'a Declared,
+    /// Which part this is of a larger op; `None` for a whole op.
+    span: Option<Span>,
     /// Rows and columns of the op's planes.
     extent: Option<(usize, usize)>,
     /// What stages should be, by name.
@@ -96,17 +161,12 @@ impl<O: Op> Walk<'_, O> {
         inputs.chain(O::STAGES.iter().map(|stage| (stage.name, stage.shape))).collect()
     }
 
-    fn judge(&mut self, at: usize) -> Judged {
+    fn stage(&mut self, at: usize) -> Result<(Tally, Bound), String> {
         let stage: &'static Stage = &O::STAGES[at];
-        let judgement = match self.expect(at) {
-            Ok(expected) => {
-                let judgement = self.compare(stage, &expected);
-                self.computed.insert(stage.name, expected);
-                judgement
-            }
-            Err(why) => Judgement::Unchecked(why),
-        };
-        Judged { stage, judgement }
+        let expected = self.expect(at)?;
+        let compared = self.compare(stage, &expected);
+        self.computed.insert(stage.name, expected);
+        compared
     }
 
     /// What a stage should be.
@@ -130,8 +190,12 @@ impl<O: Op> Walk<'_, O> {
         let source = match (self.tensors.get(name), self.computed.get(name)) {
             (Some(recorded), _) => {
                 self.check(name, shape, recorded)?;
-                let Recorded { values, stored } = *recorded;
-                if is_given { Source::Given(values) } else { Source::Recorded(values, stored) }
+                let Recorded { values, stored, used_in } = *recorded;
+                match (is_given, used_in) {
+                    (true, None) => Source::Given(values),
+                    (true, used_in) => Source::Recorded(values, used_in),
+                    (false, _) => Source::Recorded(values, stored),
+                }
             }
             (None, Some(expected)) => Source::Computed(expected),
             (None, None) => return Err(format!("{name} was not recorded")),
@@ -158,37 +222,38 @@ impl<O: Op> Walk<'_, O> {
         ))
     }
 
-    fn compare(&self, stage: &Stage, expected: &Expected) -> Judgement {
-        let Some(recorded) = self.tensors.get(stage.name) else {
-            return Judgement::Unchecked(format!("{} was not recorded", stage.name));
-        };
-        if let Err(why) = self.check(stage.name, stage.shape, recorded) {
-            return Judgement::Unchecked(why);
-        }
-        let Recorded { values: captured, stored } = *recorded;
+    fn compare(&self, stage: &Stage, expected: &Expected) -> Result<(Tally, Bound), String> {
+        let recorded = self.tensors.get(stage.name);
+        let recorded = recorded.ok_or_else(|| format!("{} was not recorded", stage.name))?;
+        self.check(stage.name, stage.shape, recorded)?;
+        let Recorded { values: captured, stored, .. } = *recorded;
         let rounding = stored.map_or(Rounding::default(), Rounding::to);
-        let columns = captured.cols;
+        let (columns, is_one_row) = (captured.cols, captured.rows == 1);
         let allowed = |row: usize, column: usize, x: f64| {
             let at = row * columns + column;
             let (own, row) = (expected.own[at], expected.row[at]);
-            let shared = expected.shared.get(at).copied().unwrap_or(0.0);
-            let inner = Allowed { own, row, shared, ..Allowed::default() };
+            let mut shared = expected.shared.get(at).copied().unwrap_or(0.0);
+            let mut inner = Allowed { own, row, ..Allowed::default() };
+            // What a plane of one row shares along its row it shares with all other parts too.
+            if is_one_row {
+                shared += row;
+                inner.row = 0.0;
+            }
+            inner.shared = shared;
             Allowance::storing(&rounding, x, 1.0, inner)
         };
         let bound = Bound::new(O::STAGES.len(), captured.rows, captured.rows * columns);
+        let Span { bound, first_row } = self.span.unwrap_or(Span { bound, first_row: 0 });
         let rows = Rows {
             captured,
             reference: &expected.values,
-            index: &|row| row as u64,
+            index: &|row| first_row + row as u64,
             repeats: &once,
         };
         let mut tally = Tally::of(&rows, allowed, &bound);
         if let Some(stored) = stored {
             tally.stored_in(stored, &expected.values);
         }
-        match tally.excess(&bound) {
-            Some(why) => Judgement::Diverged(why, Box::new(tally)),
-            None => Judgement::Agreed(Box::new(tally)),
-        }
+        Ok((tally, bound))
     }
 }

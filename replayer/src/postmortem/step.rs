@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use backtape::role::Role;
+use backtape::shard::TensorKey;
 
 use super::defect::caught;
 use super::error::RunError;
@@ -11,6 +12,7 @@ use super::pair;
 use super::settings::{Settings, proved};
 use super::summary::Opened;
 use super::versions;
+use crate::algebra::{self, StepReport};
 use crate::diagnose::{self, Budget, Found, diagnose};
 use crate::dump::{self, Selection, versions::versions};
 use crate::head::HeadStep;
@@ -43,6 +45,10 @@ pub fn report(
     if !dump.is_whole() {
         return Ok(opened.report(None));
     }
+    let algebra = algebra_of(opened, asked);
+    if !asked.wants_head() || (dump.manifest.head.is_none() && algebra.is_some()) {
+        return Ok(opened.report(None).with_algebra(algebra, asked.step));
+    }
     if let Some(named) = asked.patterns.first() {
         let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();
         return Err(RunError::NotRole { word: named.to_string(), known: known.join(", ") });
@@ -60,7 +66,14 @@ pub fn report(
     let (step, mut outcome) = judged.map_err(|panicked| ended(panicked, None))??;
     let before = outcome.clone();
     let whole = caught(|| explained(opened, (&step, &mut outcome), settings));
-    whole.map_err(|panicked| ended(panicked, Some((&step, &before))))?
+    let report = whole.map_err(|panicked| ended(panicked, Some((&step, &before))))??;
+    Ok(report.with_algebra(algebra, asked.step))
+}
+
+/// What became of every parameter's gradient, where that is asked for and was recorded.
+fn algebra_of(opened: Opened<'_>, asked: &Asked) -> Option<StepReport> {
+    let unusable = |key: &TensorKey| opened.proof.unusable(key).map(str::to_string);
+    asked.wants_step().then(|| algebra::judge(opened.dump, &unusable)).flatten()
 }
 
 /// The report of a head that was replayed, with what explains it.

@@ -80,6 +80,7 @@ impl<'a> Opened<'a> {
             dump,
             stages: outcome.map(StageReport::all).unwrap_or_default(),
             coverage: outcome.map(|outcome| outcome.coverage.clone()),
+            algebra: None,
             other_declaration: outcome.and_then(|outcome| outcome.other_declaration.clone()),
             causes: Vec::new(),
             variants: Vec::new(),

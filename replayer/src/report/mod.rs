@@ -2,6 +2,7 @@
 //! judged here, except that `verdict` combines all findings into one verdict.
 
 mod against;
+mod algebra;
 pub mod catalogue;
 mod causes;
 pub mod checked;

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::drawings::Drawings;
 pub use super::verdict::{Reason, Verdict};
+use crate::algebra::StepReport;
 use crate::checks::Checked;
 use crate::compare::SeenFrom;
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
@@ -229,6 +230,10 @@ pub struct Report {
     /// How many of the stages that were recorded or requested were judged; absent without a head.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub coverage: Option<Coverage>,
+    /// What became of every parameter's gradient; absent where that was not recorded or not asked
+    /// for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub algebra: Option<StepReport>,
     /// Another declaration of the head with which everything agrees, where something diverged and
     /// there is one.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::against;
+use super::algebra;
 use super::causes;
 use super::measured;
 use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
@@ -32,6 +33,9 @@ pub fn first(report: &Report) -> String {
 /// The whole report.
 pub fn render(report: &Report) -> String {
     let mut out = first(report);
+    if let Some(step) = &report.algebra {
+        algebra::render(&mut out, step);
+    }
     if report.dump.head.starts_with("xent_logits") {
         measured::gradcheck(&mut out, &report.stages);
     }
@@ -264,7 +268,10 @@ pub fn verdict(report: &Report) -> String {
                     names.join(" and ")
                 ),
             };
-            let (much, but) = report.coverage.as_ref().map(covered).unwrap_or_default();
+            let (head, but) = report.coverage.as_ref().map(covered).unwrap_or_default();
+            let step = report.algebra.as_ref().map(algebra::covered).unwrap_or_default();
+            let both = [head, step].into_iter().filter(|much| !much.is_empty());
+            let much = both.collect::<Vec<_>>().join(" and on ");
             format!(
                 "AGREED on {much}: what was compared is what the declared precision must give{only}{but}."
             )

@@ -5,6 +5,8 @@ use backtape::role::Role;
 use backtape::shard::TensorKey;
 use glob::Pattern;
 
+use crate::algebra;
+
 /// Roles and patterns; empty asks for everything.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Asked {
@@ -12,6 +14,8 @@ pub struct Asked {
     pub roles: Vec<Role>,
     /// Patterns of tensor names that are no role.
     pub patterns: Vec<Named>,
+    /// The step: what became of every parameter's gradient.
+    pub step: bool,
 }
 
 /// One pattern.
@@ -43,6 +47,10 @@ impl Asked {
     }
 
     fn add(&mut self, word: &str) -> Result<(), PatternError> {
+        if word == algebra::WORD {
+            self.step = true;
+            return Ok(());
+        }
         if let Some(role) = Role::from_name(word) {
             self.roles.push(role);
             return Ok(());
@@ -59,7 +67,17 @@ impl Asked {
 
     /// True when nothing in particular was asked for.
     pub fn everything(&self) -> bool {
-        self.roles.is_empty() && self.patterns.is_empty()
+        self.roles.is_empty() && self.patterns.is_empty() && !self.step
+    }
+
+    /// True when the step is to be judged.
+    pub fn wants_step(&self) -> bool {
+        self.step || self.everything()
+    }
+
+    /// True when the head is to be replayed.
+    pub fn wants_head(&self) -> bool {
+        !self.step || !self.roles.is_empty()
     }
 
     /// True when a pattern names this tensor.
@@ -89,7 +107,7 @@ impl std::fmt::Display for Named {
 
 impl From<&[Role]> for Asked {
     fn from(roles: &[Role]) -> Asked {
-        Asked { roles: roles.to_vec(), patterns: Vec::new() }
+        Asked { roles: roles.to_vec(), patterns: Vec::new(), step: false }
     }
 }
 

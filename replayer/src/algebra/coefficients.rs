@@ -1,0 +1,157 @@
+//! What a recorded sum really is a sum of: the coefficient of each addend, solved from the data.
+
+use backtape::index_box::IndexBox;
+use rayon::prelude::*;
+
+use super::judge::Judge;
+use super::sums::SumOf;
+use crate::assemble::pieces;
+
+/// A coefficient within this distance of a simple number is taken for it, if the sum then agrees.
+/// It decides nothing by itself: the walker judges the sum with the simple numbers.
+const NEAR: f64 = 0.02;
+/// Addends whose scalar products leave less than this of their energy are not told apart.
+const SINGULAR: f64 = 1e-9;
+
+/// The least-squares solution of a sum by its addends.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Coefficients {
+    /// Of each addend; 0 for one that others already make.
+    pub values: Vec<f64>,
+    /// The share of the sum's energy that no combination of the addends gives.
+    pub left: f64,
+    /// Whether each addend can be told from the others.
+    pub is_unique: bool,
+}
+
+/// Scalar products of the addends with each other and with the sum.
+#[derive(Clone, Default)]
+struct Products {
+    /// `[addends, addends]`
+    gram: Vec<f64>,
+    /// `[addends]`
+    with_sum: Vec<f64>,
+    sum: f64,
+}
+
+impl Judge<'_> {
+    /// Solves a sum for the coefficients of its addends; the weights of `of` are not used.
+    pub fn coefficients(&self, of: &SumOf<'_>) -> Result<Coefficients, String> {
+        let count = of.addends.len();
+        let parts = pieces(of.place, 8);
+        let products: Vec<Result<Products, String>> =
+            parts.par_iter().map(|part| self.products(of, part)).collect();
+        let mut total = Products { gram: vec![0.0; count * count], with_sum: vec![0.0; count], sum: 0.0 };
+        for part in products {
+            let part = part?;
+            total.gram.iter_mut().zip(&part.gram).for_each(|(sum, x)| *sum += x);
+            total.with_sum.iter_mut().zip(&part.with_sum).for_each(|(sum, x)| *sum += x);
+            total.sum += part.sum;
+        }
+        Ok(total.solve())
+    }
+
+    fn products(&self, of: &SumOf<'_>, part: &IndexBox) -> Result<Products, String> {
+        let inventory = self.inventory;
+        let sum = inventory.read_box(of.key, of.rank, part)?;
+        let read = |addend: &super::domain::Addend| inventory.read_box(&addend.key, addend.rank, part);
+        let addends = of.addends.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
+        Ok(Products {
+            gram: addends.iter().flat_map(|a| addends.iter().map(move |b| dot(a, b))).collect(),
+            with_sum: addends.iter().map(|a| dot(a, &sum)).collect(),
+            sum: dot(&sum, &sum),
+        })
+    }
+}
+
+impl Products {
+    /// Gauss-Jordan elimination with the largest pivot that is left; an addend that the chosen ones
+    /// already make gets the coefficient 0.
+    fn solve(self) -> Coefficients {
+        let count = self.with_sum.len();
+        let (mut matrix, mut right) = (self.gram.clone(), self.with_sum.clone());
+        let (mut pivots, mut is_unique) = (Vec::new(), true);
+        let mut open: Vec<usize> = (0..count).collect();
+        while let Some(place) = (0..open.len()).max_by(|a, b| {
+            let size = |at: &usize| {
+                let at = open[*at];
+                matrix[at * count + at] / self.gram[at * count + at].max(f64::MIN_POSITIVE)
+            };
+            size(a).total_cmp(&size(b))
+        }) {
+            let pivot = open.swap_remove(place);
+            let size = matrix[pivot * count + pivot];
+            if !(size > SINGULAR * self.gram[pivot * count + pivot]) {
+                is_unique = false;
+                continue;
+            }
+            pivots.push(pivot);
+            for row in (0..count).filter(|row| *row != pivot) {
+                let factor = matrix[row * count + pivot] / size;
+                (0..count).for_each(|at| matrix[row * count + at] -= factor * matrix[pivot * count + at]);
+                right[row] -= factor * right[pivot];
+            }
+        }
+        let mut values = vec![0.0; count];
+        pivots.iter().for_each(|at| values[*at] = right[*at] / matrix[at * count + at]);
+        let made: f64 = values.iter().zip(&self.with_sum).map(|(value, dot)| value * dot).sum();
+        let left = if self.sum > 0.0 { ((self.sum - made) / self.sum).max(0.0) } else { 0.0 };
+        Coefficients { values, left, is_unique }
+    }
+}
+
+impl Coefficients {
+    /// The coefficients with each that is near one of `simple`, or 0, replaced by it.
+    pub fn simplified(&self, simple: &[f64]) -> Vec<f64> {
+        let largest = self.values.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+        let nearest = |x: f64| {
+            if x.abs() <= NEAR * largest {
+                return 0.0;
+            }
+            let near = simple.iter().copied().filter(|s| (x - s).abs() <= NEAR * s.abs());
+            near.min_by(|a, b| (x - a).abs().total_cmp(&(x - b).abs())).unwrap_or(x)
+        };
+        self.values.iter().map(|x| nearest(*x)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+
+    fn solved(addends: &[Vec<f64>], sum: &[f64]) -> Coefficients {
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
+        let gram = addends.iter().flat_map(|a| addends.iter().map(move |b| dot(a, b)));
+        let with_sum = addends.iter().map(|a| dot(a, sum)).collect();
+        Products { gram: gram.collect(), with_sum, sum: dot(sum, sum) }.solve()
+    }
+
+    #[test]
+    fn the_coefficients_of_a_sum_are_solved_and_what_no_addend_makes_is_left() {
+        let mut draw = Draw::new(5);
+        let addends: Vec<Vec<f64>> =
+            (0..4).map(|_| (0..200).map(|_| draw.normal()).collect()).collect();
+        let weights = [0.0, 2.0, 1.0, 0.25];
+        let sum: Vec<f64> =
+            (0..200).map(|at| (0..4).map(|a| weights[a] * addends[a][at]).sum()).collect();
+        let found = solved(&addends, &sum);
+        assert!(found.is_unique && found.left < 1e-12, "{found:?}");
+        let off = found.values.iter().zip(weights).map(|(x, w)| (x - w).abs());
+        assert!(off.fold(0.0, f64::max) < 1e-9, "{found:?}");
+        assert_eq!(found.simplified(&[1.0, 2.0, 0.25]), weights);
+        let other: Vec<f64> = (0..200).map(|_| draw.normal()).collect();
+        assert!(solved(&addends, &other).left > 0.9);
+    }
+
+    #[test]
+    fn equal_addends_are_not_told_apart() {
+        let mut draw = Draw::new(6);
+        let one: Vec<f64> = (0..50).map(|_| draw.normal()).collect();
+        let sum: Vec<f64> = one.iter().map(|x| 2.0 * x).collect();
+        let found = solved(&[one.clone(), one], &sum);
+        assert!(!found.is_unique && found.left < 1e-12);
+        assert!((found.values.iter().sum::<f64>() - 2.0).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,128 @@
+//! The copies of a parameter: those of several ranks, the master copy, and names of one tensor.
+
+use std::collections::BTreeMap;
+
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+
+use super::inventory::Piece;
+use super::judge::{Judge, Operand, arithmetic, ranks};
+use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::part::Part;
+use crate::ops::table::op;
+
+/// A copy of a tensor.
+struct Copy;
+
+op! {
+    Copy = "copy";
+    inputs {
+        master: Plane, "the copy of more bits";
+    }
+    stages {
+        copy: Plane Forward Each |_op, master| master,
+            "the copy";
+    }
+}
+
+impl Judge<'_> {
+    /// Whether all copies of a parameter are the same after the step.
+    pub fn copies(&self, parameter: &str) -> Vec<Judged> {
+        let mut judged = self.replicas(parameter);
+        judged.extend(self.master(parameter));
+        judged
+    }
+
+    /// Boxes that several ranks hold, with other bytes.
+    fn replicas(&self, parameter: &str) -> Vec<Judged> {
+        let Some(after) = self.inventory.key(parameter, &Part::After) else { return Vec::new() };
+        let mut boxes: BTreeMap<IndexBox, Vec<Piece>> = BTreeMap::new();
+        for piece in self.inventory.pieces(after, &|_| ()) {
+            boxes.entry(piece.place.clone()).or_default().push(piece);
+        }
+        let several = boxes.into_values().filter(|pieces| {
+            pieces.iter().map(|piece| piece.ranks.len()).sum::<usize>() > 1
+        });
+        several.map(|pieces| self.replica(parameter, after, &pieces)).collect()
+    }
+
+    fn replica(&self, parameter: &str, after: &TensorKey, pieces: &[Piece]) -> Judged {
+        let mut whole = pieces[0].clone();
+        whole.ranks = pieces.iter().flat_map(|piece| piece.ranks.clone()).collect();
+        whole.ranks.sort();
+        let result = match pieces {
+            [_] => Outcome::Agreed { seen_from: None },
+            _ => Outcome::Diverged(Box::new(self.drift(parameter, pieces))),
+        };
+        self.judged(Stage::Param, parameter, (after, &whole), Ok(result))
+    }
+
+    fn drift(&self, parameter: &str, pieces: &[Piece]) -> Divergence {
+        let inventory = self.inventory;
+        let versions: Vec<String> = pieces.iter().map(|piece| ranks(&piece.ranks)).collect();
+        let before = inventory.key(parameter, &Part::Before);
+        let were_apart = before.is_some_and(|before| {
+            let own = |piece: &Piece| inventory.hashes(before, piece.ranks[0]);
+            pieces.iter().any(|piece| own(piece) != own(&pieces[0]))
+        });
+        let words = match were_apart {
+            true => "the copies differed before the step already",
+            false => "the copies were the same before the step and differ after it",
+        };
+        Divergence {
+            reason: format!("{} hold different values of it", versions.join("; ")),
+            factor: None,
+            error: f64::NAN,
+            floor: 0.0,
+            worst: None,
+            reading: Some(Reading {
+                cause: "data-parallel-copies-drift",
+                words: words.into(),
+                look: "what ranks do differently: the gradient that each one's optimizer takes, \
+                       and parameters that are not broadcast at the start",
+            }),
+        }
+    }
+
+    /// The working copy against the master copy.
+    fn master(&self, parameter: &str) -> Vec<Judged> {
+        let inventory = self.inventory;
+        let keys = (
+            inventory.key(parameter, &Part::After),
+            inventory.key(parameter, &Part::MasterAfter),
+        );
+        let (Some(after), Some(master)) = keys else { return Vec::new() };
+        let judge = |piece: &Piece| {
+            let stored = inventory.precision(after);
+            let rank = piece.ranks[0];
+            let operands = |part: &IndexBox| {
+                Ok(vec![
+                    Operand::row("master", inventory.read_box(master, rank, part)?, None),
+                    Operand::row("copy", inventory.read_box(after, rank, part)?, stored),
+                ])
+            };
+            let compared = self.compare(&Copy, &arithmetic(stored, None), &piece.place, &operands);
+            let result = compared.and_then(|compared| {
+                let tally = compared.into_iter().next().ok_or("it has no elements")?.1?;
+                Ok(match self.outcome(&tally, &piece.place, |_| None) {
+                    Outcome::Diverged(mut divergence) => {
+                        divergence.reading = Some(stale_master());
+                        Outcome::Diverged(divergence)
+                    }
+                    other => other,
+                })
+            });
+            self.judged(Stage::Param, parameter, (after, piece), result)
+        };
+        let pieces = inventory.pieces(after, &|rank| inventory.hashes(master, rank));
+        pieces.iter().map(judge).collect()
+    }
+}
+
+fn stale_master() -> Reading {
+    Reading {
+        cause: "master-stale",
+        words: "the working copy is not the master copy rounded".into(),
+        look: "when the master copy is written back, and what else writes to the parameter",
+    }
+}

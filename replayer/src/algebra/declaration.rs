@@ -1,0 +1,213 @@
+//! What a rank declares of its step: the JSON of `step.declared:RANK` (docs/step.md).
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+/// The version of the declaration that this replay reads.
+pub const VERSION: u32 = 1;
+
+/// What a rank declares of its step.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Declaration {
+    /// Of the declaration's own form.
+    pub version: u32,
+    /// Backward passes that the rank ran in the step.
+    #[serde(default = "one")]
+    pub microbatches: u32,
+    /// What the loss was multiplied by.
+    #[serde(default)]
+    pub loss_scale: Option<f64>,
+    /// The optimizer's step was left out.
+    #[serde(default)]
+    pub skipped: bool,
+    /// The norms that the job computed.
+    #[serde(default)]
+    pub norms: Vec<Norm>,
+    /// The bound of clipping by value.
+    #[serde(default)]
+    pub clip_value: Option<f64>,
+    /// By the name of the parameter.
+    #[serde(default)]
+    pub parameters: BTreeMap<String, ParameterDeclaration>,
+    /// In the order in which parameters name them.
+    #[serde(default)]
+    pub optimizers: Vec<Optimizer>,
+}
+
+fn one() -> u32 {
+    1
+}
+
+/// A norm that the job computed.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Norm {
+    /// As the job had it.
+    pub value: f64,
+    /// The p of a p-norm, or `inf`.
+    #[serde(default)]
+    pub kind: Value,
+    /// What the gradient was clipped to.
+    #[serde(default)]
+    pub max_norm: Option<f64>,
+    /// Added to the norm before it divides.
+    #[serde(default)]
+    pub epsilon: Option<f64>,
+    /// The part of the parameters that was normed.
+    #[serde(default)]
+    pub of: Option<String>,
+    /// The parameters, as far as this rank knows them.
+    #[serde(default)]
+    pub parameters: Vec<String>,
+}
+
+impl Norm {
+    /// The p of the norm; infinite for the largest element.
+    pub fn power(&self) -> Option<f64> {
+        match &self.kind {
+            Value::Null => Some(2.0),
+            Value::Number(number) => number.as_f64(),
+            Value::String(word) if word == "inf" => Some(f64::INFINITY),
+            _ => None,
+        }
+    }
+}
+
+/// What a rank declares of a parameter.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+pub struct ParameterDeclaration {
+    /// Which optimizer updates it.
+    #[serde(default)]
+    pub optimizer: Option<usize>,
+    /// Which of the optimizer's groups it is in.
+    #[serde(default)]
+    pub group: Option<usize>,
+    /// Whether a gradient is computed for it.
+    #[serde(default)]
+    pub trainable: Option<bool>,
+    /// How its gradient is brought together over ranks, in order.
+    #[serde(default)]
+    pub reduce: Vec<Reduce>,
+    /// The parameter whose tensor this name shares.
+    #[serde(default)]
+    pub same_as: Option<String>,
+    /// Numbers of the optimizer's state, before and after.
+    #[serde(default)]
+    pub scalars: BTreeMap<String, (Option<f64>, Option<f64>)>,
+    /// Why a part of it is not recorded.
+    #[serde(default)]
+    pub absent: BTreeMap<String, String>,
+}
+
+/// One communication of a gradient.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Reduce {
+    /// The mesh axis, or the name of the group.
+    pub axis: String,
+    /// What becomes of the addends.
+    pub op: ReduceOp,
+    /// The ranks that take part.
+    pub ranks: Vec<u32>,
+    /// What is sent.
+    #[serde(default)]
+    pub dtype: Option<String>,
+}
+
+/// What a reduction makes of its addends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReduceOp {
+    /// Their sum.
+    Sum,
+    /// Their mean.
+    Mean,
+}
+
+/// An optimizer of the job.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Optimizer {
+    /// Its class.
+    pub name: String,
+    /// Where the class comes from.
+    #[serde(default)]
+    pub module: String,
+    /// The hyper-parameters of each group.
+    #[serde(default)]
+    pub groups: Vec<Hyper>,
+}
+
+/// The hyper-parameters of a group, by their names.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(transparent)]
+pub struct Hyper(pub BTreeMap<String, Value>);
+
+impl Hyper {
+    /// A number; of a list, the entry at `name.INDEX`.
+    pub fn number(&self, name: &str) -> Option<f64> {
+        if let Some(value) = self.0.get(name) {
+            return value.as_f64();
+        }
+        let (list, index) = name.rsplit_once('.')?;
+        self.0.get(list)?.get(index.parse::<usize>().ok()?)?.as_f64()
+    }
+
+    /// Whether a switch is on; a number is on where it is not 0.
+    pub fn is_on(&self, name: &str) -> bool {
+        match self.0.get(name) {
+            Some(Value::Bool(on)) => *on,
+            Some(Value::Number(number)) => number.as_f64() != Some(0.0),
+            _ => false,
+        }
+    }
+}
+
+impl Declaration {
+    /// Reads the text of a declaration.
+    pub fn read(text: &[u8]) -> Result<Declaration, String> {
+        let declaration: Declaration =
+            serde_json::from_slice(text).map_err(|error| format!("it cannot be read: {error}"))?;
+        if declaration.version != VERSION {
+            return Err(format!(
+                "it is of version {}, and this replay reads version {VERSION}: use the replay of \
+                 the backtape that recorded it",
+                declaration.version
+            ));
+        }
+        Ok(declaration)
+    }
+
+    /// The hyper-parameters of a parameter and the class of its optimizer.
+    pub fn optimizer_of(&self, parameter: &str) -> Option<(&Optimizer, &Hyper)> {
+        let declared = self.parameters.get(parameter)?;
+        let optimizer = self.optimizers.get(declared.optimizer?)?;
+        Some((optimizer, optimizer.groups.get(declared.group?)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_declaration_of_the_docs_is_read_and_one_of_another_version_is_refused() {
+        let page = include_str!("../../../docs/step.md");
+        let (_, text) = page.split_once("    {\"version\"").expect("the page shows a declaration");
+        let text = text.split_once("\n\n").expect("text follows it").0;
+        let plain = |line: &str| line.split("//").next().unwrap_or_default().to_string();
+        let text: String = text.lines().map(plain).collect();
+        let declaration = Declaration::read(format!("{{\"version\"{text}").as_bytes()).unwrap();
+        assert_eq!(declaration.microbatches, 2);
+        assert_eq!(declaration.norms[0].power(), Some(2.0));
+        let (optimizer, hyper) = declaration.optimizer_of("layers.0.weight").unwrap_or_else(|| {
+            let only = &declaration.optimizers[0];
+            (only, &only.groups[0])
+        });
+        assert_eq!(optimizer.name, "AdamW");
+        assert_eq!((hyper.number("betas.1"), hyper.number("eps")), (Some(0.999), Some(1e-8)));
+        assert_eq!(declaration.parameters["layers.0.weight"].reduce[0].op, ReduceOp::Mean);
+        let refused = Declaration::read(br#"{"version": 2}"#).unwrap_err();
+        assert!(refused.contains("version 2"), "{refused}");
+        assert!(Declaration::read(b"no JSON").unwrap_err().contains("cannot be read"));
+    }
+}

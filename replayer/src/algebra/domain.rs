@@ -1,0 +1,116 @@
+//! Which gradients are brought together, and how: the domain of a parameter on one rank, and the
+//! addends that it sums.
+
+use std::collections::BTreeSet;
+
+use backtape::identity::{Microbatch, Rank};
+use backtape::shard::TensorKey;
+
+use super::declaration::ReduceOp;
+use super::inventory::Inventory;
+use super::part::Part;
+use crate::kernels::round::Precision;
+
+/// How the gradient of a parameter is brought together over ranks, as seen from one of them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Domain {
+    /// Every rank whose gradient is part of it, ascending.
+    pub ranks: Vec<Rank>,
+    /// What the sum is multiplied by: 1 over the size of each axis that is averaged.
+    pub scale: f64,
+    /// Name, operation and number of ranks of each axis.
+    pub axes: Vec<Axis>,
+    /// The format of fewest bits that is sent.
+    pub sent: Option<Precision>,
+}
+
+/// One communication of a gradient.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Axis {
+    /// The mesh axis, or the name of the group.
+    pub name: String,
+    /// What becomes of the addends.
+    pub op: ReduceOp,
+    /// How many ranks take part.
+    pub size: usize,
+}
+
+/// A gradient that a sum takes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Addend {
+    /// Who computed it.
+    pub rank: Rank,
+    /// The microbatch, or `None` for a sum over all of the rank's.
+    pub microbatch: Option<Microbatch>,
+    /// Its tensor.
+    pub key: TensorKey,
+}
+
+impl Domain {
+    /// That of a rank which communicates with no other.
+    pub fn alone(rank: Rank) -> Domain {
+        Domain { ranks: vec![rank], scale: 1.0, axes: Vec::new(), sent: None }
+    }
+
+    /// The domain of a parameter as a rank, and the ranks that it is reduced with, declare it.
+    pub fn of(inventory: &Inventory<'_>, rank: Rank, parameter: &str) -> Domain {
+        let mut domain = Domain::alone(rank);
+        let Some(declared) = inventory.declared_of(rank, parameter) else { return domain };
+        for reduce in &declared.reduce {
+            let mut together = BTreeSet::new();
+            for member in &domain.ranks {
+                let own = inventory.declared_of(*member, parameter).unwrap_or(declared);
+                let same = own.reduce.iter().find(|other| other.axis == reduce.axis);
+                let ranks = &same.unwrap_or(reduce).ranks;
+                together.extend(ranks.iter().copied().map(Rank));
+            }
+            let (name, op, size) = (reduce.axis.clone(), reduce.op, reduce.ranks.len());
+            if op == ReduceOp::Mean && size > 0 {
+                domain.scale /= size as f64;
+            }
+            domain.axes.push(Axis { name, op, size });
+            domain.ranks = together.into_iter().collect();
+            let sent = reduce.dtype.as_deref().and_then(Precision::from_name);
+            domain.sent = fewer_bits(domain.sent, sent);
+        }
+        domain
+    }
+}
+
+/// The format of fewer bits.
+pub fn fewer_bits(one: Option<Precision>, other: Option<Precision>) -> Option<Precision> {
+    let formats = [one, other].into_iter().flatten();
+    formats.max_by(|a, b| a.unit_roundoff().total_cmp(&b.unit_roundoff()))
+}
+
+impl Inventory<'_> {
+    /// The gradients of one rank: its sum over microbatches where that was recorded, else each
+    /// microbatch's; or why they are not known.
+    pub fn addends_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
+        if let Some(key) = self.key(parameter, &Part::Accumulated)
+            && self.holders(key).contains(&rank)
+        {
+            return Ok(vec![Addend { rank, microbatch: None, key: key.clone() }]);
+        }
+        self.grads_of(rank, parameter)
+    }
+
+    /// The gradients of each microbatch of one rank. A microbatch of which the rank recorded none
+    /// gave the parameter none.
+    pub fn grads_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
+        let mut addends = Vec::new();
+        for microbatch in self.microbatches(parameter) {
+            let tensors = &self.parameters[parameter].tensors;
+            let key = tensors[&(Part::Grad, microbatch)].clone();
+            if self.holders(&key).contains(&rank) {
+                addends.push(Addend { rank, microbatch, key });
+            }
+        }
+        let absent = self.declared_of(rank, parameter).and_then(|own| own.absent.get("grad"));
+        match (addends.is_empty(), absent) {
+            (_, Some(why)) => Err(format!("rank {rank} did not record its gradient: {why}")),
+            (true, None) => Err(format!("rank {rank} recorded no gradient of it before communication")),
+            (false, None) => Ok(addends),
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! The stages of a gradient: the sum over microbatches, the reduction over ranks, the loss scale and
+//! the clipping.
+
+use std::collections::BTreeMap;
+
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+
+use super::domain::Domain;
+use super::inventory::Piece;
+use super::judge::{Judge, Operand, arithmetic};
+use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::part::Part;
+use super::sums::SumOf;
+use crate::compare::{Bound, Tally};
+use crate::ops::table::op;
+
+/// A gradient times a number.
+struct Scaled;
+
+op! {
+    Scaled = "scaled";
+    inputs {
+        gradient: Plane, "the gradient before";
+        factor: Rows, "what it is multiplied by";
+    }
+    stages {
+        scaled: Plane Forward Each |_op, gradient, factor| gradient * factor,
+            "the gradient times the factor";
+    }
+}
+
+/// The gradient divided by `(norm + ε) / largest norm` where that is above 1.
+struct ClippedToNorm;
+
+op! {
+    ClippedToNorm = "clipped";
+    inputs {
+        gradient: Plane, "the gradient before";
+        norm: Rows, "the norm that the job computed";
+        epsilon: Rows, "what is added to the norm";
+        max_norm: Rows, "the norm that is allowed";
+    }
+    stages {
+        clipped: Plane Forward Each
+            |_op, gradient, norm, epsilon, max_norm| gradient * (max_norm / (norm + epsilon)),
+            "the gradient times the coefficient";
+    }
+}
+
+impl Judge<'_> {
+    /// The stages of the gradient of a parameter.
+    pub fn gradient(&self, parameter: &str) -> Vec<Judged> {
+        let mut judged = self.accumulated(parameter);
+        judged.extend(self.reduced(parameter));
+        judged.extend(self.unscaled(parameter));
+        judged.extend(self.clipped(parameter));
+        judged
+    }
+
+    /// Each rank's sum over its microbatches.
+    fn accumulated(&self, parameter: &str) -> Vec<Judged> {
+        let Some(key) = self.inventory.key(parameter, &Part::Accumulated) else {
+            return Vec::new();
+        };
+        let by_rank = self.inventory.pieces(key, &|rank| rank);
+        let judge = |piece: &Piece| {
+            let rank = piece.ranks[0];
+            let addends = self.inventory.grads_of(rank, parameter);
+            let result = addends.and_then(|addends| {
+                let weights = vec![1.0; addends.len()];
+                let (key, place) = (key, &piece.place);
+                let of =
+                    SumOf { key, rank, place, addends: &addends, weights: &weights, sent: None };
+                self.judged_sum(&of, parameter, &Domain::alone(rank))
+            });
+            self.judged(Stage::Accumulate, parameter, (key, piece), result)
+        };
+        by_rank.iter().map(judge).collect()
+    }
+
+    /// The gradient after communication.
+    fn reduced(&self, parameter: &str) -> Vec<Judged> {
+        let inventory = self.inventory;
+        let Some(key) = inventory.key(parameter, &Part::Reduced) else { return Vec::new() };
+        let mut domains: BTreeMap<Rank, Domain> = BTreeMap::new();
+        for rank in inventory.holders(key) {
+            domains.insert(rank, Domain::of(inventory, rank, parameter));
+        }
+        let judge = |piece: &Piece| {
+            let rank = piece.ranks[0];
+            let domain = &domains[&rank];
+            let stage = if domain.ranks.len() > 1 { Stage::Reduce } else { Stage::Accumulate };
+            let addends = domain.ranks.iter().map(|rank| inventory.addends_of(*rank, parameter));
+            let result = addends.collect::<Result<Vec<_>, _>>().and_then(|addends| {
+                let addends = addends.concat();
+                let weights = vec![domain.scale; addends.len()];
+                let (place, sent) = (&piece.place, domain.sent);
+                let of = SumOf { key, rank, place, addends: &addends, weights: &weights, sent };
+                self.judged_sum(&of, parameter, domain)
+            });
+            self.judged(stage, parameter, (key, piece), result)
+        };
+        let pieces = inventory.pieces(key, &|rank| domains[&rank].ranks.clone());
+        pieces.iter().map(judge).collect()
+    }
+
+    /// The gradient after the loss scale was taken out.
+    fn unscaled(&self, parameter: &str) -> Vec<Judged> {
+        let (inventory, before) = (self.inventory, Part::Reduced);
+        let (Some(key), Some(before)) =
+            (inventory.key(parameter, &Part::Unscaled), inventory.key(parameter, &before))
+        else {
+            return Vec::new();
+        };
+        let judge = |piece: &Piece| {
+            let rank = piece.ranks[0];
+            let scale = inventory.declared.get(&rank).and_then(|declared| declared.loss_scale);
+            let scale = scale.ok_or_else(|| format!("rank {rank} declares no loss scale"));
+            let result = scale.and_then(|scale| {
+                let tally = self.scaled((before, key), piece, 1.0 / scale)?;
+                Ok(self.outcome(&tally, &piece.place, |factor| unscaling(factor, scale)))
+            });
+            self.judged(Stage::Unscale, parameter, (key, piece), result)
+        };
+        let pieces = inventory.pieces(key, &|rank| inventory.hashes(before, rank));
+        pieces.iter().map(judge).collect()
+    }
+
+    /// The gradient that the optimizer takes, after clipping.
+    fn clipped(&self, parameter: &str) -> Vec<Judged> {
+        let inventory = self.inventory;
+        let before = [Part::Unscaled, Part::Reduced];
+        let before = before.iter().find_map(|part| inventory.key(parameter, part));
+        let (Some(key), Some(before)) = (inventory.key(parameter, &Part::Clipped), before) else {
+            return Vec::new();
+        };
+        let judge = |piece: &Piece| {
+            let result = self.clipping(parameter, (before, key), piece);
+            self.judged(Stage::Clip, parameter, (key, piece), result)
+        };
+        let norms = |rank: Rank| {
+            let declared = inventory.declared.get(&rank);
+            let norms = declared.map(|declared| declared.norms.iter());
+            norms.into_iter().flatten().map(|norm| norm.value.to_bits()).collect::<Vec<_>>()
+        };
+        let origin = |rank: Rank| (inventory.hashes(before, rank), norms(rank));
+        inventory.pieces(key, &origin).iter().map(judge).collect()
+    }
+
+    fn clipping(
+        &self,
+        parameter: &str,
+        (before, key): (&TensorKey, &TensorKey),
+        piece: &Piece,
+    ) -> Result<Outcome, String> {
+        let (inventory, rank) = (self.inventory, piece.ranks[0]);
+        let declared = inventory.declared.get(&rank);
+        let of = |norm: &&super::declaration::Norm| {
+            norm.parameters.is_empty() || norm.parameters.iter().any(|name| name == parameter)
+        };
+        let norm = declared.and_then(|declared| declared.norms.iter().filter(of).next_back());
+        let limit = norm.and_then(|norm| Some((norm, norm.max_norm?)));
+        let Some((norm, max_norm)) = limit else {
+            return match declared.and_then(|declared| declared.clip_value) {
+                Some(limit) => self.clipped_by_value((before, key), piece, limit),
+                None => Err(format!("rank {rank} declares neither a norm nor a value to clip to")),
+            };
+        };
+        let epsilon = norm.epsilon.unwrap_or(1e-6);
+        let coefficient = max_norm / (norm.value + epsilon);
+        let read = |factor: f64| clipping(factor, coefficient);
+        if coefficient >= 1.0 {
+            let tally = self.scaled((before, key), piece, 1.0)?;
+            return Ok(self.outcome(&tally, &piece.place, read));
+        }
+        let stored = inventory.precision(key);
+        let declared = arithmetic(stored, None);
+        let used = Some(stored.unwrap_or(declared.compute));
+        let operands = |part: &IndexBox| {
+            let number = |name, value| Operand::row(name, vec![value], used);
+            Ok(vec![
+                Operand::row("gradient", inventory.read_box(before, rank, part)?, None),
+                number("norm", norm.value),
+                number("epsilon", epsilon),
+                number("max_norm", max_norm),
+                Operand::row("clipped", inventory.read_box(key, rank, part)?, stored),
+            ])
+        };
+        let compared = self.compare(&ClippedToNorm, &declared, &piece.place, &operands)?;
+        Ok(self.outcome(&only(compared)?, &piece.place, read))
+    }
+
+    /// A clamped element is exact: it is the element or the limit.
+    fn clipped_by_value(
+        &self,
+        (before, key): (&TensorKey, &TensorKey),
+        piece: &Piece,
+        limit: f64,
+    ) -> Result<Outcome, String> {
+        let inventory = self.inventory;
+        let (rank, stored) = (piece.ranks[0], inventory.precision(key));
+        let operands = |part: &IndexBox| {
+            let mut gradient = inventory.read_box(before, rank, part)?;
+            gradient.iter_mut().for_each(|x| *x = x.clamp(-limit, limit));
+            Ok(vec![
+                Operand::row("gradient", gradient, None),
+                Operand::row("factor", vec![1.0], None),
+                Operand::row("scaled", inventory.read_box(key, rank, part)?, stored),
+            ])
+        };
+        let compared =
+            self.compare(&Scaled, &arithmetic(stored, None), &piece.place, &operands)?;
+        Ok(self.outcome(&only(compared)?, &piece.place, |_| None))
+    }
+
+    fn scaled(
+        &self,
+        (before, key): (&TensorKey, &TensorKey),
+        piece: &Piece,
+        factor: f64,
+    ) -> Result<Tally, String> {
+        let (inventory, rank) = (self.inventory, piece.ranks[0]);
+        let stored = inventory.precision(key);
+        let operands = |part: &IndexBox| {
+            Ok(vec![
+                Operand::row("gradient", inventory.read_box(before, rank, part)?, None),
+                Operand::row("factor", vec![factor], None),
+                Operand::row("scaled", inventory.read_box(key, rank, part)?, stored),
+            ])
+        };
+        only(self.compare(&Scaled, &arithmetic(stored, None), &piece.place, &operands)?)
+    }
+
+    /// How a comparison came out; `read` explains a factor that is one number for all elements.
+    pub fn outcome(
+        &self,
+        tally: &Tally,
+        place: &IndexBox,
+        read: impl Fn(f64) -> Option<Reading>,
+    ) -> Outcome {
+        let bound = self.bound(place);
+        match self.divergence(tally, place, &bound) {
+            None => {
+                let seen_from = tally.seen_from(&bound).map(|seen| seen.factor);
+                Outcome::Agreed { seen_from }
+            }
+            Some(mut divergence) => {
+                divergence.reading = divergence.factor.and_then(read);
+                Outcome::Diverged(Box::new(divergence))
+            }
+        }
+    }
+
+    /// How far a comparison is from agreeing; `None` where it agrees.
+    pub fn divergence(
+        &self,
+        tally: &Tally,
+        place: &IndexBox,
+        bound: &Bound,
+    ) -> Option<Divergence> {
+        let reason = tally.excess(bound)?;
+        let worst = tally.first_nonfinite.as_ref().or(tally.worst.as_ref());
+        let factor = 1.0 + tally.slope();
+        // What a common factor leaves of the error.
+        let left = tally.error_energy - tally.slope().powi(2) * tally.reference_energy;
+        let is_one = tally.nonfinite == 0 && left <= 2.0 * tally.budget.energy(bound.stage);
+        Some(Divergence {
+            reason,
+            factor: is_one.then_some(factor),
+            error: tally.error(),
+            floor: tally.expected(),
+            worst: worst.map(|at| (self.index(place, at.index), at.captured, at.reference)),
+            reading: None,
+        })
+    }
+
+    /// What was found of a stage of a parameter on some ranks.
+    pub fn judged(
+        &self,
+        stage: Stage,
+        parameter: &str,
+        (key, piece): (&TensorKey, &Piece),
+        result: Result<Outcome, String>,
+    ) -> Judged {
+        Judged {
+            stage,
+            parameter: parameter.into(),
+            tensor: key.to_string(),
+            ranks: piece.ranks.clone(),
+            result: result.unwrap_or_else(|why| Outcome::Unchecked { why }),
+        }
+    }
+}
+
+/// The tally of an op of one stage.
+fn only(compared: Vec<super::judge::Compared>) -> Result<Tally, String> {
+    compared.into_iter().next().ok_or("it has no elements")?.1
+}
+
+/// Whether a factor is this number to rounding.
+pub(super) fn is_near(factor: f64, number: f64) -> bool {
+    (factor / number - 1.0).abs() < 1e-3
+}
+
+fn unscaling(factor: f64, scale: f64) -> Option<Reading> {
+    let look = "where the loss scale is taken out: it must happen once, before the norm";
+    if is_near(factor, scale) {
+        let words = format!("the loss scale {scale} is still in it");
+        return Some(Reading { cause: "loss-scale-left-in", words, look });
+    }
+    is_near(factor, 1.0 / scale).then(|| Reading {
+        cause: "loss-scale-taken-out-twice",
+        words: format!("it was divided by the loss scale {scale} twice"),
+        look,
+    })
+}
+
+fn clipping(factor: f64, coefficient: f64) -> Option<Reading> {
+    let look = "the code between the norm and the optimizer's step";
+    if coefficient < 1.0 && is_near(factor, 1.0 / coefficient) {
+        return Some(Reading {
+            cause: "clip-recorded-not-applied",
+            words: format!(
+                "the gradient is not clipped: its coefficient would be {coefficient:.6}"
+            ),
+            look,
+        });
+    }
+    let twice = coefficient < 1.0 && is_near(factor, coefficient);
+    twice.then(|| Reading {
+        cause: "clip-twice",
+        words: format!("the coefficient {coefficient:.6} was applied twice"),
+        look,
+    })
+}

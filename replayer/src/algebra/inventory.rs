@@ -1,0 +1,242 @@
+//! What a dump holds of a step: which parameters, which parts of each, and what the ranks declare.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use backtape::identity::{Microbatch, Rank};
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+
+use super::declaration::{Declaration, ParameterDeclaration};
+use super::part::Part;
+use crate::compare::pair::widen;
+use crate::dump::{ShardRef, StepDump};
+use crate::head::roundings::precision_of;
+use crate::kernels::round::Precision;
+
+/// What a dump holds of a step.
+pub struct Inventory<'a> {
+    /// The dump.
+    pub dump: &'a StepDump,
+    /// What ranks declare.
+    pub declared: BTreeMap<Rank, Declaration>,
+    /// By name.
+    pub parameters: BTreeMap<String, Parameter>,
+    /// Declarations that cannot be used, in sentences.
+    pub faults: Vec<String>,
+}
+
+/// The parts that were recorded of a parameter.
+#[derive(Clone, Debug, Default)]
+pub struct Parameter {
+    /// By part and microbatch.
+    pub tensors: BTreeMap<(Part, Option<Microbatch>), TensorKey>,
+}
+
+/// What several ranks hold of a value: a box, with the same bytes on all of them.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// The ranks, ascending.
+    pub ranks: Vec<Rank>,
+    /// Which part of the parameter.
+    pub place: IndexBox,
+    /// Where one of them lies.
+    pub shard: ShardRef,
+}
+
+impl<'a> Inventory<'a> {
+    /// Reads the names and the declarations; `None` where the dump holds no part of a step.
+    pub fn of(
+        dump: &'a StepDump,
+        unusable: &dyn Fn(&TensorKey) -> Option<String>,
+    ) -> Option<Inventory<'a>> {
+        let mut inventory = Inventory {
+            dump,
+            declared: BTreeMap::new(),
+            parameters: BTreeMap::new(),
+            faults: Vec::new(),
+        };
+        for key in dump.tensors().keys() {
+            if let Some(rank) = Part::declaring_rank(key.tensor.as_str()) {
+                inventory.read(Rank(rank), key, unusable);
+            } else if let Some((part, parameter)) = Part::of_tensor(key.tensor.as_str()) {
+                let parameter = inventory.parameters.entry(parameter.to_string()).or_default();
+                parameter.tensors.insert((part, key.microbatch), key.clone());
+            }
+        }
+        let is_there = !inventory.parameters.is_empty() || !inventory.declared.is_empty();
+        is_there.then_some(inventory)
+    }
+
+    fn read(
+        &mut self,
+        rank: Rank,
+        key: &TensorKey,
+        unusable: &dyn Fn(&TensorKey) -> Option<String>,
+    ) {
+        let text = match unusable(key) {
+            Some(why) => Err(why),
+            None => {
+                let shard = self.dump.tensors()[key].shards.first();
+                let bytes = shard.and_then(|shard| self.dump.intact_bytes(shard));
+                bytes.ok_or_else(|| "its bytes are damaged".to_string())
+            }
+        };
+        match text.and_then(Declaration::read) {
+            Ok(declaration) => {
+                self.declared.insert(rank, declaration);
+            }
+            Err(why) => self.faults.push(format!(
+                "what rank {rank} declares of its step is not used: {why}; its parameters are \
+                 judged by what other ranks declare"
+            )),
+        }
+    }
+
+    /// What a rank declares of a parameter; else what any other rank does.
+    pub fn declared_of(&self, rank: Rank, parameter: &str) -> Option<&ParameterDeclaration> {
+        let of = |declaration: &'_ Declaration| declaration.parameters.contains_key(parameter);
+        let own = self.declared.get(&rank).filter(|declaration| of(declaration));
+        let any = || self.declared.values().find(|declaration| of(declaration));
+        own.or_else(any)?.parameters.get(parameter)
+    }
+
+    /// The tensor of a part that is a value of the whole step.
+    pub fn key(&self, parameter: &str, part: &Part) -> Option<&TensorKey> {
+        self.parameters.get(parameter)?.tensors.get(&(part.clone(), None))
+    }
+
+    /// The microbatches of which a gradient of the parameter was recorded.
+    pub fn microbatches(&self, parameter: &str) -> Vec<Option<Microbatch>> {
+        let tensors = self.parameters.get(parameter).map(|parameter| &parameter.tensors);
+        let grads = tensors.into_iter().flatten().filter(|((part, _), _)| *part == Part::Grad);
+        grads.map(|((_, microbatch), _)| *microbatch).collect()
+    }
+
+    /// The distinct boxes and bytes that ranks hold of a tensor. Copies are told once where all
+    /// that they were made from, as `origin` says, is the same too.
+    pub fn pieces<K: Ord>(&self, key: &TensorKey, origin: &dyn Fn(Rank) -> K) -> Vec<Piece> {
+        let mut pieces: BTreeMap<(IndexBox, u128, K), Piece> = BTreeMap::new();
+        for shard in &self.dump.tensors()[key].shards {
+            let record = self.dump.record(shard);
+            let which = (record.place.clone(), record.hash.0, origin(record.rank));
+            let piece = pieces.entry(which);
+            let piece = piece.or_insert_with(|| Piece {
+                ranks: Vec::new(),
+                place: record.place.clone(),
+                shard: *shard,
+            });
+            if !piece.ranks.contains(&record.rank) {
+                piece.ranks.push(record.rank);
+            }
+        }
+        let mut pieces: Vec<Piece> = pieces.into_values().collect();
+        pieces.iter_mut().for_each(|piece| piece.ranks.sort());
+        pieces.sort_by(|a, b| (&a.place, &a.ranks).cmp(&(&b.place, &b.ranks)));
+        pieces
+    }
+
+    /// What tells the bytes that a rank holds of a tensor from others.
+    pub fn hashes(&self, key: &TensorKey, rank: Rank) -> Vec<u128> {
+        let shards = self.dump.tensors()[key].shards.iter();
+        let own = shards.filter(|shard| self.dump.record(shard).rank == rank);
+        own.map(|shard| self.dump.record(shard).hash.0).collect()
+    }
+
+    /// The ranks that hold something of a tensor.
+    pub fn holders(&self, key: &TensorKey) -> BTreeSet<Rank> {
+        let shards = &self.dump.tensors()[key].shards;
+        shards.iter().map(|shard| self.dump.record(shard).rank).collect()
+    }
+
+    /// The format of a tensor's elements; `None` for integers.
+    pub fn precision(&self, key: &TensorKey) -> Option<Precision> {
+        precision_of(self.dump.tensors()[key].dtype)
+    }
+
+    /// What a rank holds of a box of a tensor, widened, row-major in the box.
+    pub fn read_box(
+        &self,
+        key: &TensorKey,
+        rank: Rank,
+        place: &IndexBox,
+    ) -> Result<Vec<f64>, String> {
+        let info = &self.dump.tensors()[key];
+        let own = info.shards.iter().filter(|shard| self.dump.record(shard).rank == rank);
+        let shards: Vec<&ShardRef> = own.collect();
+        if let Some(whole) = shards.iter().find(|shard| self.dump.record(shard).place == *place) {
+            let bytes = self.dump.intact_bytes(whole).ok_or_else(|| damaged(key, rank))?;
+            let mut values = Vec::new();
+            widen(info.dtype, bytes, &mut values);
+            return Ok(values);
+        }
+        self.gather((key, rank), &shards, place)
+    }
+
+    fn gather(
+        &self,
+        (key, rank): (&TensorKey, Rank),
+        shards: &[&ShardRef],
+        place: &IndexBox,
+    ) -> Result<Vec<f64>, String> {
+        let info = &self.dump.tensors()[key];
+        let elements = place.elements().unwrap_or(0) as usize;
+        let (mut values, mut written) = (vec![f64::NAN; elements], 0usize);
+        for shard in shards {
+            let record = self.dump.record(shard);
+            let Some(shared) = record.place.intersection(place) else { continue };
+            let bytes = self.dump.intact_bytes(shard).ok_or_else(|| damaged(key, rank))?;
+            let part = crate::assemble::extract(&shared, &record.place, bytes, info.dtype.width());
+            let mut widened = Vec::new();
+            widen(info.dtype, &part, &mut widened);
+            written += widened.len();
+            put(&shared, &widened, place, &mut values);
+        }
+        match written == elements {
+            true => Ok(values),
+            false => Err(format!(
+                "rank {rank} recorded {written} of the {elements} elements of {key} that it needs"
+            )),
+        }
+    }
+}
+
+fn damaged(key: &TensorKey, rank: Rank) -> String {
+    format!("the bytes of {key} of rank {rank} are damaged")
+}
+
+/// Copies the elements of `region` into those of `place`, both row-major.
+fn put(region: &IndexBox, from: &[f64], place: &IndexBox, to: &mut [f64]) {
+    let extent = region.extent();
+    let width = extent.last().copied().unwrap_or(1).max(1) as usize;
+    let mut index: Vec<u64> = region.0.iter().map(|(low, _)| *low).collect();
+    for run in from.chunks(width) {
+        let offset = index.iter().zip(&place.0).fold(0, |sum, (at, (low, high))| {
+            sum * (high - low) + (at - low)
+        }) as usize;
+        to[offset..offset + run.len()].copy_from_slice(run);
+        // The next row of the region: the last dimension but one counts up, and carries.
+        for dimension in (0..index.len().saturating_sub(1)).rev() {
+            index[dimension] += 1;
+            if index[dimension] < region.0[dimension].1 {
+                break;
+            }
+            index[dimension] = region.0[dimension].0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_lands_at_its_place() {
+        let place = IndexBox(vec![(2, 4), (1, 4)]);
+        let mut values = vec![0.0; 6];
+        put(&IndexBox(vec![(2, 4), (2, 4)]), &[1.0, 2.0, 3.0, 4.0], &place, &mut values);
+        assert_eq!(values, [0.0, 1.0, 2.0, 0.0, 3.0, 4.0]);
+        let mut number = vec![0.0];
+        put(&IndexBox(vec![]), &[7.0], &IndexBox(vec![]), &mut number);
+        assert_eq!(number, [7.0]);
+    }
+}

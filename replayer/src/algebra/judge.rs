@@ -1,0 +1,128 @@
+//! Compares a stage of a parameter, in parts that fit into memory, by the walker of `ops`.
+
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use rayon::prelude::*;
+
+use super::inventory::Inventory;
+use crate::assemble::pieces;
+use crate::compare::{Bound, Tally};
+use crate::kernels::matrix::{Matrix, Values};
+use crate::kernels::policy::Sum;
+use crate::kernels::round::Precision;
+use crate::ops::{Declared, Op, Recorded, Span, Tensors, tallies};
+
+/// Bytes of an element while it is computed with.
+const WIDTH: usize = 8;
+
+/// A tensor of a part of a stage.
+pub struct Operand {
+    /// Its name in the op's table.
+    pub name: &'static str,
+    /// Rows that it has.
+    pub rows: usize,
+    /// Its elements, row-major.
+    pub values: Vec<f64>,
+    /// Of a stage, what it was stored in; of an input, what the job may have rounded it to before
+    /// it used it. `None` rounds nothing.
+    pub rounded: Option<Precision>,
+}
+
+impl Operand {
+    /// One row of elements.
+    pub fn row(name: &'static str, values: Vec<f64>, rounded: Option<Precision>) -> Operand {
+        Operand { name, rows: 1, values, rounded }
+    }
+}
+
+/// A stage as it came out: what its op calls it, and its tally or why it has none.
+pub type Compared = (&'static str, Result<Tally, String>);
+
+/// How the stages of a step are compared.
+#[derive(Clone, Copy)]
+pub struct Judge<'a> {
+    /// What the dump holds.
+    pub inventory: &'a Inventory<'a>,
+    /// Comparisons of the whole step, which share the probability of a false alarm.
+    pub comparisons: usize,
+}
+
+/// What a job is taken to compute in.
+pub fn arithmetic(stored: Option<Precision>, sum: Option<Precision>) -> Declared {
+    let stored = stored.unwrap_or(Precision::F32);
+    let compute = if stored == Precision::F64 { Precision::F64 } else { Precision::F32 };
+    let between = (!stored.keeps_f32()).then_some(stored);
+    let accumulator = sum.unwrap_or(compute);
+    Declared { compute, between, sum: Sum { precision: accumulator, ..Sum::NATIVE } }
+}
+
+impl Judge<'_> {
+    /// The bound of a comparison over a box.
+    pub fn bound(&self, place: &IndexBox) -> Bound {
+        let elements = place.elements().unwrap_or(0) as usize;
+        Bound::new(self.comparisons, pieces(place, WIDTH).len(), elements)
+    }
+
+    /// Compares the stages of an op over a box; `operands` makes what the op takes of a part of it.
+    pub fn compare<O: Op>(
+        &self,
+        op: &O,
+        declared: &Declared,
+        place: &IndexBox,
+        operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
+    ) -> Result<Vec<Compared>, String> {
+        let (parts, bound) = (pieces(place, WIDTH), self.bound(place));
+        let part = |(at, part): (usize, &IndexBox)| {
+            let operands = operands(part)?;
+            let columns = part.elements().unwrap_or(0) as usize;
+            let tensors: Tensors<'_> = operands.iter().map(|own| own.recorded(columns)).collect();
+            let span = Span { bound, first_row: at as u64 };
+            Ok(tallies(op, &tensors, declared, span))
+        };
+        let parts: Vec<Result<_, String>> = parts.par_iter().enumerate().map(part).collect();
+        let mut whole: Vec<Compared> = Vec::new();
+        for part in parts {
+            let part = part?;
+            if whole.is_empty() {
+                whole = part.into_iter().map(|(stage, tally)| (stage.name, tally)).collect();
+                continue;
+            }
+            for ((_, whole), (_, part)) in whole.iter_mut().zip(part) {
+                match (whole.as_mut(), part) {
+                    (Ok(whole), Ok(part)) => whole.merge(part),
+                    (Ok(_), Err(why)) => *whole = Err(why),
+                    (Err(_), _) => {}
+                }
+            }
+        }
+        Ok(whole)
+    }
+
+    /// The index, in the whole tensor, of an element that a tally names by part and column.
+    pub fn index(&self, place: &IndexBox, (part, column): (u64, u64)) -> Vec<u64> {
+        let parts = pieces(place, WIDTH);
+        let Some(part) = parts.get(part as usize) else { return Vec::new() };
+        let mut left = column;
+        let mut index: Vec<u64> = Vec::new();
+        for (low, high) in part.0.iter().rev() {
+            let extent = (high - low).max(1);
+            index.push(low + left % extent);
+            left /= extent;
+        }
+        index.reverse();
+        index
+    }
+}
+
+impl Operand {
+    pub(super) fn recorded(&self, columns: usize) -> (&'static str, Recorded<'_>) {
+        let cols = if self.values.len() == self.rows * columns { columns } else { 1 };
+        let values = Matrix { rows: self.rows, cols, values: Values::F64(&self.values) };
+        (self.name, Recorded { values, stored: self.rounded, used_in: self.rounded })
+    }
+}
+
+/// Names ranks in a sentence.
+pub fn ranks(ranks: &[Rank]) -> String {
+    crate::dump::name_ranks(ranks)
+}

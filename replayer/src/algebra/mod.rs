@@ -1,0 +1,66 @@
+//! The step's algebra: every parameter's gradient followed from the ranks to the new weights
+//! (docs/step.md).
+//!
+//! Each stage is judged from the recorded stage before it, by the tables and the walker of `ops`.
+//! What diverges is explained by solving for what it is instead: the coefficient of each addend of
+//! a sum, the multiplicity of each group in a norm, the rule of an optimizer.
+
+mod coefficients;
+mod copies;
+mod declaration;
+mod domain;
+mod explain;
+mod gradient;
+mod inventory;
+mod judge;
+mod names;
+mod norm;
+mod optimizer;
+mod outcome;
+mod part;
+mod rules;
+mod sum_causes;
+mod summary;
+mod sums;
+
+use backtape::shard::TensorKey;
+use rayon::prelude::*;
+
+use crate::dump::StepDump;
+
+pub use inventory::Inventory;
+pub use judge::Judge;
+pub use outcome::{Divergence, Judged, Outcome, Reading, Stage};
+pub use summary::{Group, StageSummary, StepReport};
+
+/// The word of `--compare` that asks for the step.
+pub const WORD: &str = "step";
+
+/// Whether a tensor's name is that of a part of a step.
+pub fn is_part(key: &TensorKey) -> bool {
+    let name = key.tensor.as_str();
+    part::Part::of_tensor(name).is_some() || part::Part::declaring_rank(name).is_some()
+}
+
+/// Judges the step of a dump; `None` where the dump holds none. `unusable` says why a tensor
+/// cannot be trusted.
+pub fn judge(
+    dump: &StepDump,
+    unusable: &dyn Fn(&TensorKey) -> Option<String>,
+) -> Option<StepReport> {
+    let inventory = Inventory::of(dump, unusable)?;
+    let tensors = inventory.parameters.values().map(|parameter| parameter.tensors.len());
+    let comparisons = tensors.sum::<usize>() * dump.manifest.world_size.max(1) as usize;
+    let judge = Judge { inventory: &inventory, comparisons };
+    let of = |name: &String| {
+        let mut judged = judge.gradient(name);
+        judged.extend(judge.optimizer(name));
+        judged.extend(judge.copies(name));
+        judged
+    };
+    let names: Vec<&String> = inventory.parameters.keys().collect();
+    let each: Vec<Vec<Judged>> = names.into_par_iter().map(of).collect();
+    let mut judged = each.concat();
+    judged.extend(judge.norms());
+    Some(StepReport::of(&inventory, judged))
+}

@@ -1,0 +1,273 @@
+//! The norm of the gradients: each element of the global gradient once.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+use rayon::prelude::*;
+
+use super::declaration::Norm;
+use super::domain::fewer_bits;
+use super::gradient::is_near;
+use super::inventory::Piece;
+use super::judge::Judge;
+use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::part::Part;
+use crate::assemble::pieces;
+use crate::kernels::policy::Sum;
+use crate::kernels::round::Precision;
+
+/// What a norm may be off by, in standard deviations of its rounding: one number is compared, and
+/// beyond 6.5 a normal falls once in 10¹⁰.
+const REACH: f64 = 6.5;
+
+/// The norm of one parameter, to the power that sums.
+#[derive(Clone, Debug, Default)]
+struct Share {
+    /// `Σ |g|^p`, or the largest element, of the whole gradient.
+    whole: f64,
+    /// The same of what each rank holds.
+    held: BTreeMap<Rank, f64>,
+    /// Variance of the rounding of `whole`.
+    variance: f64,
+    /// How many ranks hold each element.
+    copies: f64,
+}
+
+impl Judge<'_> {
+    /// Every norm that a rank declares, those that are the same on several ranks once.
+    pub fn norms(&self) -> Vec<Judged> {
+        let mut groups: BTreeMap<(usize, u64, String), (Rank, Vec<Rank>)> = BTreeMap::new();
+        for (rank, declared) in &self.inventory.declared {
+            for (at, norm) in declared.norms.iter().enumerate() {
+                let which = (at, norm.value.to_bits(), norm.of.clone().unwrap_or_default());
+                let group = groups.entry(which).or_insert_with(|| (*rank, Vec::new()));
+                group.1.push(*rank);
+            }
+        }
+        let judge = |((at, ..), (rank, ranks)): (&(usize, u64, String), &(Rank, Vec<Rank>))| {
+            let norm = &self.inventory.declared[rank].norms[*at];
+            let result = self.norm(norm, *rank, *at).unwrap_or_else(|why| Outcome::Unchecked { why });
+            let parameter = String::new();
+            let (tensor, ranks) = (format!("norm {at}"), ranks.clone());
+            Judged { stage: Stage::Norm, parameter, tensor, ranks, result }
+        };
+        groups.iter().map(judge).collect()
+    }
+
+    /// The parameters of a norm: those that any rank names beside it, as a rank names only those
+    /// of which it holds a part.
+    fn normed(&self, at: usize) -> BTreeSet<&str> {
+        let norms = self.inventory.declared.values().filter_map(|own| own.norms.get(at));
+        norms.flat_map(|norm| norm.parameters.iter().map(String::as_str)).collect()
+    }
+
+    fn norm(&self, norm: &Norm, rank: Rank, at: usize) -> Result<Outcome, String> {
+        let power = norm.power().ok_or_else(|| format!("a norm of kind {} is not known", norm.kind))?;
+        let of = norm.of.as_deref().unwrap_or("reduced");
+        let mut shares: BTreeMap<&str, Share> = BTreeMap::new();
+        let (mut stored, mut lost) = (None, Vec::new());
+        for parameter in self.normed(at) {
+            match self.key_of(parameter, of) {
+                Some(key) => {
+                    let format = self.inventory.precision(key);
+                    stored = fewer_bits(stored, format);
+                    shares.insert(parameter, self.share(key, power, format)?);
+                }
+                None => lost.push(parameter),
+            }
+        }
+        if let Some(first) = lost.first() {
+            return Err(format!(
+                "the gradients of {} of its parameters were not recorded, {first} among them",
+                lost.len()
+            ));
+        }
+        if shares.is_empty() {
+            return Err("it names no parameters".into());
+        }
+        let is_max = power.is_infinite();
+        let join = |values: &mut dyn Iterator<Item = f64>| match is_max {
+            true => values.fold(0.0, f64::max),
+            false => values.sum(),
+        };
+        let root = |total: f64| if is_max { total } else { total.powf(1.0 / power) };
+        let total = join(&mut shares.values().map(|share| share.whole));
+        let expected = root(total);
+        let variance: f64 = shares.values().map(|share| share.variance).sum();
+        let format = stored.unwrap_or(Precision::F32);
+        // Each parameter's norm and the whole's are stored; a root divides a relative error by p.
+        let relative = if is_max { 0.0 } else { variance.sqrt() / (power * total.max(f64::MIN_POSITIVE)) };
+        let unit = format.unit_roundoff().max(Precision::F32.unit_roundoff());
+        let allowed = expected * (REACH * relative + 4.0 * unit);
+        if (norm.value - expected).abs() <= allowed {
+            return Ok(Outcome::Agreed { seen_from: Some(allowed / expected.max(f64::MIN_POSITIVE)) });
+        }
+        let factor = norm.value / expected;
+        let error = (factor - 1.0).abs();
+        let mut divergence = Divergence {
+            reason: format!("the job has {:.6}, and the recorded gradients have {expected:.6}", norm.value),
+            factor: factor.is_finite().then_some(factor),
+            error,
+            floor: allowed / expected,
+            worst: None,
+            reading: None,
+        };
+        let tolerance = (allowed / expected).max(1e-6);
+        let is = |value: f64| (norm.value / root(value) - 1.0).abs() <= 2.0 * tolerance;
+        divergence.reading = self.read_norm(&shares, (rank, total), &is);
+        Ok(Outcome::Diverged(Box::new(divergence)))
+    }
+
+    fn key_of(&self, parameter: &str, of: &str) -> Option<&TensorKey> {
+        let name = format!("step.{of}:{parameter}");
+        self.inventory.key(parameter, &Part::of_tensor(&name)?.0)
+    }
+
+    /// What enters instead, in place of each element once.
+    fn read_norm(
+        &self,
+        shares: &BTreeMap<&str, Share>,
+        (rank, total): (Rank, f64),
+        is: &dyn Fn(f64) -> bool,
+    ) -> Option<Reading> {
+        let held = |rank: &Rank| -> f64 {
+            shares.values().filter_map(|share| share.held.get(rank)).sum()
+        };
+        let ranks: BTreeSet<Rank> =
+            shares.values().flat_map(|share| share.held.keys().copied()).collect();
+        let local = held(&rank);
+        if !is_near(local, total) && is(local) {
+            return Some(Reading {
+                cause: "norm-local-not-global",
+                words: format!("it is the norm of what rank {rank} holds alone"),
+                look: "the reduction of the squared norms over the ranks that hold other parts",
+            });
+        }
+        let all: f64 = ranks.iter().map(held).sum();
+        if is(all) {
+            return Some(Reading {
+                cause: "norm-counts-copies",
+                words: "every copy of a gradient that several ranks hold is counted".into(),
+                look: "over which ranks the squared norms are added: copies must count once",
+            });
+        }
+        self.read_multiplicities(shares, total, is)
+    }
+
+    /// Groups of parameters that enter not at all, or as often as there are copies of them.
+    fn read_multiplicities(
+        &self,
+        shares: &BTreeMap<&str, Share>,
+        total: f64,
+        is: &dyn Fn(f64) -> bool,
+    ) -> Option<Reading> {
+        let mut groups: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+        for name in shares.keys() {
+            for group in self.groups_of(name) {
+                groups.entry(group).or_default().push(name);
+            }
+        }
+        for (group, names) in &groups {
+            let own: f64 = names.iter().map(|name| shares[name].whole).sum();
+            let copies = shares[names[0]].copies;
+            for times in [0.0, copies, 1.0 / copies] {
+                if times == 1.0 || names.len() == shares.len() || !is(total + (times - 1.0) * own) {
+                    continue;
+                }
+                let (cause, words) = match times == 0.0 {
+                    true => ("norm-misses-group", format!("{group} are not in it")),
+                    false => (
+                        "norm-counts-copies",
+                        format!("{group} are in it {times:.4} times"),
+                    ),
+                };
+                return Some(Reading {
+                    cause,
+                    words,
+                    look: "which parameters, and which ranks' parts of them, the norm adds up",
+                });
+            }
+        }
+        None
+    }
+
+    /// The groups that a parameter is in, in words: by optimizer group, by domain, and by itself.
+    fn groups_of(&self, parameter: &str) -> Vec<String> {
+        let mut groups = vec![parameter.to_string()];
+        let declared = self.inventory.declared_of(Rank(0), parameter);
+        if let Some(declared) = declared {
+            if let (Some(optimizer), Some(group)) = (declared.optimizer, declared.group) {
+                groups.push(format!("the parameters of group {group} of optimizer {optimizer}"));
+            }
+            let axes: Vec<&str> = declared.reduce.iter().map(|own| own.axis.as_str()).collect();
+            groups.push(match axes.is_empty() {
+                true => "the parameters that are not reduced".into(),
+                false => format!("the parameters that are reduced over {}", axes.join(" and ")),
+            });
+        }
+        groups
+    }
+
+    /// `Σ |g|^p` of a gradient, each element once.
+    fn share(
+        &self,
+        key: &TensorKey,
+        power: f64,
+        format: Option<Precision>,
+    ) -> Result<Share, String> {
+        let mut share = Share { copies: 1.0, ..Share::default() };
+        let mut counted: Vec<IndexBox> = Vec::new();
+        let sum = Sum { precision: Precision::F32, ..Sum::NATIVE };
+        for piece in self.inventory.pieces(key, &|_| ()) {
+            let [value, squares, count] = self.powers(key, &piece, power)?;
+            for rank in &piece.ranks {
+                let held = share.held.entry(*rank).or_default();
+                *held = if power.is_infinite() { held.max(value) } else { *held + value };
+            }
+            // Copies that differ are told where they are reduced; the first of them counts here.
+            if counted.iter().any(|place| *place == piece.place) {
+                continue;
+            }
+            counted.push(piece.place.clone());
+            share.copies = share.copies.max(piece.ranks.len() as f64);
+            share.whole = match power.is_infinite() {
+                true => share.whole.max(value),
+                false => share.whole + value,
+            };
+            let unit = format.map_or(0.0, Precision::unit_roundoff);
+            share.variance += sum.variance(count, value, squares) + (2.0 * unit * value).powi(2);
+        }
+        Ok(share)
+    }
+
+    /// `Σ |g|^p`, `Σ |g|^2p` and the count of the elements of a piece.
+    fn powers(&self, key: &TensorKey, piece: &Piece, power: f64) -> Result<[f64; 3], String> {
+        let parts = pieces(&piece.place, 8);
+        let part = |part: &IndexBox| {
+            let values = self.inventory.read_box(key, piece.ranks[0], part)?;
+            let mut sums = [0.0, 0.0, values.len() as f64];
+            for x in values {
+                let x = x.abs();
+                if power.is_infinite() {
+                    sums[0] = f64::max(sums[0], x);
+                    continue;
+                }
+                let raised = if power == 2.0 { x * x } else { x.powf(power) };
+                sums[0] += raised;
+                sums[1] += raised * raised;
+            }
+            Ok(sums)
+        };
+        let parts: Vec<Result<[f64; 3], String>> = parts.par_iter().map(part).collect();
+        let mut total = [0.0; 3];
+        for part in parts {
+            let [value, squares, count] = part?;
+            let before: f64 = total[0];
+            let joined = if power.is_infinite() { before.max(value) } else { before + value };
+            total = [joined, total[1] + squares, total[2] + count];
+        }
+        Ok(total)
+    }
+}

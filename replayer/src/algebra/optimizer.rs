@@ -1,0 +1,402 @@
+//! The stages of the optimizer: its state and the change of the parameter, by the rule that it
+//! declares.
+
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::shard::TensorKey;
+
+use super::declaration::{Hyper, Optimizer};
+use super::gradient::is_near;
+use super::inventory::Piece;
+use super::judge::{Compared, Judge, Operand, arithmetic};
+use super::outcome::{Judged, Outcome, Reading, Stage};
+use super::part::{OF_GRADIENT, Part};
+use super::rules::Rule;
+use crate::kernels::round::Precision;
+
+/// What an optimizer is supposed to have done with one piece of a parameter.
+#[derive(Clone)]
+struct Supposed<'a> {
+    rule: Rule,
+    hyper: &'a Hyper,
+    /// The gradient that it took.
+    gradient: &'a TensorKey,
+    /// What its learning rate was multiplied by.
+    lr_factor: f64,
+    /// The weight decay, where it is not the declared one.
+    weight_decay: Option<f64>,
+    /// Whether it forgot its state.
+    is_reset: bool,
+}
+
+/// The tensors of one parameter's step of the optimizer.
+struct Tensors<'a> {
+    parameter: &'a str,
+    before: &'a TensorKey,
+    after: &'a TensorKey,
+    rank: Rank,
+    /// Whether this is the first step, before which there is no state.
+    is_first: bool,
+}
+
+impl Judge<'_> {
+    /// The optimizer's stages of a parameter.
+    pub fn optimizer(&self, parameter: &str) -> Vec<Judged> {
+        let inventory = self.inventory;
+        let copies = [(Part::MasterBefore, Part::MasterAfter), (Part::Before, Part::After)];
+        let both = copies.iter().find_map(|(before, after)| {
+            Some((inventory.key(parameter, before)?, inventory.key(parameter, after)?))
+        });
+        let Some((before, after)) = both else { return Vec::new() };
+        let tensors = &inventory.parameters[parameter].tensors;
+        let others: Vec<&TensorKey> = tensors.values().filter(|key| *key != after).collect();
+        let origin = |rank: Rank| {
+            let hashes = others.iter().map(|key| inventory.hashes(key, rank));
+            (hashes.collect::<Vec<_>>(), self.hyper_words(rank, parameter))
+        };
+        let mut judged = Vec::new();
+        for piece in inventory.pieces(after, &origin) {
+            let rank = piece.ranks[0];
+            let step = self.step_of(rank, parameter);
+            let is_first = step.is_none_or(|step| step <= 1.0);
+            let tensors = Tensors { parameter, before, after, rank, is_first };
+            judged.extend(self.optimized(&tensors, &piece));
+        }
+        judged
+    }
+
+    /// The hyper-parameters as text, which tells ranks that declare others apart.
+    fn hyper_words(&self, rank: Rank, parameter: &str) -> String {
+        let declared = self.inventory.declared.get(&rank);
+        let of = declared.and_then(|declared| declared.optimizer_of(parameter));
+        of.map(|(optimizer, hyper)| format!("{} {hyper:?}", optimizer.name)).unwrap_or_default()
+    }
+
+    /// Which step of the optimizer this is, from 1, as its state counts.
+    fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
+        let scalars = &self.inventory.declared_of(rank, parameter)?.scalars;
+        ["step", "count"].iter().find_map(|name| scalars.get(*name)?.1)
+    }
+
+    fn optimized(&self, tensors: &Tensors<'_>, piece: &Piece) -> Vec<Judged> {
+        let (inventory, parameter, rank) = (self.inventory, tensors.parameter, tensors.rank);
+        let unchecked = |why: String| {
+            let result = Ok(Outcome::Unchecked { why });
+            vec![self.judged(Stage::Update, parameter, (tensors.after, piece), result)]
+        };
+        let declared = inventory.declared.get(&rank);
+        if declared.is_some_and(|declared| declared.skipped) {
+            return unchecked("the job left the optimizer's step out".into());
+        }
+        let Some((optimizer, hyper)) = declared.and_then(|own| own.optimizer_of(parameter)) else {
+            return unchecked(format!("rank {rank} declares no optimizer of it"));
+        };
+        let step = self.step_of(rank, parameter).unwrap_or(1.0);
+        let Some(rule) = Rule::of(optimizer, hyper, step) else {
+            return unchecked(unknown_rule(optimizer));
+        };
+        let gradient = OF_GRADIENT.iter().rev().find_map(|part| inventory.key(parameter, part));
+        let Some(gradient) = gradient else {
+            return unchecked("the gradient that the optimizer took was not recorded".into());
+        };
+        let supposed = Supposed {
+            rule,
+            hyper,
+            gradient,
+            lr_factor: 1.0,
+            weight_decay: None,
+            is_reset: false,
+        };
+        match self.stages(tensors, piece, &supposed) {
+            Ok(compared) => self.read_stages(tensors, piece, &supposed, compared),
+            Err(why) => unchecked(why),
+        }
+    }
+
+    /// Judges the stages as compared, and looks for what explains those that diverge.
+    fn read_stages(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+        compared: Vec<Compared>,
+    ) -> Vec<Judged> {
+        let mut judged = Vec::new();
+        for (name, tally) in compared {
+            let Some((stage, key)) = self.tensor_of(tensors, &supposed.rule, name) else { continue };
+            let result = tally.map(|tally| self.outcome(&tally, &piece.place, |_| None));
+            judged.push(self.judged(stage, tensors.parameter, (key, piece), result));
+        }
+        let is_diverged = judged.iter().any(|one| one.result.divergence().is_some());
+        let reading = is_diverged.then(|| self.explained(tensors, piece, supposed)).flatten();
+        for one in &mut judged {
+            if let Outcome::Diverged(divergence) = &mut one.result {
+                divergence.reading = reading.clone();
+            }
+        }
+        judged
+    }
+
+    /// The recorded tensor of a stage of a rule's table.
+    fn tensor_of<'t>(
+        &'t self,
+        tensors: &Tensors<'t>,
+        rule: &Rule,
+        name: &str,
+    ) -> Option<(Stage, &'t TensorKey)> {
+        let inventory = self.inventory;
+        match name {
+            "after" => return Some((Stage::Update, tensors.after)),
+            "update" => {
+                return Some((Stage::Update, inventory.key(tensors.parameter, &Part::Update)?));
+            }
+            _ => {}
+        }
+        let state = rule.names().states.iter().find(|state| state.after == name)?;
+        let part = |own: &&str| Part::StateAfter((*own).to_string());
+        let key = state.recorded.iter().find_map(|own| inventory.key(tensors.parameter, &part(own)))?;
+        Some((Stage::State, key))
+    }
+
+    /// Compares the stages of a supposed rule.
+    fn stages(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Result<Vec<Compared>, String> {
+        let declared = arithmetic(self.inventory.precision(tensors.after), None);
+        let operands = |part: &IndexBox| self.operands(tensors, supposed, part);
+        supposed.rule.compare(self, &declared, &piece.place, &operands)
+    }
+
+    /// What a supposed rule takes and gives of a part of the parameter.
+    fn operands(
+        &self,
+        tensors: &Tensors<'_>,
+        supposed: &Supposed<'_>,
+        part: &IndexBox,
+    ) -> Result<Vec<Operand>, String> {
+        let inventory = self.inventory;
+        let given = |name, key: &TensorKey| {
+            let values = inventory.read_box(key, tensors.rank, part)?;
+            Ok::<_, String>(Operand::row(name, values, None))
+        };
+        let recorded = |name, key: &TensorKey| {
+            Ok::<_, String>(Operand { rounded: inventory.precision(key), ..given(name, key)? })
+        };
+        let mut operands = vec![
+            given("grad", supposed.gradient)?,
+            given("before", tensors.before)?,
+            recorded("after", tensors.after)?,
+        ];
+        if let Some(key) = inventory.key(tensors.parameter, &Part::Update) {
+            operands.push(recorded("update", key)?);
+        }
+        for state in supposed.rule.names().states {
+            let find = |part: fn(String) -> Part| {
+                let key = |own: &&str| {
+                    inventory.key(tensors.parameter, &part((*own).to_string()))
+                };
+                state.recorded.iter().find_map(key)
+            };
+            let (before, after) = (find(Part::StateBefore), find(Part::StateAfter));
+            // A state that there is after a later step, and was not recorded before it, is unknown.
+            let is_unknown = before.is_none() && after.is_some() && !tensors.is_first;
+            match before.filter(|_| !supposed.is_reset) {
+                Some(key) => operands.push(given(state.before, key)?),
+                None if is_unknown => {}
+                None => {
+                    let zeros = vec![0.0; part.elements().unwrap_or(0) as usize];
+                    operands.push(Operand::row(state.before, zeros, None));
+                }
+            }
+            if let Some(key) = after {
+                operands.push(recorded(state.after, key)?);
+            }
+        }
+        for (name, value) in hyper_numbers(supposed)? {
+            operands.push(Operand::row(name, vec![value], Some(Precision::F32)));
+        }
+        Ok(operands)
+    }
+
+    /// The factor of the whole change, and the weight decay, that fit the change best: its
+    /// regression on the change that the rule gives and on the parameter.
+    fn fitted(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Option<(f64, f64)> {
+        let declared = arithmetic(self.inventory.precision(tensors.after), None);
+        // Scalar products: of the rule's change, the parameter and the change with each other.
+        let (mut rr, mut rp, mut pp, mut rc, mut pc) = (0.0, 0.0, 0.0, 0.0, 0.0);
+        for part in crate::assemble::pieces(&piece.place, 8) {
+            let operands = self.operands(tensors, supposed, &part).ok()?;
+            let rule = supposed.rule.change(&operands, &declared).ok()?;
+            let named = |name: &str| operands.iter().find(|operand| operand.name == name);
+            let (before, after) = (&named("before")?.values, &named("after")?.values);
+            for ((r, p), a) in rule.iter().zip(before).zip(after) {
+                let change = a - p;
+                rr += r * r;
+                rp += r * p;
+                pp += p * p;
+                rc += r * change;
+                pc += p * change;
+            }
+        }
+        let lr = self.learning_rate(supposed)?;
+        let weight_decay = hyper_numbers(supposed).ok()?;
+        let weight_decay = weight_decay.iter().find(|(name, _)| *name == "weight_decay")?.1;
+        // With the rule's change as it is, what is left is a multiple of the parameter.
+        let along = (pc - rp) / pp;
+        (rr > 0.0 && pp > 0.0 && lr != 0.0).then(|| (rc / rr, weight_decay - along / lr))
+    }
+
+    /// Whether a supposition gives every stage that was recorded.
+    fn agrees(&self, tensors: &Tensors<'_>, piece: &Piece, supposed: &Supposed<'_>) -> bool {
+        let Ok(compared) = self.stages(tensors, piece, supposed) else { return false };
+        let bound = self.bound(&piece.place);
+        let mut judged = compared.iter().filter_map(|(name, tally)| {
+            self.tensor_of(tensors, &supposed.rule, name)?;
+            tally.as_ref().ok()
+        });
+        let mut any = false;
+        judged.all(|tally| {
+            any = true;
+            tally.excess(&bound).is_none()
+        }) && any
+    }
+
+    /// What the optimizer did in place of what it declares.
+    fn explained(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Option<Reading> {
+        let agrees = |other: &Supposed<'_>| self.agrees(tensors, piece, other);
+        if let Some(reading) = self.no_op(tensors, piece) {
+            return Some(reading);
+        }
+        for other in self.other_gradients(tensors, supposed) {
+            if agrees(&other) {
+                return Some(Reading {
+                    cause: "update-from-other-gradient",
+                    words: format!("the optimizer took {}", other.gradient),
+                    look: "which gradient the optimizer reads: `.grad` was replaced after the \
+                           stage before, or a copy is read",
+                });
+            }
+        }
+        let reset = Supposed { is_reset: true, ..supposed.clone() };
+        if !tensors.is_first && agrees(&reset) {
+            return Some(Reading {
+                cause: "state-reset",
+                words: "the state before this step is not in the state after it".into(),
+                look: "what clears or reloads the optimizer's state",
+            });
+        }
+        for variation in supposed.rule.variations() {
+            if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
+                let (cause, look) = (variation.cause, variation.look);
+                return Some(Reading { cause, words: variation.words, look });
+            }
+        }
+        self.solved(tensors, piece, supposed)
+    }
+
+    fn no_op(&self, tensors: &Tensors<'_>, piece: &Piece) -> Option<Reading> {
+        let inventory = self.inventory;
+        let rank = tensors.rank;
+        let is_same = tensors.before != tensors.after
+            && inventory.hashes(tensors.before, rank) == inventory.hashes(tensors.after, rank)
+            && piece.place.elements() != Some(0);
+        is_same.then(|| Reading {
+            cause: "update-is-no-op",
+            words: "the parameter is the same bit for bit before and after the step".into(),
+            look: "whether the optimizer holds this parameter, or a copy of it that is not \
+                   written back",
+        })
+    }
+
+    /// The other gradients of the parameter that were recorded.
+    fn other_gradients<'t>(
+        &'t self,
+        tensors: &Tensors<'t>,
+        supposed: &Supposed<'t>,
+    ) -> Vec<Supposed<'t>> {
+        let parts = &self.inventory.parameters[tensors.parameter].tensors;
+        let is_gradient = |part: &Part| {
+            OF_GRADIENT.contains(part) || matches!(part, Part::Grad | Part::Accumulated | Part::Stale)
+        };
+        let others = parts.iter().filter(|((part, _), key)| {
+            is_gradient(part) && *key != supposed.gradient
+        });
+        others.map(|(_, gradient)| Supposed { gradient, ..supposed.clone() }).collect()
+    }
+
+    /// A learning rate or a weight decay that gives the change, solved from it.
+    fn solved(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Option<Reading> {
+        let declared = supposed.hyper.number("weight_decay").unwrap_or(0.0);
+        let (lr_factor, decay) = self.fitted(tensors, piece, supposed)?;
+        let scaled = Supposed { lr_factor, ..supposed.clone() };
+        if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
+            let lr = self.learning_rate(supposed)?;
+            return Some(Reading {
+                cause: "lr-scaled",
+                words: format!(
+                    "the change is {lr_factor:.6} x that of the declared learning rate {lr:e}: it \
+                     is that of {:e}",
+                    lr * lr_factor
+                ),
+                look: "the schedule, and what multiplies the learning rate",
+            });
+        }
+        let weight_decay = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };
+        let decayed = Supposed { weight_decay: Some(weight_decay), ..supposed.clone() };
+        (weight_decay != declared && self.agrees(tensors, piece, &decayed)).then(|| Reading {
+            cause: if declared == 0.0 { "decay-on-excluded" } else { "decay-other" },
+            words: format!(
+                "the parameter decays by {weight_decay:.6}, and {declared:.6} is declared"
+            ),
+            look: "which parameters the optimizer's groups exclude from weight decay",
+        })
+    }
+
+    fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
+        let numbers = hyper_numbers(supposed).ok()?;
+        numbers.iter().find(|(name, _)| *name == "lr").map(|(_, value)| *value)
+    }
+}
+
+fn unknown_rule(optimizer: &Optimizer) -> String {
+    format!(
+        "no rule is known of the optimizer {}: known are {}",
+        optimizer.name,
+        Rule::known().join(", ")
+    )
+}
+
+/// The hyper-parameters of a rule as numbers.
+fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, String> {
+    let number = |(name, declared, default): &(&'static str, &[&'static str], f64)| {
+        let value = declared.iter().find_map(|own| supposed.hyper.number(own));
+        let value = match (*name, value.unwrap_or(*default)) {
+            ("lr", lr) => lr * supposed.lr_factor,
+            ("weight_decay", decay) => supposed.weight_decay.unwrap_or(decay),
+            (_, other) => other,
+        };
+        match value.is_nan() {
+            true => Err(format!("the optimizer declares no {name}")),
+            false => Ok((*name, value)),
+        }
+    };
+    supposed.rule.names().hyper.iter().map(number).collect()
+}

@@ -1,0 +1,125 @@
+//! What was found of the stages of a step's parameters.
+
+use backtape::identity::Rank;
+use serde::Serialize;
+
+/// A stage of a parameter's way from its local gradients to its new value, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Stage {
+    /// A rank's gradients, summed over its microbatches.
+    Accumulate,
+    /// The gradients of ranks, brought together.
+    Reduce,
+    /// The loss scale taken out.
+    Unscale,
+    /// The norm of the gradients.
+    Norm,
+    /// The gradient clipped to a norm or a value.
+    Clip,
+    /// The optimizer's state after its step.
+    State,
+    /// The change of the parameter.
+    Update,
+    /// The copies of the parameter.
+    Param,
+}
+
+impl Stage {
+    /// Every stage, in order.
+    pub const ALL: [Stage; 8] = [
+        Stage::Accumulate,
+        Stage::Reduce,
+        Stage::Unscale,
+        Stage::Norm,
+        Stage::Clip,
+        Stage::State,
+        Stage::Update,
+        Stage::Param,
+    ];
+
+    /// Its name in every output.
+    pub fn name(self) -> &'static str {
+        match self {
+            Stage::Accumulate => "accumulate",
+            Stage::Reduce => "reduce",
+            Stage::Unscale => "unscale",
+            Stage::Norm => "norm",
+            Stage::Clip => "clip",
+            Stage::State => "state",
+            Stage::Update => "update",
+            Stage::Param => "param",
+        }
+    }
+}
+
+/// What was found of one stage of one parameter on the ranks that hold the same of it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Judged {
+    /// The stage.
+    pub stage: Stage,
+    /// The parameter; empty for a norm, which is of many.
+    pub parameter: String,
+    /// The tensor that was judged, as it is recorded.
+    pub tensor: String,
+    /// The ranks that hold it.
+    pub ranks: Vec<Rank>,
+    /// How it came out.
+    pub result: Outcome,
+}
+
+/// How a stage came out.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "status", rename_all = "snake_case")]
+pub enum Outcome {
+    /// It is what the stage before it gives, within what rounding explains.
+    Agreed {
+        /// The smallest factor, as its distance from 1, that would have been seen.
+        seen_from: Option<f64>,
+    },
+    /// It is not.
+    Diverged(Box<Divergence>),
+    /// Nothing can be said, and why.
+    Unchecked {
+        /// The reason, in words.
+        why: String,
+    },
+}
+
+/// How far a stage is from what it should be, and what explains it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Divergence {
+    /// Which bound is left, in words.
+    pub reason: String,
+    /// Captured over reference: one number for all elements, where it is one.
+    pub factor: Option<f64>,
+    /// Relative error, in the Frobenius norm.
+    pub error: f64,
+    /// The relative error that rounding explains.
+    pub floor: f64,
+    /// The element that is furthest off: its index, captured and reference.
+    pub worst: Option<(Vec<u64>, f64, f64)>,
+    /// What reproduces it, where something does.
+    pub reading: Option<Reading>,
+}
+
+/// What reproduces a divergence within what rounding explains.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Reading {
+    /// The cause, by its name in docs/causes.md.
+    pub cause: &'static str,
+    /// What the captured values are, in words.
+    pub words: String,
+    /// What to look at.
+    pub look: &'static str,
+}
+
+impl Outcome {
+    /// How it differs, where it does.
+    pub fn divergence(&self) -> Option<&Divergence> {
+        match self {
+            Outcome::Diverged(divergence) => Some(divergence),
+            _ => None,
+        }
+    }
+}

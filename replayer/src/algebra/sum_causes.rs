@@ -1,0 +1,262 @@
+//! Names the cause of a sum whose coefficients are known.
+
+use std::collections::BTreeSet;
+
+use backtape::identity::{Microbatch, Rank};
+
+use super::declaration::ReduceOp;
+use super::domain::{Addend, Domain};
+use super::explain::{microbatch_words, rank_words};
+use super::gradient::is_near;
+use super::outcome::Reading;
+
+/// A sum, solved.
+pub struct Solved<'a> {
+    /// Every gradient that may be part of it.
+    pub addends: &'a [Addend],
+    /// What each is multiplied by.
+    pub weights: &'a [f64],
+    /// Which of them the rank held before the step.
+    pub stale: Option<usize>,
+    /// What the job declares.
+    pub domain: &'a Domain,
+    /// Whose sum it is.
+    pub rank: Rank,
+    /// Whether each addend can be told from the others.
+    pub is_unique: bool,
+    /// Microbatches of the step.
+    pub microbatches: usize,
+}
+
+/// What a sum is, in words, and its cause.
+pub fn named(solved: &Solved<'_>) -> Reading {
+    let simple = solved.not_cleared().or_else(|| solved.factor()).or_else(|| solved.window());
+    let known = simple.or_else(|| solved.doubled()).or_else(|| solved.group());
+    known.or_else(|| solved.unequal_ranks()).unwrap_or_else(|| Reading {
+        cause: "unknown",
+        words: format!("it is the sum {}", solved.terms()),
+        look: "the code that adds up this gradient",
+    })
+}
+
+impl Solved<'_> {
+    /// Coefficients over the declared one, of all but what was there before the step.
+    fn ratios(&self) -> impl Iterator<Item = (&Addend, f64)> {
+        let all = self.addends.iter().zip(self.weights).enumerate();
+        let fresh = all.filter(|(at, _)| Some(*at) != self.stale);
+        fresh.map(|(_, (addend, weight))| (addend, weight / self.domain.scale))
+    }
+
+    /// The same of the ranks that belong to the domain.
+    fn own(&self) -> Vec<(&Addend, f64)> {
+        self.ratios().filter(|(addend, _)| self.domain.ranks.contains(&addend.rank)).collect()
+    }
+
+    fn is_of_domain_alone(&self) -> bool {
+        self.ratios().all(|(addend, ratio)| {
+            ratio == 0.0 || self.domain.ranks.contains(&addend.rank)
+        })
+    }
+
+    fn has_stale(&self) -> bool {
+        self.stale.is_some_and(|at| self.weights[at] != 0.0)
+    }
+
+    fn not_cleared(&self) -> Option<Reading> {
+        let is_right = self.own().iter().all(|(_, ratio)| is_near(*ratio, 1.0));
+        (self.has_stale() && is_right && self.is_of_domain_alone()).then(|| Reading {
+            cause: "not-cleared",
+            words: "the gradient that was there before the step is still in it".into(),
+            look: "zero_grad: it must run before the first backward of each step, for every \
+                   parameter",
+        })
+    }
+
+    /// One factor for all addends.
+    fn factor(&self) -> Option<Reading> {
+        let own = self.own();
+        let factor = own.first()?.1;
+        let is_one = own.iter().all(|(_, ratio)| is_near(*ratio, factor) && factor != 0.0);
+        if !is_one || !self.is_of_domain_alone() || self.has_stale() {
+            return None;
+        }
+        let explanations = self.explanations(factor);
+        let (cause, look) = self.cause_of_factor(factor);
+        let equals = match explanations.is_empty() {
+            true => String::new(),
+            false => format!(", which is {}", explanations.join(", or ")),
+        };
+        Some(Reading {
+            cause,
+            words: format!("captured = {factor:.7} x reference on every element{equals}"),
+            look,
+        })
+    }
+
+    /// The products of sizes that a factor equals.
+    fn explanations(&self, factor: f64) -> Vec<String> {
+        let mut parts: Vec<(String, f64)> = Vec::new();
+        for axis in self.domain.axes.iter().filter(|axis| axis.size > 1) {
+            parts.push((format!("|{}| = {}", axis.name, axis.size), axis.size as f64));
+        }
+        if self.microbatches > 1 {
+            let count = self.microbatches;
+            parts.push((format!("{count} microbatches"), count as f64));
+        }
+        let mut found = Vec::new();
+        for (name, size) in &parts {
+            if is_near(factor, *size) {
+                found.push(name.clone());
+            } else if is_near(factor, 1.0 / size) {
+                found.push(format!("1 / ({name})"));
+            }
+        }
+        let all: f64 = parts.iter().map(|(_, size)| size).product();
+        if found.is_empty() && parts.len() > 1 {
+            let names = parts.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>();
+            if is_near(factor, all) {
+                found.push(format!("the product of {}", names.join(" and ")));
+            } else if is_near(factor, 1.0 / all) {
+                found.push(format!("1 / the product of {}", names.join(" and ")));
+            }
+        }
+        found
+    }
+
+    fn cause_of_factor(&self, factor: f64) -> (&'static str, &'static str) {
+        let size_of = |op: ReduceOp| -> f64 {
+            let axes = self.domain.axes.iter().filter(|axis| axis.op == op);
+            axes.map(|axis| axis.size as f64).product()
+        };
+        let (averaged, summed) = (size_of(ReduceOp::Mean), size_of(ReduceOp::Sum));
+        let is = |number: f64| number != 1.0 && is_near(factor, number);
+        let one_axis = self.domain.axes.iter().any(|axis| is(axis.size as f64));
+        if is(averaged) {
+            ("reduce-sum-for-mean", "the division by the size of the group, which is missing")
+        } else if is(1.0 / summed) {
+            ("reduce-mean-for-sum", "the operation of the reduction: it averages")
+        } else if is(1.0 / averaged) {
+            ("reduced-mean-twice", "a second division by the size of the group")
+        } else if is(summed) || one_axis {
+            (
+                "reduced-twice",
+                "a second reduction of the same gradient, or a parameter that is replicated \
+                 along the axis and is summed over it",
+            )
+        } else if is(self.microbatches as f64) || is(1.0 / self.microbatches as f64) {
+            (
+                "microbatch-scale",
+                "the division of the loss, or of the gradient, by the number of microbatches",
+            )
+        } else {
+            ("gradient-scaled", "what multiplies this gradient between the backward and here")
+        }
+    }
+
+    /// Some microbatches left out, alike on all ranks.
+    fn window(&self) -> Option<Reading> {
+        let own = self.own();
+        let by = |is_in: bool| -> BTreeSet<Option<Microbatch>> {
+            let those = own.iter().filter(|(_, ratio)| (*ratio != 0.0) == is_in);
+            those.map(|(addend, _)| addend.microbatch).collect()
+        };
+        let (taken, left) = (by(true), by(false));
+        let is_window = !taken.is_empty() && !left.is_empty() && taken.is_disjoint(&left);
+        (is_window && self.is_of_domain_alone()).then(|| Reading {
+            cause: "accumulate-window",
+            words: format!(
+                "it holds {} alone: {} left out",
+                microbatch_words(&taken),
+                match left.len() {
+                    1 => format!("{} is", microbatch_words(&left)),
+                    _ => format!("{} are", microbatch_words(&left)),
+                }
+            ),
+            look: "when gradients are cleared and when they are reduced, against the microbatches",
+        })
+    }
+
+    /// Each microbatch added to a sum that was doubled before.
+    fn doubled(&self) -> Option<Reading> {
+        let mut own = self.own();
+        own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
+        let mut ranks = own.chunk_by(|a, b| a.0.rank == b.0.rank);
+        let is_doubled = ranks.all(|of_rank| {
+            of_rank.len() > 1
+                && of_rank.windows(2).enumerate().all(|(at, pair)| {
+                    // The first two may have the same: what was doubled was nothing yet.
+                    is_near(pair[0].1, 2.0 * pair[1].1) || at == 0 && is_near(pair[0].1, pair[1].1)
+                })
+                && of_rank.first().map(|x| x.1) != of_rank.last().map(|x| x.1)
+        });
+        is_doubled.then(|| Reading {
+            cause: "accumulate-doubles",
+            words: "what was summed before is added once more with each microbatch".into(),
+            look: "where a buffer of gradients is added to itself: the copy between the \
+                   accumulator and `.grad`",
+        })
+    }
+
+    /// Other ranks than the declared ones.
+    fn group(&self) -> Option<Reading> {
+        let taken: BTreeSet<Rank> = self
+            .ratios()
+            .filter(|(_, ratio)| *ratio != 0.0)
+            .map(|(addend, _)| addend.rank)
+            .collect();
+        let declared: BTreeSet<Rank> = self.domain.ranks.iter().copied().collect();
+        if taken == declared || taken.is_empty() {
+            return None;
+        }
+        let words = format!(
+            "it holds the gradients of {}, and should hold those of {}",
+            rank_words(&taken),
+            rank_words(&declared)
+        );
+        if taken.len() == 1 && taken.contains(&self.rank) {
+            let axes: Vec<&str> = self.domain.axes.iter().map(|axis| axis.name.as_str()).collect();
+            return Some(Reading {
+                cause: "not-reduced-over-axis",
+                words: format!("{words}: it was not reduced over {}", axes.join(" and ")),
+                look: "whether this parameter is registered with the reduction",
+            });
+        }
+        let cause = if taken.is_subset(&declared) { "rank-left-out" } else { "wrong-group" };
+        let look = "the group of ranks that this reduction is called with";
+        Some(Reading { cause, words, look })
+    }
+
+    /// The right ranks with other factors.
+    fn unequal_ranks(&self) -> Option<Reading> {
+        let own = self.own();
+        let alike = |a: &(&Addend, f64), b: &(&Addend, f64)| {
+            a.0.rank != b.0.rank || is_near(a.1, b.1)
+        };
+        let by_rank = own.iter().all(|a| own.iter().all(|b| alike(a, b)));
+        let differ = own.iter().any(|a| !is_near(a.1, own[0].1));
+        (by_rank && differ && self.is_unique).then(|| Reading {
+            cause: "ranks-weighted",
+            words: format!("ranks have other weights in it: {}", self.terms()),
+            look: "what each rank divides its loss by: ranks with fewer tokens must not weigh more",
+        })
+    }
+
+    /// The sum, written out.
+    fn terms(&self) -> String {
+        const SHOWN: usize = 8;
+        let terms = self.ratios().filter(|(_, ratio)| *ratio != 0.0);
+        let term = |(addend, ratio): (&Addend, f64)| match addend.microbatch {
+            Some(microbatch) => {
+                format!("{ratio:.4} of rank {} microbatch {microbatch}", addend.rank)
+            }
+            None => format!("{ratio:.4} of rank {}", addend.rank),
+        };
+        let mut terms: Vec<String> = terms.map(term).collect();
+        let more = terms.len().saturating_sub(SHOWN);
+        terms.truncate(SHOWN);
+        match more {
+            0 => terms.join(", "),
+            more => format!("{} and {more} more", terms.join(", ")),
+        }
+    }
+}

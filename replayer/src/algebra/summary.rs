@@ -1,0 +1,209 @@
+//! The report of a step: which stages of how many parameters agree, and what diverges in groups of
+//! parameters with the same outcome.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+
+use super::inventory::Inventory;
+use super::names::pattern;
+use super::outcome::{Judged, Outcome, Reading, Stage};
+use super::part::Part;
+
+/// Everything that was found of a step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StepReport {
+    /// Parameters of which something was recorded.
+    pub parameters: usize,
+    /// Elements of them.
+    pub elements: u64,
+    /// Every stage that was judged or could not be, in order.
+    pub stages: Vec<StageSummary>,
+    /// What diverges, the earliest stage first.
+    pub diverged: Vec<Group>,
+    /// What was not judged, by reason.
+    pub unchecked: Vec<Unchecked>,
+    /// What is wrong with the declarations, in sentences.
+    pub faults: Vec<String>,
+    /// Every stage of every parameter.
+    pub judged: Vec<Judged>,
+}
+
+/// How the parameters fare at one stage.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StageSummary {
+    /// The stage.
+    pub stage: Stage,
+    /// Parameters (or norms) that agree on all ranks.
+    pub agreed: usize,
+    /// Those that diverge.
+    pub diverged: usize,
+    /// Those of which nothing can be said.
+    pub unchecked: usize,
+    /// The smallest factor, as its distance from 1, that would have been seen in each that agrees.
+    pub seen_from: Option<f64>,
+}
+
+/// Parameters that diverge at one stage in the same way.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Group {
+    /// The stage.
+    pub stage: Stage,
+    /// The parameters in words.
+    pub what: String,
+    /// Their names.
+    pub parameters: Vec<String>,
+    /// The ranks.
+    pub ranks: Vec<u32>,
+    /// What reproduces it.
+    pub reading: Option<Reading>,
+    /// Captured over reference, the same for all of them, where it is one number.
+    pub factor: Option<f64>,
+    /// Of the one that is furthest off: which bound it leaves, its relative error and floor.
+    pub reason: String,
+    /// Its relative error.
+    pub error: f64,
+    /// The relative error that rounding explains.
+    pub floor: f64,
+    /// Its worst element: parameter, index, captured, reference.
+    pub worst: Option<(String, Vec<u64>, f64, f64)>,
+}
+
+/// Parameters of which a stage was not judged, for one reason.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Unchecked {
+    /// The stage.
+    pub stage: Stage,
+    /// The parameters in words.
+    pub what: String,
+    /// The reason.
+    pub why: String,
+}
+
+impl StepReport {
+    /// Brings together what was judged.
+    pub(super) fn of(inventory: &Inventory<'_>, judged: Vec<Judged>) -> StepReport {
+        let names: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+        let elements = |parameter: &str| {
+            let values = [Part::Before, Part::Reduced, Part::After];
+            let key = values.iter().find_map(|part| inventory.key(parameter, part));
+            key.map_or(0, |key| inventory.dump.tensors()[key].shape.iter().product())
+        };
+        StepReport {
+            parameters: names.len(),
+            elements: names.iter().map(|name| elements(name)).sum(),
+            stages: stages(&judged),
+            diverged: groups(&judged, &names),
+            unchecked: unchecked(&judged, &names),
+            faults: inventory.faults.clone(),
+            judged,
+        }
+    }
+
+    /// The first divergence: the earliest stage's.
+    pub fn first(&self) -> Option<&Group> {
+        self.diverged.first()
+    }
+
+    /// How many comparisons were made.
+    pub fn compared(&self) -> usize {
+        let made = |one: &&Judged| !matches!(one.result, Outcome::Unchecked { .. });
+        self.judged.iter().filter(made).count()
+    }
+}
+
+/// What was judged, as the parameters' own outcome: the gravest of all ranks and tensors.
+fn stages(judged: &[Judged]) -> Vec<StageSummary> {
+    let mut gravest: BTreeMap<(Stage, &str), u8> = BTreeMap::new();
+    let mut seen: BTreeMap<Stage, f64> = BTreeMap::new();
+    for one in judged {
+        // Norms are told apart by their tensor, and parameters by their name.
+        let name = if one.parameter.is_empty() { &one.tensor } else { &one.parameter };
+        let grave = match &one.result {
+            Outcome::Agreed { seen_from } => {
+                if let Some(factor) = seen_from {
+                    let most = seen.entry(one.stage).or_insert(0.0);
+                    *most = most.max(*factor);
+                }
+                0
+            }
+            Outcome::Unchecked { .. } => 1,
+            Outcome::Diverged(_) => 2,
+        };
+        let gravest = gravest.entry((one.stage, name)).or_insert(0);
+        *gravest = grave.max(*gravest);
+    }
+    let summary = |stage: Stage| {
+        let count = |grave: u8| {
+            gravest.iter().filter(|((of, _), own)| *of == stage && **own == grave).count()
+        };
+        let (agreed, unchecked, diverged) = (count(0), count(1), count(2));
+        let seen_from = seen.get(&stage).copied();
+        StageSummary { stage, agreed, diverged, unchecked, seen_from }
+    };
+    let all = Stage::ALL.iter().map(|stage| summary(*stage));
+    all.filter(|stage| stage.agreed + stage.diverged + stage.unchecked > 0).collect()
+}
+
+/// Divergences with the same stage and reading, or without a reading with the same factor.
+fn groups(judged: &[Judged], names: &[&str]) -> Vec<Group> {
+    let mut groups: BTreeMap<(Stage, Option<Reading>, String), Vec<&Judged>> = BTreeMap::new();
+    for one in judged {
+        let Some(divergence) = one.result.divergence() else { continue };
+        let factor = divergence.factor.map(|factor| format!("{factor:.4}"));
+        let apart = match divergence.reading {
+            Some(_) => String::new(),
+            None => factor.unwrap_or_default(),
+        };
+        groups.entry((one.stage, divergence.reading.clone(), apart)).or_default().push(one);
+    }
+    groups.into_iter().map(|((stage, reading, _), own)| group(stage, reading, &own, names)).collect()
+}
+
+fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]) -> Group {
+    let parameters: BTreeSet<&str> = own.iter().map(|one| one.parameter.as_str()).collect();
+    let ranks: BTreeSet<u32> = own.iter().flat_map(|one| one.ranks.iter().map(|r| r.0)).collect();
+    let excess = |one: &&&Judged| {
+        let divergence = one.result.divergence().expect("it diverges");
+        divergence.error / divergence.floor.max(f64::MIN_POSITIVE)
+    };
+    let worst = own.iter().max_by(|a, b| excess(a).total_cmp(&excess(b))).expect("not empty");
+    let divergence = worst.result.divergence().expect("it diverges");
+    let parameters: Vec<&str> = parameters.into_iter().filter(|name| !name.is_empty()).collect();
+    let factors: Vec<f64> =
+        own.iter().filter_map(|one| one.result.divergence()?.factor).collect();
+    let is_one = factors.len() == own.len()
+        && factors.iter().all(|factor| (factor / factors[0] - 1.0).abs() < 1e-4);
+    let at = |(index, captured, reference): &(Vec<u64>, f64, f64)| {
+        (worst.parameter.clone(), index.clone(), *captured, *reference)
+    };
+    Group {
+        stage,
+        what: match parameters.is_empty() {
+            true => own.iter().map(|one| one.tensor.as_str()).collect::<Vec<_>>().join(", "),
+            false => pattern(&parameters, names),
+        },
+        parameters: parameters.into_iter().map(str::to_string).collect(),
+        ranks: ranks.into_iter().collect(),
+        reading,
+        factor: is_one.then(|| factors[0]),
+        reason: divergence.reason.clone(),
+        error: divergence.error,
+        floor: divergence.floor,
+        worst: divergence.worst.as_ref().map(at),
+    }
+}
+
+fn unchecked(judged: &[Judged], names: &[&str]) -> Vec<Unchecked> {
+    let mut reasons: BTreeMap<(Stage, &str), BTreeSet<&str>> = BTreeMap::new();
+    for one in judged {
+        let Outcome::Unchecked { why } = &one.result else { continue };
+        let name = if one.parameter.is_empty() { &one.tensor } else { &one.parameter };
+        reasons.entry((one.stage, why)).or_default().insert(name);
+    }
+    let told = |((stage, why), own): ((Stage, &str), BTreeSet<&str>)| {
+        let own: Vec<&str> = own.into_iter().collect();
+        Unchecked { stage, what: pattern(&own, names), why: why.to_string() }
+    };
+    reasons.into_iter().map(told).collect()
+}

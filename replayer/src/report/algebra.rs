@@ -1,0 +1,131 @@
+//! The step in the report: its reasons, its first divergence, and its lines of text.
+
+use std::fmt::Write;
+
+use super::schema::{FirstDivergence, Report};
+use super::text::wrap;
+use super::verdict::{self, Reason};
+use crate::algebra::{Group, StageSummary, StepReport};
+use crate::number::{count, error, plural, short};
+use crate::replay::outcome::NotChecked;
+
+impl Report {
+    /// The report with what became of every parameter's gradient. `is_asked`: a user asked for it
+    /// by name, so that its absence is a lack.
+    pub fn with_algebra(mut self, algebra: Option<StepReport>, is_asked: bool) -> Report {
+        let Some(algebra) = algebra else {
+            if is_asked {
+                let what = "no part of the step was recorded: backtape.torch.step_algebra or \
+                            backtape.jax.step_algebra records it";
+                self.reasons.push(Reason::incomplete(what));
+                self.verdict = verdict::verdict(&self.reasons);
+            }
+            return self;
+        };
+        if algebra.compared() == 0 {
+            let what = "no stage of the step could be judged";
+            self.reasons.push(Reason::incomplete(what));
+        }
+        if let Some(first) = algebra.first() {
+            self.reasons.push(Reason::diverged(format!("{}: {}", first.stage.name(), said(first))));
+            let first = self.first_of_step(first);
+            self.first_divergence.get_or_insert(first);
+        }
+        let unchecked = algebra.unchecked.iter().map(|left| NotChecked {
+            what: format!("{} of {}", left.stage.name(), left.what),
+            why: left.why.clone(),
+        });
+        self.not_checked.extend(unchecked);
+        self.findings.extend(algebra.faults.iter().cloned());
+        self.verdict = verdict::verdict(&self.reasons);
+        self.algebra = Some(algebra);
+        self
+    }
+
+    fn first_of_step(&self, first: &Group) -> FirstDivergence {
+        FirstDivergence {
+            stage: first.stage.name().into(),
+            tensor: first.what.clone(),
+            microbatch: None,
+            rank: match first.ranks[..] {
+                [rank] => Some(rank),
+                _ => None,
+            },
+            run: self.dump.run.clone(),
+            reason: said(first),
+        }
+    }
+}
+
+/// What a group of parameters is, in one clause.
+fn said(group: &Group) -> String {
+    let words = match (&group.reading, group.factor) {
+        (Some(reading), _) => reading.words.clone(),
+        (None, Some(factor)) => format!("captured = {factor:.7} x reference"),
+        (None, None) => group.reason.clone(),
+    };
+    format!("{}: {words}", group.what)
+}
+
+/// On how much the step agrees, in words.
+pub(super) fn covered(algebra: &StepReport) -> String {
+    let judged = algebra.stages.iter().filter(|stage| stage.agreed > 0).count();
+    format!(
+        "{} of {}",
+        plural(judged as u64, "stage"),
+        plural(algebra.parameters as u64, "parameter")
+    )
+}
+
+/// Writes the stages of the step, and what diverges in them.
+pub(super) fn render(out: &mut String, algebra: &StepReport) {
+    let (parameters, elements) = (algebra.parameters as u64, count(algebra.elements));
+    let size = format!("{}, {elements} elements", plural(parameters, "parameter"));
+    wrap(out, "step      ", &size);
+    let _ = writeln!(
+        out,
+        "{:<13}{:>8} {:>8} {:>10}  a wrong factor is seen from",
+        "stage", "pass", "FAIL", "unchecked"
+    );
+    algebra.stages.iter().for_each(|own| stage(out, own));
+    for group in &algebra.diverged {
+        diverged(out, group);
+    }
+    out.push('\n');
+}
+
+fn stage(out: &mut String, own: &StageSummary) {
+    let seen = own.seen_from.map_or(String::new(), |factor| format!("1 ± {}", short(factor)));
+    let _ = writeln!(
+        out,
+        "{:<13}{:>8} {:>8} {:>10}  {seen}",
+        own.stage.name(),
+        own.agreed,
+        own.diverged,
+        own.unchecked
+    );
+}
+
+fn diverged(out: &mut String, group: &Group) {
+    let ranks: Vec<_> = group.ranks.iter().map(|rank| backtape::identity::Rank(*rank)).collect();
+    let label = format!("{:<10}", group.stage.name());
+    let by = match group.error.is_finite() {
+        true => format!(" (error {}, rounding explains {})", error(group.error), error(group.floor)),
+        false => String::new(),
+    };
+    let held = crate::dump::name_ranks(&ranks);
+    wrap(out, &label, &format!("FAIL on {held}: {}{by}", said(group)));
+    if let Some((parameter, index, captured, reference)) = &group.worst {
+        let text = format!(
+            "worst: {parameter} {index:?} is {}, and should be {}",
+            short(*captured),
+            short(*reference)
+        );
+        wrap(out, "          ", &text);
+    }
+    let Some(reading) = &group.reading else {
+        wrap(out, "          ", "cause: unknown");
+        return;
+    };
+    wrap(out, "          ", &format!("cause: {}; look at {}", reading.cause, reading.look));
+}
