@@ -88,8 +88,8 @@ def step_algebra(
         which the compiled program has reduced.
     opt_state, new_opt_state: before and after the step, of optax, or any tree that has trees like
         the parameters below a key, as {"mu": ..., "nu": ..., "count": 7}.
-    updates: what is added to the parameters. master, new_master: the copies of more bits that the
-        optimizer updates.
+    updates: what is added to the parameters.
+    master, new_master: the copies of more bits that the optimizer updates.
 
     options: what the arrays do not tell.
         optimizer={"name": "adamw", "lr": 1e-3, ...} with the numbers of this step, or a list of

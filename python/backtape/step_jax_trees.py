@@ -247,7 +247,7 @@ def number_of(value: Any) -> int | float | str | None:
 
 
 def in_json(value: Any, name: str) -> Any:
-    """An option of the job as JSON has it. Raises ValueError for a function, as a schedule is one."""
+    """An option of the job as JSON has it. Raises ValueError for a function, such as a schedule."""
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, Mapping):
