@@ -164,6 +164,17 @@ def test_labels_masks_and_schedules_of_optax_are_told_apart(tmp_path):
     assert said["optimizers"][1]["groups"] == [{"lr": float(np.float32(0.08)), "momentum": 0.9}]
 
 
+def test_a_label_without_tensors_keeps_its_count_from_the_others(tmp_path):
+    """Plain SGD with a schedule has a count alone: it is of the biases, which no other label has."""
+    label = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, params)
+    sgd = optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
+    transform = optax.multi_transform({"kernel": optax.adam(1e-3), "bias": optax.chain(sgd)}, label)
+    step = taken(transform, steps=3)
+    _, said = record(tmp_path / "run", step)
+    for name, parameter in said["parameters"].items():
+        assert parameter["scalars"] == {"count": [2, 3]}, name
+
+
 def test_factors_and_what_is_no_state_of_a_parameter(tmp_path):
     """adafactor keeps rows and columns of the second moment; its placeholders are named as absent."""
     params = {"w": jnp.ones((256, 130)), "b": jnp.ones(3)}
@@ -289,11 +300,14 @@ def test_recording_changes_no_bit(tmp_path):
 
 
 def test_an_inactive_tape_looks_at_nothing():
+    class Touched(BaseException):
+        """What no guard of backtape keeps from the job."""
+
     class Untouchable:
         """Raises at whatever is done with it."""
 
         def __getattribute__(self, name):
-            raise AssertionError(name)
+            raise Touched(name)
 
     with backtape.Recorder.from_env().step(0) as tape:
         backtape.jax.step_algebra(tape, params=Untouchable(), grads=Untouchable(), optimizer=Untouchable())
