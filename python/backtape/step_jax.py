@@ -186,8 +186,8 @@ class StepCapture:
 
     def record_gradients(self, microbatches: Sequence[Any], sums: Any, axes: ranks.Axes) -> None:
         """Records the gradients before communication: of each microbatch, and their sums."""
-        trees = [("grad", index, tree) for index, tree in enumerate(microbatches)]
-        for stage, microbatch, tree in [*trees, ("accumulated", None, sums)]:
+        addends = [("grad", index, tree) for index, tree in enumerate(microbatches)]
+        for stage, microbatch, tree in [*addends, ("accumulated", None, sums)]:
             with self.part(stage):
                 if tree is None:
                     continue
@@ -252,12 +252,12 @@ class StepCapture:
                         numbers = parameter.scalars.setdefault(name, [None, None])
                         numbers[when == "after"] = number_of(leaf)
 
-    def declare(self, stages: Mapping[str, Any], local_grads: Any, said: dict[str, Any]) -> None:
+    def declare(self, stages: Mapping[str, Any], local_grads: Any, options: dict[str, Any]) -> None:
         """Records the declaration: what the job says, and what is absent and why."""
         declaration = Declaration(list(self.parameters.values()), self.rank_mesh, self.absent)
         with self.part("options"):
-            options = Options(**said)
-            for part in declaration.parts(options, local_grads, stages["unscaled"] is not None):
+            unscaled = stages["unscaled"] is not None
+            for part in declaration.parts(Options(**options), local_grads, unscaled):
                 with self.part(part.__name__):
                     part()
         declaration.explain(stages, bool(local_grads))

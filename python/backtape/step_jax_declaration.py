@@ -55,7 +55,7 @@ class Declaration:
         # Which optimizer holds a parameter, by name: one without a name until the job says a rule.
         self.holders = {parameter.name: 0 for parameter in parameters}
         self.reductions: dict[str, list[dict[str, Any]]] = {}
-        self.said: dict[str, Any] = {
+        self.contents: dict[str, Any] = {
             "version": VERSION,
             "rank": rank_mesh.rank,
             "framework": f"jax {jax.__version__}",
@@ -75,10 +75,10 @@ class Declaration:
         def numbers() -> None:
             count = len(local_grads or ()) or None
             count = options.microbatches if options.microbatches is not None else count
-            self.said["microbatches"] = number_of(count)
-            self.said["loss_scale"] = number_of(options.loss_scale)
-            self.said["clip_value"] = number_of(options.clip_value)
-            self.said["skipped"] = bool(number_of(options.skipped))
+            self.contents["microbatches"] = number_of(count)
+            self.contents["loss_scale"] = number_of(options.loss_scale)
+            self.contents["clip_value"] = number_of(options.clip_value)
+            self.contents["skipped"] = bool(number_of(options.skipped))
 
         def norms() -> None:
             stage = "unscaled" if unscaled else "reduced"
@@ -98,30 +98,31 @@ class Declaration:
         it."""
         if norm is None and max_norm is None:
             return
-        for said in norm if isinstance(norm, (list, tuple)) else [norm]:
-            said = said if isinstance(said, Mapping) else {"value": said}
-            bound = in_json(said.get("max_norm", max_norm), "max_norm")
-            globs = said.get("names", "*")
+        for call in norm if isinstance(norm, (list, tuple)) else [norm]:
+            call = call if isinstance(call, Mapping) else {"value": call}
+            bound = in_json(call.get("max_norm", max_norm), "max_norm")
+            globs = call.get("names", "*")
+            epsilon = None if bound is None else in_json(call.get("epsilon", 0.0), "epsilon")
             entry = {
-                "value": number_of(said.get("value")),
-                "kind": number_of(float(said.get("kind", 2.0))),
+                "value": number_of(call.get("value")),
+                "kind": number_of(float(call.get("kind", 2.0))),
                 "max_norm": bound,
-                # optax adds nothing to the norm by which it divides.
-                "epsilon": None if bound is None else in_json(said.get("epsilon", 0.0), "epsilon"),
-                "of": str(said.get("of", stage)),
-                "parameters": [one.name for one in self.parameters if fits(one.name, globs)],
+                "epsilon": epsilon,  # optax adds nothing to the norm by which it divides
+                "of": str(call.get("of", stage)),
+                "parameters": [p.name for p in self.parameters if fits(p.name, globs)],
             }
-            self.said["norms"].append(entry)
+            self.contents["norms"].append(entry)
 
     def declare_optimizers(self, optimizer: Any) -> None:
         """Notes the rules that the job says, and which of them holds each parameter."""
-        rules, globs = [], []
-        for said in rules_of(optimizer):
-            options = {key: in_json(value, key) for key, value in said.items() if key != "names"}
+        rules: list[dict[str, Any]] = []
+        globs: list[Any] = []
+        for rule in rules_of(optimizer):
+            options = {key: in_json(value, key) for key, value in rule.items() if key != "names"}
             name, module = str(options.pop("name")), str(options.pop("module", "optax"))
             rules.append({"name": name, "module": module, "groups": [options]})
-            globs.append(said.get("names", "*"))
-        self.said["optimizers"] = rules
+            globs.append(rule.get("names", "*"))
+        self.contents["optimizers"] = rules
         self.holders = {}
         for parameter in self.parameters:
             fitting = (index for index, glob in enumerate(globs) if fits(parameter.name, glob))
@@ -134,31 +135,32 @@ class Declaration:
         for parameter in self.parameters:
             glob = next((glob for glob in reduce if fits(parameter.name, glob)), None)
             if glob is not None:
-                said = [self.reduction(parameter, one) for one in reduce[glob]]
-                self.reductions[parameter.name] = said
+                self.reductions[parameter.name] = [
+                    self.reduction(parameter, communication) for communication in reduce[glob]
+                ]
 
-    def reduction(self, parameter: Parameter, said: Mapping[str, Any]) -> dict[str, Any]:
+    def reduction(self, parameter: Parameter, options: Mapping[str, Any]) -> dict[str, Any]:
         """One communication as the declaration has it."""
-        axes = ranks.axes_of(said.get("axis"))
-        if not axes or said.get("op") not in ("sum", "mean"):
+        axes = ranks.axes_of(options.get("axis"))
+        if not axes or options.get("op") not in ("sum", "mean"):
             raise ValueError(f'reduce of {parameter.name}: say "axis", and "op" as "sum" or "mean"')
-        dtype = said.get("dtype")
+        dtype = options.get("dtype")
         entry = {
             "axis": ranks.joined(axes),
-            "op": said["op"],
-            "ranks": said.get("ranks"),
+            "op": options["op"],
+            "ranks": options.get("ranks"),
             "dtype": parameter.addend_dtype if dtype is None else np.dtype(dtype).name,
         }
         if entry["ranks"] is None:
-            entry["ranks"], addends = ranks.group_along(parameter.array, axes, self.rank_mesh)
-            if addends != len(entry["ranks"]):
-                entry["addends"] = addends
+            group, addends = ranks.group_along(parameter.array, axes, self.rank_mesh)
+            entry |= {"ranks": group} | ({"addends": addends} if addends != len(group) else {})
         return entry
 
     def explain(self, stages: Mapping[str, Any], has_local: bool) -> None:
         """Says of each stage that was not given why it is not in the dump."""
         reasons = {stage: why for stage, why in NOT_GIVEN.items() if stages[stage] is None}
-        bounds = [norm["max_norm"] for norm in self.said["norms"]] + [self.said["clip_value"]]
+        bounds = [norm["max_norm"] for norm in self.contents["norms"]]
+        bounds.append(self.contents["clip_value"])
         if stages["clipped"] is None and any(bound is not None for bound in bounds):
             reasons["clipped"] = CLIPPED_INSIDE
         for parameter in self.parameters:
@@ -172,7 +174,7 @@ class Declaration:
     def text(self) -> str:
         """The declaration as JSON."""
         parameters = {parameter.name: self.entry(parameter) for parameter in self.parameters}
-        return json.dumps(self.said | {"parameters": parameters}, allow_nan=False)
+        return json.dumps(self.contents | {"parameters": parameters}, allow_nan=False)
 
     def entry(self, parameter: Parameter) -> dict[str, Any]:
         """What is declared of one parameter."""

@@ -56,8 +56,8 @@ def refuses_axes(array: Any, axes: Axes) -> str | None:
     if not isinstance(getattr(array, "sharding", None), NamedSharding):
         return f"local_axis={joined(axes)!r} needs an array with a NamedSharding"
     sizes = array.sharding.mesh.shape
-    if absent := [axis for axis in axes if axis not in sizes]:
-        return f"the mesh of its gradient has no axis {absent[0]!r}, but {', '.join(sizes)}"
+    if unknown := [axis for axis in axes if axis not in sizes]:
+        return f"the mesh of its gradient has no axis {unknown[0]!r}, but {', '.join(sizes)}"
     count = math.prod(sizes[axis] for axis in axes)
     if not array.ndim or array.shape[0] != count or split_of(array)[0] != axes:
         return (
@@ -113,9 +113,8 @@ def ranks_along(mesh: Mesh, axes: Axes) -> list[int]:
     here = jax.process_index()
     ranks = set()
     for index in np.argwhere(np.vectorize(lambda device: device.process_index == here)(devices)):
-        line = tuple(
-            slice(None) if axis in axes else int(at) for axis, at in zip(mesh.axis_names, index)
-        )
+        position = dict(zip(mesh.axis_names, index))
+        line = tuple(slice(None) if axis in axes else int(position[axis]) for axis in position)
         ranks |= {device.process_index for device in np.ravel(devices[line])}
     return sorted(ranks)
 

@@ -9,11 +9,12 @@ the leaf, so no class of optax is known by name here, and the states of `chain`,
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # The texts of a path's keys: dicts, attributes and indices are told apart by nothing in a name.
@@ -133,7 +134,7 @@ def states_of(tree: Any, parameters: Mapping[Path, Parameter]) -> States:
             else:
                 reason = f"its shape {np.shape(leaf)} is neither the parameter's nor a factor's"
                 states.absent[owner][name] = reason
-    share(shared, owners_below(tensors), states, parameters)
+    share(shared, tensors, states, parameters)
     return states
 
 
@@ -155,21 +156,18 @@ def owners_below(tensors: Mapping[Path, list[tuple[Path, Any]]]) -> dict[Path, s
 
 def share(
     scalars: Iterable[tuple[Path, Any]],
-    below: Mapping[Path, set[Path]],
+    tensors: Mapping[Path, list[tuple[Path, Any]]],
     states: States,
     parameters: Mapping[Path, Parameter],
 ) -> None:
-    """Gives each number of the state to the parameters that it is of: those with tensors below
-    the nearest node above it. Beside `mu` and `nu` it goes before one of the same name that stands
-    further away, as the count of a schedule does, which then has its path as a name."""
-    distant = []
-    for path, leaf in scalars:
-        owners = below.get(path[:-1])
-        if not owners:
-            distant.append((path, leaf))
-        for owner in owners or ():
-            add(states.scalars[owner], path, leaf)
-    for path, leaf in distant:
+    """Gives each number of the state to the parameters that it is of: those with tensors below the
+    nearest node above it.
+
+    The one that stands beside tensors, as `count` beside `mu` and `nu`, has its name. Others of
+    that name, as the count of a schedule, have their path."""
+    below = owners_below(tensors)
+    beside = {prefix[:-1] for leaves in tensors.values() for prefix, _ in leaves}
+    for path, leaf in sorted(scalars, key=lambda scalar: scalar[0][:-1] not in beside):
         for owner in owners_above(path[:-1], below, parameters):
             add(states.scalars[owner], path, leaf)
 
@@ -192,9 +190,10 @@ def owners_above(
 
 
 def add(scalars: dict[str, Any], path: Path, leaf: Any) -> None:
-    """Adds a number under its short name, or under its path where another has that."""
-    short = name_of(path)
-    scalars[dotted(path) if short in scalars else short] = leaf
+    """Adds a number under its short name, or under its path where another has that. The path of one
+    at the top of the state is its short name: it then starts with `state.`."""
+    names = name_of(path), dotted(path), f"{STATE}.{dotted(path)}"
+    scalars[next((name for name in names if name not in scalars), names[-1])] = leaf
 
 
 def named(leaves: list[tuple[Path, Any]]) -> dict[str, Any]:
@@ -208,7 +207,7 @@ def named(leaves: list[tuple[Path, Any]]) -> dict[str, Any]:
 
 def name_of(path: Path) -> str:
     """The last key of a path that is a word, without the indices of a chain."""
-    words = [key for key in path if not key.isdigit()]
+    words = tuple(key for key in path if not key.isdigit())
     return dotted(words[-1:] or path[-1:]) or STATE
 
 
@@ -220,7 +219,7 @@ def fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 def is_key(leaf: Any) -> bool:
     """True for a key of jax's random numbers, which is no number."""
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def kind_of(leaf: Any) -> str:
@@ -230,10 +229,12 @@ def kind_of(leaf: Any) -> str:
 
 def number_of(value: Any) -> int | float | str | None:
     """A number, or an array of one element, as JSON has it: one that is not finite is a word. It
-    waits for the value. None for an array that is gone."""
+    waits for the value. None for an array that is gone, or of which this process holds nothing."""
     if value is None or gone(value):
         return None
     if isinstance(value, jax.Array):
+        if not value.addressable_shards:
+            return None
         with jax.transfer_guard_device_to_host("allow"):
             value = np.asarray(value.addressable_data(0))
     number = np.asarray(value).item()
@@ -256,7 +257,7 @@ def in_json(value: Any, name: str) -> Any:
         return [in_json(item, name) for item in value]
     if isinstance(value, (np.dtype, type)):
         return np.dtype(value).name
-    if isinstance(value, Callable):
+    if callable(value):
         raise ValueError(f"{name} is a function: declare the number that it gave for this step")
     if np.ndim(value):
         raise ValueError(f"{name} is {kind_of(value)}: declare a number")

@@ -175,6 +175,19 @@ def test_a_label_without_tensors_keeps_its_count_from_the_others(tmp_path):
         assert parameter["scalars"] == {"count": [2, 3]}, name
 
 
+def test_the_count_beside_the_moments_is_the_one_of_that_name(tmp_path):
+    """inject_hyperparams has a count of its own, and the numbers of the step."""
+    transform = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 10))
+    step = taken(transform, steps=3)
+    # As after a restart that gave Adam its count and not the wrapper: told apart by their values.
+    step["new_opt_state"] = step["new_opt_state"]._replace(count=jnp.int32(7))
+    _, said = record(tmp_path / "run", step)
+    numbers = said["parameters"]["params.layer_0.bias"]["scalars"]
+    assert numbers["count"] == [2, 3] and numbers["state.count"] == [2, 7], numbers
+    rates = [float(step[when].hyperparams["learning_rate"]) for when in ("opt_state", "new_opt_state")]
+    assert numbers["learning_rate"] == rates
+
+
 def test_factors_and_what_is_no_state_of_a_parameter(tmp_path):
     """adafactor keeps rows and columns of the second moment; its placeholders are named as absent."""
     params = {"w": jnp.ones((256, 130)), "b": jnp.ones(3)}
