@@ -129,12 +129,15 @@ def gradients(job, params, batch, recorded):
 
 
 def adam(state, grads, learning_rate):
-    """One Adam step on the f32 master weights."""
+    """One Adam step on the f32 master weights, as `train_jax.declared_optimizer` says it."""
     count = state["count"] + 1
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
     square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, state["square"], grads)
-    rate = learning_rate * jnp.sqrt(1 - 0.99**count) / (1 - 0.9**count)
-    update = lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8)
+    unbiased, unbiased_square = 1 - 0.9**count, 1 - 0.99**count
+
+    def update(p, m, s):
+        return p - learning_rate * (m / unbiased) / (jnp.sqrt(s / unbiased_square) + 1e-8)
+
     params = jax.tree.map(update, state["params"], mean, square)
     return {"params": params, "mean": mean, "square": square, "count": count}
 
@@ -145,7 +148,7 @@ def train_step(state, batch, *, job, recorded):
     # The same barrier as in the head: the optimizer and the tape read the same bits.
     loss, grads = jax.lax.optimization_barrier((loss, grads))
     if recorded:
-        tape["dk"] = grads["unembed"]
+        tape["grads"] = grads
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     state = adam(state, grads, job.learning_rate)
     return state, {"loss": loss, "grad_norm": grad_norm}, tape
@@ -157,13 +160,15 @@ def state_shardings(job):
 
 
 def compile_step(job, recorded):
-    """`train_step` as one program. The recorded one only has more outputs, not other numerics."""
+    """`train_step` as one program. The recorded one only has more outputs, not other numerics, and
+    keeps the state that it takes, as the tape is to hold what it was."""
     specs = job.head_specs() | INPUT_SPECS
     microbatch = {name: job.sharding(spec) for name, spec in specs.items()}
-    k = job.sharding(K_SPEC)
-    tape = {"k": k, "dk": k, "microbatches": [microbatch] * job.microbatches} if recorded else {}
+    state = state_shardings(job)
+    tape = {"k": job.sharding(K_SPEC), "grads": state["params"]}
+    tape |= {"microbatches": [microbatch] * job.microbatches}
     return jax.jit(
         partial(train_step, job=job, recorded=recorded),
-        out_shardings=(state_shardings(job), job.sharding(P()), tape),
-        donate_argnums=0,
+        out_shardings=(state, job.sharding(P()), tape if recorded else {}),
+        donate_argnums=() if recorded else 0,
     )

@@ -33,6 +33,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, Singl
 from backtape.failopen import CAUGHT, describe
 from backtape.jax_arrays import placement_of
 from backtape.shards import REPLICATE, Key, Shard, own_bytes
+from backtape.step_jax import step_algebra as step_algebra
 from backtape.tape import open_tape
 
 log = logging.getLogger("backtape")

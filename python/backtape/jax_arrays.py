@@ -157,7 +157,9 @@ def copied(array: Any) -> Any:
     Raises BufferError where XLA has no memory for it, which is no fault of the device.
     """
     try:
-        return on_device(array)
+        # A program on one device is refused while the job has set a mesh of several (jax.set_mesh).
+        with jax.set_mesh(Mesh(np.array(list(array.devices())), ("device",))):
+            return on_device(array)
     except RuntimeError as error:
         raise BufferError(f"XLA did not copy it: {error}") from error
 

@@ -24,6 +24,7 @@ PARTS = [
     ("", "backtape", "report.py", ["Report"], False),
     ("Functions of your own in a replay", "backtape.variants", "variants.py", ["Unit"], True),
     ("Taps in jax", "backtape.jax", "jax.py", ["tap", "tap_grad", "wait_for_taps"], True),
+    ("The step in jax", "backtape.jax", "step_jax.py", ["step_algebra"], True),
     ("PyTorch", "backtape.torch", "torch.py",
      ["tap", "tap_grad", "gradients", "record_parameters", "record_gradients"], True),
     ("Scalars", "backtape.scalars", "scalars.py", ["of_torch", "of_jax"], True),

@@ -11,6 +11,7 @@ import reading
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import backtape
+from backtape.jax_arrays import copied
 from backtape.shards import shards_of
 
 
@@ -157,6 +158,15 @@ def test_the_place_proof_can_be_left_out(tmp_path, mesh):
             tape.record("q", array)
     sources = {entry.record["fingerprint_source"] for entry in reading.entries(tmp_path / "run")}
     assert sources == {"recorder"}
+
+
+def test_a_shard_is_copied_on_its_device_whatever_mesh_the_job_has_set(mesh):
+    host, array = put(mesh, P("data", "tensor"))
+    with jax.set_mesh(mesh):
+        for piece in array.addressable_shards:
+            copy = copied(piece.data)
+            assert copy.devices() == {piece.device}
+            assert np.asarray(copy).tobytes() == host[piece.index].tobytes()
 
 
 def test_recording_changes_no_bit_of_the_job(tmp_path, mesh):
