@@ -240,7 +240,8 @@ sweep_again() {
     local conn=$1 unit=$1 host=${hosts[${1/C/0}]} said
     [[ $conn == C ]] || unit=H$conn
     # shellcheck disable=SC2016 # expanded there
-    if said=$({ settings launch unit; cat "$here/queue.sh" "$here/guard.sh"; echo 'sweep; rm -rf -- "$private"; exit 0'; } |
+    local end='sweep; rm -rf -- "$private"; exit 0'
+    if said=$({ settings launch unit; cat "$here/queue.sh" "$here/guard.sh"; echo "$end"; } |
         "${ssh[@]}" "${ssh_defaults[@]}" -- "$host" 'exec bash -s' 2>&1); then
         tell "$(name_of "$conn") was looked at again: ${said:-nothing of the job is left there}"
     else

@@ -19,6 +19,7 @@ pub mod identity;
 pub mod index_box;
 pub mod manifest;
 pub mod nan;
+pub mod part;
 pub mod placement;
 pub mod role;
 pub mod scalars;

@@ -3,6 +3,7 @@
 use backtape::index_box::IndexBox;
 use rayon::prelude::*;
 
+use super::domain::Addend;
 use super::judge::Judge;
 use super::sums::SumOf;
 use crate::assemble::pieces;
@@ -41,7 +42,8 @@ impl Judge<'_> {
         let parts = pieces(of.place, 8);
         let products: Vec<Result<Products, String>> =
             parts.par_iter().map(|part| self.products(of, part)).collect();
-        let mut total = Products { gram: vec![0.0; count * count], with_sum: vec![0.0; count], sum: 0.0 };
+        let mut total =
+            Products { gram: vec![0.0; count * count], with_sum: vec![0.0; count], sum: 0.0 };
         for part in products {
             let part = part?;
             total.gram.iter_mut().zip(&part.gram).for_each(|(sum, x)| *sum += x);
@@ -54,7 +56,7 @@ impl Judge<'_> {
     fn products(&self, of: &SumOf<'_>, part: &IndexBox) -> Result<Products, String> {
         let inventory = self.inventory;
         let sum = inventory.read_box(of.key, of.rank, part)?;
-        let read = |addend: &super::domain::Addend| inventory.read_box(&addend.key, addend.rank, part);
+        let read = |addend: &Addend| inventory.read_addend(addend, part);
         let addends = of.addends.iter().map(read).collect::<Result<Vec<_>, _>>()?;
         let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
         Ok(Products {
@@ -89,7 +91,8 @@ impl Products {
             pivots.push(pivot);
             for row in (0..count).filter(|row| *row != pivot) {
                 let factor = matrix[row * count + pivot] / size;
-                (0..count).for_each(|at| matrix[row * count + at] -= factor * matrix[pivot * count + at]);
+                (0..count)
+                    .for_each(|at| matrix[row * count + at] -= factor * matrix[pivot * count + at]);
                 right[row] -= factor * right[pivot];
             }
         }

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 
 use backtape::index_box::IndexBox;
+use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic, ranks};
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
-use super::part::Part;
 use crate::ops::table::op;
 
 /// A copy of a tensor.
@@ -40,9 +40,9 @@ impl Judge<'_> {
         for piece in self.inventory.pieces(after, &|_| ()) {
             boxes.entry(piece.place.clone()).or_default().push(piece);
         }
-        let several = boxes.into_values().filter(|pieces| {
-            pieces.iter().map(|piece| piece.ranks.len()).sum::<usize>() > 1
-        });
+        let several = boxes
+            .into_values()
+            .filter(|pieces| pieces.iter().map(|piece| piece.ranks.len()).sum::<usize>() > 1);
         several.map(|pieces| self.replica(parameter, after, &pieces)).collect()
     }
 
@@ -87,10 +87,8 @@ impl Judge<'_> {
     /// The working copy against the master copy.
     fn master(&self, parameter: &str) -> Vec<Judged> {
         let inventory = self.inventory;
-        let keys = (
-            inventory.key(parameter, &Part::After),
-            inventory.key(parameter, &Part::MasterAfter),
-        );
+        let keys =
+            (inventory.key(parameter, &Part::After), inventory.key(parameter, &Part::MasterAfter));
         let (Some(after), Some(master)) = keys else { return Vec::new() };
         let judge = |piece: &Piece| {
             let stored = inventory.precision(after);

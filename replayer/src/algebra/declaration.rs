@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 /// The version of the declaration that this replay reads.
@@ -13,11 +13,11 @@ pub const VERSION: u32 = 1;
 pub struct Declaration {
     /// Of the declaration's own form.
     pub version: u32,
-    /// Backward passes that the rank ran in the step.
-    #[serde(default = "one")]
-    pub microbatches: u32,
-    /// What the loss was multiplied by.
+    /// Backward passes that the rank ran in the step; `None` where it does not know.
     #[serde(default)]
+    pub microbatches: Option<u32>,
+    /// What the loss was multiplied by.
+    #[serde(default, deserialize_with = "number")]
     pub loss_scale: Option<f64>,
     /// The optimizer's step was left out.
     #[serde(default)]
@@ -26,7 +26,7 @@ pub struct Declaration {
     #[serde(default)]
     pub norms: Vec<Norm>,
     /// The bound of clipping by value.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "number")]
     pub clip_value: Option<f64>,
     /// By the name of the parameter.
     #[serde(default)]
@@ -36,23 +36,34 @@ pub struct Declaration {
     pub optimizers: Vec<Optimizer>,
 }
 
-fn one() -> u32 {
-    1
+/// A number, or one that is not finite as the word that JSON has for it here.
+fn number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, D::Error> {
+    Ok(number_of(&Value::deserialize(from)?))
+}
+
+fn number_of(value: &Value) -> Option<f64> {
+    match value.as_str() {
+        Some("inf") => Some(f64::INFINITY),
+        Some("-inf") => Some(f64::NEG_INFINITY),
+        Some("nan") => Some(f64::NAN),
+        _ => value.as_f64(),
+    }
 }
 
 /// A norm that the job computed.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Norm {
     /// As the job had it.
-    pub value: f64,
+    #[serde(default, deserialize_with = "number")]
+    pub value: Option<f64>,
     /// The p of a p-norm, or `inf`.
     #[serde(default)]
     pub kind: Value,
     /// What the gradient was clipped to.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "number")]
     pub max_norm: Option<f64>,
     /// Added to the norm before it divides.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "number")]
     pub epsilon: Option<f64>,
     /// The part of the parameters that was normed.
     #[serde(default)]
@@ -67,10 +78,26 @@ impl Norm {
     pub fn power(&self) -> Option<f64> {
         match &self.kind {
             Value::Null => Some(2.0),
-            Value::Number(number) => number.as_f64(),
-            Value::String(word) if word == "inf" => Some(f64::INFINITY),
-            _ => None,
+            other => number_of(other),
         }
+    }
+}
+
+/// What a gradient is clipped to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limit {
+    /// The norm that the job computed.
+    pub norm: f64,
+    /// The norm that is allowed.
+    pub max_norm: f64,
+    /// Added to the norm before it divides.
+    pub epsilon: f64,
+}
+
+impl Limit {
+    /// What the gradient is multiplied by where it is below 1.
+    pub fn coefficient(&self) -> f64 {
+        self.max_norm / (self.norm + self.epsilon)
     }
 }
 
@@ -94,7 +121,7 @@ pub struct ParameterDeclaration {
     pub same_as: Option<String>,
     /// Numbers of the optimizer's state, before and after.
     #[serde(default)]
-    pub scalars: BTreeMap<String, (Option<f64>, Option<f64>)>,
+    pub scalars: BTreeMap<String, (Value, Value)>,
     /// Why a part of it is not recorded.
     #[serde(default)]
     pub absent: BTreeMap<String, String>,
@@ -112,6 +139,16 @@ pub struct Reduce {
     /// What is sent.
     #[serde(default)]
     pub dtype: Option<String>,
+    /// How many addends there are, where that is not the number of ranks.
+    #[serde(default)]
+    pub addends: Option<usize>,
+}
+
+impl Reduce {
+    /// How many addends are brought together.
+    pub fn size(&self) -> usize {
+        self.addends.unwrap_or(self.ranks.len())
+    }
 }
 
 /// What a reduction makes of its addends.
@@ -127,8 +164,9 @@ pub enum ReduceOp {
 /// An optimizer of the job.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Optimizer {
-    /// Its class.
-    pub name: String,
+    /// Its class; `None` where the job has not said it.
+    #[serde(default)]
+    pub name: Option<String>,
     /// Where the class comes from.
     #[serde(default)]
     pub module: String,
@@ -146,10 +184,10 @@ impl Hyper {
     /// A number; of a list, the entry at `name.INDEX`.
     pub fn number(&self, name: &str) -> Option<f64> {
         if let Some(value) = self.0.get(name) {
-            return value.as_f64();
+            return number_of(value);
         }
         let (list, index) = name.rsplit_once('.')?;
-        self.0.get(list)?.get(index.parse::<usize>().ok()?)?.as_f64()
+        number_of(self.0.get(list)?.get(index.parse::<usize>().ok()?)?)
     }
 
     /// Whether a switch is on; a number is on where it is not 0.
@@ -159,6 +197,13 @@ impl Hyper {
             Some(Value::Number(number)) => number.as_f64() != Some(0.0),
             _ => false,
         }
+    }
+}
+
+impl ParameterDeclaration {
+    /// A number of the optimizer's state after its step.
+    pub fn scalar_after(&self, name: &str) -> Option<f64> {
+        number_of(&self.scalars.get(name)?.1)
     }
 }
 
@@ -175,6 +220,16 @@ impl Declaration {
             ));
         }
         Ok(declaration)
+    }
+
+    /// What the gradient of a parameter was clipped to, by the last norm that it is part of.
+    pub fn limit_of(&self, parameter: &str) -> Option<Limit> {
+        let is_part = |norm: &&Norm| {
+            norm.parameters.is_empty() || norm.parameters.iter().any(|name| name == parameter)
+        };
+        let norm = self.norms.iter().filter(is_part).next_back()?;
+        let epsilon = norm.epsilon.unwrap_or(1e-6);
+        Some(Limit { norm: norm.value?, max_norm: norm.max_norm?, epsilon })
     }
 
     /// The hyper-parameters of a parameter and the class of its optimizer.
@@ -197,13 +252,11 @@ mod tests {
         let plain = |line: &str| line.split("//").next().unwrap_or_default().to_string();
         let text: String = text.lines().map(plain).collect();
         let declaration = Declaration::read(format!("{{\"version\"{text}").as_bytes()).unwrap();
-        assert_eq!(declaration.microbatches, 2);
+        assert_eq!(declaration.microbatches, Some(2));
         assert_eq!(declaration.norms[0].power(), Some(2.0));
-        let (optimizer, hyper) = declaration.optimizer_of("layers.0.weight").unwrap_or_else(|| {
-            let only = &declaration.optimizers[0];
-            (only, &only.groups[0])
-        });
-        assert_eq!(optimizer.name, "AdamW");
+        let (optimizer, hyper) = (&declaration.optimizers[0], &declaration.optimizers[0].groups[0]);
+        assert_eq!(optimizer.name.as_deref(), Some("AdamW"));
+        assert_eq!(declaration.parameters["layers.0.weight"].scalar_after("step"), Some(7.0));
         assert_eq!((hyper.number("betas.1"), hyper.number("eps")), (Some(0.999), Some(1e-8)));
         assert_eq!(declaration.parameters["layers.0.weight"].reduce[0].op, ReduceOp::Mean);
         let refused = Declaration::read(br#"{"version": 2}"#).unwrap_err();

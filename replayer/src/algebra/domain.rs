@@ -4,11 +4,11 @@
 use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::declaration::ReduceOp;
 use super::inventory::Inventory;
-use super::part::Part;
 use crate::kernels::round::Precision;
 
 /// How the gradient of a parameter is brought together over ranks, as seen from one of them.
@@ -44,6 +44,9 @@ pub struct Addend {
     pub microbatch: Option<Microbatch>,
     /// Its tensor.
     pub key: TensorKey,
+    /// Its index in the first dimension of the tensor, where the tensor holds the addends of
+    /// several devices (`grad_by`).
+    pub index: Option<u64>,
 }
 
 impl Domain {
@@ -64,7 +67,7 @@ impl Domain {
                 let ranks = &same.unwrap_or(reduce).ranks;
                 together.extend(ranks.iter().copied().map(Rank));
             }
-            let (name, op, size) = (reduce.axis.clone(), reduce.op, reduce.ranks.len());
+            let (name, op, size) = (reduce.axis.clone(), reduce.op, reduce.size());
             if op == ReduceOp::Mean && size > 0 {
                 domain.scale /= size as f64;
             }
@@ -84,13 +87,45 @@ pub fn fewer_bits(one: Option<Precision>, other: Option<Precision>) -> Option<Pr
 }
 
 impl Inventory<'_> {
+    /// The addends of a domain, by rank or by device; or why they are not known.
+    pub fn addends(&self, domain: &Domain, parameter: &str) -> Result<Vec<Addend>, String> {
+        let devices = self.addends_of_devices(parameter);
+        if !devices.is_empty() {
+            return Ok(devices);
+        }
+        let each = domain.ranks.iter().map(|rank| self.addends_of(*rank, parameter));
+        Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
+    }
+
+    /// The addends of devices, which one tensor holds side by side: sums over microbatches where
+    /// these were recorded, else each microbatch's.
+    fn addends_of_devices(&self, parameter: &str) -> Vec<Addend> {
+        let Some(tensors) = self.parameters.get(parameter).map(|own| &own.tensors) else {
+            return Vec::new();
+        };
+        let of = |is: fn(&Part) -> bool| {
+            let keys = tensors.iter().filter(move |((part, _), _)| is(part));
+            let each = |((_, microbatch), key): (&(Part, Option<Microbatch>), &TensorKey)| {
+                let size = self.dump.tensors()[key].shape.first().copied().unwrap_or(0);
+                let rank = self.holders(key).first().copied().unwrap_or(Rank(0));
+                let (microbatch, key) = (*microbatch, key.clone());
+                let addend =
+                    move |index| Addend { rank, microbatch, key: key.clone(), index: Some(index) };
+                (0..size).map(addend).collect::<Vec<_>>()
+            };
+            keys.flat_map(each).collect::<Vec<_>>()
+        };
+        let summed = of(|part| matches!(part, Part::AccumulatedBy(_)));
+        if summed.is_empty() { of(|part| matches!(part, Part::GradBy(_))) } else { summed }
+    }
+
     /// The gradients of one rank: its sum over microbatches where that was recorded, else each
     /// microbatch's; or why they are not known.
     pub fn addends_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
         if let Some(key) = self.key(parameter, &Part::Accumulated)
             && self.holders(key).contains(&rank)
         {
-            return Ok(vec![Addend { rank, microbatch: None, key: key.clone() }]);
+            return Ok(vec![Addend { rank, microbatch: None, key: key.clone(), index: None }]);
         }
         self.grads_of(rank, parameter)
     }
@@ -103,13 +138,15 @@ impl Inventory<'_> {
             let tensors = &self.parameters[parameter].tensors;
             let key = tensors[&(Part::Grad, microbatch)].clone();
             if self.holders(&key).contains(&rank) {
-                addends.push(Addend { rank, microbatch, key });
+                addends.push(Addend { rank, microbatch, key, index: None });
             }
         }
         let absent = self.declared_of(rank, parameter).and_then(|own| own.absent.get("grad"));
         match (addends.is_empty(), absent) {
             (_, Some(why)) => Err(format!("rank {rank} did not record its gradient: {why}")),
-            (true, None) => Err(format!("rank {rank} recorded no gradient of it before communication")),
+            (true, None) => {
+                Err(format!("rank {rank} recorded no gradient of it before communication"))
+            }
             (false, None) => Ok(addends),
         }
     }

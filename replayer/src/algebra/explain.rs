@@ -3,13 +3,13 @@
 use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::part::Part;
 
 use super::coefficients::Coefficients;
 use super::domain::{Addend, Domain};
 use super::gradient::is_near;
 use super::judge::{Judge, ranks};
 use super::outcome::{Divergence, Outcome, Reading};
-use super::part::Part;
 use super::sum_causes::{Solved, named};
 use super::sums::SumOf;
 use crate::kernels::round::Precision;
@@ -76,7 +76,7 @@ impl Judge<'_> {
 
     /// What is told where the coefficients do not give the sum.
     fn partly(&self, solved: &Coefficients, divergence: &Divergence) -> Option<Reading> {
-        let is_far = solved.left.sqrt() > 0.5 * divergence.error;
+        let is_far = solved.left.sqrt() > 0.1 * divergence.error.min(1.0);
         is_far.then(|| Reading {
             cause: "unknown",
             words: format!(
@@ -112,10 +112,9 @@ impl Judge<'_> {
         let inventory = self.inventory;
         let mut addends = of.addends.to_vec();
         let known: BTreeSet<Rank> = addends.iter().map(|addend| addend.rank).collect();
-        let is_whole = |addend: &Addend| {
-            inventory.read_box(&addend.key, addend.rank, of.place).is_ok()
-        };
-        let others = inventory.declared.keys().filter(|rank| !known.contains(rank));
+        let is_whole = |addend: &Addend| inventory.read_addend(addend, of.place).is_ok();
+        let by_device = of.addends.iter().any(|addend| addend.index.is_some());
+        let others = inventory.declared.keys().filter(|rank| !by_device && !known.contains(rank));
         // A rank's own sum over microbatches has no part in it that another rank computed.
         let is_of_ranks = of.key.tensor.as_str().starts_with("step.reduced:");
         for rank in others.filter(|_| is_of_ranks) {
@@ -123,7 +122,7 @@ impl Judge<'_> {
             addends.extend(theirs.into_iter().filter(is_whole));
         }
         let stale = inventory.key(parameter, &Part::Stale).cloned();
-        let stale = stale.map(|key| Addend { rank: of.rank, microbatch: None, key });
+        let stale = stale.map(|key| Addend { rank: of.rank, microbatch: None, key, index: None });
         let stale = stale.filter(is_whole);
         let place = stale.is_some().then_some(addends.len());
         addends.extend(stale);
@@ -134,7 +133,7 @@ impl Judge<'_> {
         let own: BTreeSet<Option<Microbatch>> =
             of.addends.iter().map(|addend| addend.microbatch).collect();
         let declared = self.inventory.declared.get(&of.rank);
-        own.len().max(declared.map_or(1, |declared| declared.microbatches as usize))
+        own.len().max(declared.and_then(|own| own.microbatches).unwrap_or(1) as usize)
     }
 }
 

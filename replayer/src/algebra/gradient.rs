@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::part::Part;
 use backtape::shard::TensorKey;
 
+use super::declaration::Norm;
 use super::domain::Domain;
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
-use super::part::Part;
 use super::sums::SumOf;
 use crate::compare::{Bound, Tally};
 use crate::ops::table::op;
@@ -91,10 +92,9 @@ impl Judge<'_> {
         let judge = |piece: &Piece| {
             let rank = piece.ranks[0];
             let domain = &domains[&rank];
-            let stage = if domain.ranks.len() > 1 { Stage::Reduce } else { Stage::Accumulate };
-            let addends = domain.ranks.iter().map(|rank| inventory.addends_of(*rank, parameter));
-            let result = addends.collect::<Result<Vec<_>, _>>().and_then(|addends| {
-                let addends = addends.concat();
+            let is_alone = domain.axes.iter().all(|axis| axis.size < 2);
+            let stage = if !is_alone { Stage::Reduce } else { Stage::Accumulate };
+            let result = inventory.addends(domain, parameter).and_then(|addends| {
                 let weights = vec![domain.scale; addends.len()];
                 let (place, sent) = (&piece.place, domain.sent);
                 let of = SumOf { key, rank, place, addends: &addends, weights: &weights, sent };
@@ -143,7 +143,8 @@ impl Judge<'_> {
         let norms = |rank: Rank| {
             let declared = inventory.declared.get(&rank);
             let norms = declared.map(|declared| declared.norms.iter());
-            norms.into_iter().flatten().map(|norm| norm.value.to_bits()).collect::<Vec<_>>()
+            let bits = |norm: &Norm| norm.value.map(f64::to_bits);
+            norms.into_iter().flatten().map(bits).collect::<Vec<_>>()
         };
         let origin = |rank: Rank| (inventory.hashes(before, rank), norms(rank));
         inventory.pieces(key, &origin).iter().map(judge).collect()
@@ -157,19 +158,13 @@ impl Judge<'_> {
     ) -> Result<Outcome, String> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
         let declared = inventory.declared.get(&rank);
-        let of = |norm: &&super::declaration::Norm| {
-            norm.parameters.is_empty() || norm.parameters.iter().any(|name| name == parameter)
-        };
-        let norm = declared.and_then(|declared| declared.norms.iter().filter(of).next_back());
-        let limit = norm.and_then(|norm| Some((norm, norm.max_norm?)));
-        let Some((norm, max_norm)) = limit else {
+        let Some(limit) = declared.and_then(|declared| declared.limit_of(parameter)) else {
             return match declared.and_then(|declared| declared.clip_value) {
                 Some(limit) => self.clipped_by_value((before, key), piece, limit),
                 None => Err(format!("rank {rank} declares neither a norm nor a value to clip to")),
             };
         };
-        let epsilon = norm.epsilon.unwrap_or(1e-6);
-        let coefficient = max_norm / (norm.value + epsilon);
+        let coefficient = limit.coefficient();
         let read = |factor: f64| clipping(factor, coefficient);
         if coefficient >= 1.0 {
             let tally = self.scaled((before, key), piece, 1.0)?;
@@ -182,9 +177,9 @@ impl Judge<'_> {
             let number = |name, value| Operand::row(name, vec![value], used);
             Ok(vec![
                 Operand::row("gradient", inventory.read_box(before, rank, part)?, None),
-                number("norm", norm.value),
-                number("epsilon", epsilon),
-                number("max_norm", max_norm),
+                number("norm", limit.norm),
+                number("epsilon", limit.epsilon),
+                number("max_norm", limit.max_norm),
                 Operand::row("clipped", inventory.read_box(key, rank, part)?, stored),
             ])
         };
@@ -210,8 +205,7 @@ impl Judge<'_> {
                 Operand::row("scaled", inventory.read_box(key, rank, part)?, stored),
             ])
         };
-        let compared =
-            self.compare(&Scaled, &arithmetic(stored, None), &piece.place, &operands)?;
+        let compared = self.compare(&Scaled, &arithmetic(stored, None), &piece.place, &operands)?;
         Ok(self.outcome(&only(compared)?, &piece.place, |_| None))
     }
 
@@ -254,12 +248,7 @@ impl Judge<'_> {
     }
 
     /// How far a comparison is from agreeing; `None` where it agrees.
-    pub fn divergence(
-        &self,
-        tally: &Tally,
-        place: &IndexBox,
-        bound: &Bound,
-    ) -> Option<Divergence> {
+    pub fn divergence(&self, tally: &Tally, place: &IndexBox, bound: &Bound) -> Option<Divergence> {
         let reason = tally.excess(bound)?;
         let worst = tally.first_nonfinite.as_ref().or(tally.worst.as_ref());
         let factor = 1.0 + tally.slope();

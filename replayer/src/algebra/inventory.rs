@@ -4,10 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::index_box::IndexBox;
+use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::declaration::{Declaration, ParameterDeclaration};
-use super::part::Part;
+use super::domain::Addend;
+use crate::assemble::{assemble_box, extract};
 use crate::compare::pair::widen;
 use crate::dump::{ShardRef, StepDump};
 use crate::head::roundings::precision_of;
@@ -153,6 +155,20 @@ impl<'a> Inventory<'a> {
         precision_of(self.dump.tensors()[key].dtype)
     }
 
+    /// An addend's elements of a box, widened, row-major in the box.
+    pub fn read_addend(&self, addend: &Addend, place: &IndexBox) -> Result<Vec<f64>, String> {
+        let Some(index) = addend.index else {
+            return self.read_box(&addend.key, addend.rank, place);
+        };
+        let mut inner = place.0.clone();
+        inner.insert(0, (index, index + 1));
+        let tensor = assemble_box(self.dump, &addend.key, &IndexBox(inner));
+        let tensor = tensor.map_err(|error| error.to_string())?;
+        let mut values = Vec::new();
+        widen(tensor.dtype, tensor.bytes(), &mut values);
+        Ok(values)
+    }
+
     /// What a rank holds of a box of a tensor, widened, row-major in the box.
     pub fn read_box(
         &self,
@@ -185,7 +201,7 @@ impl<'a> Inventory<'a> {
             let record = self.dump.record(shard);
             let Some(shared) = record.place.intersection(place) else { continue };
             let bytes = self.dump.intact_bytes(shard).ok_or_else(|| damaged(key, rank))?;
-            let part = crate::assemble::extract(&shared, &record.place, bytes, info.dtype.width());
+            let part = extract(&shared, &record.place, bytes, info.dtype.width());
             let mut widened = Vec::new();
             widen(info.dtype, &part, &mut widened);
             written += widened.len();
@@ -210,9 +226,11 @@ fn put(region: &IndexBox, from: &[f64], place: &IndexBox, to: &mut [f64]) {
     let width = extent.last().copied().unwrap_or(1).max(1) as usize;
     let mut index: Vec<u64> = region.0.iter().map(|(low, _)| *low).collect();
     for run in from.chunks(width) {
-        let offset = index.iter().zip(&place.0).fold(0, |sum, (at, (low, high))| {
-            sum * (high - low) + (at - low)
-        }) as usize;
+        let offset = index
+            .iter()
+            .zip(&place.0)
+            .fold(0, |sum, (at, (low, high))| sum * (high - low) + (at - low))
+            as usize;
         to[offset..offset + run.len()].copy_from_slice(run);
         // The next row of the region: the last dimension but one counts up, and carries.
         for dimension in (0..index.len().saturating_sub(1)).rev() {

@@ -17,12 +17,12 @@ mod names;
 mod norm;
 mod optimizer;
 mod outcome;
-mod part;
 mod rules;
 mod sum_causes;
 mod summary;
 mod sums;
 
+use backtape::part::Part;
 use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
@@ -39,7 +39,7 @@ pub const WORD: &str = "step";
 /// Whether a tensor's name is that of a part of a step.
 pub fn is_part(key: &TensorKey) -> bool {
     let name = key.tensor.as_str();
-    part::Part::of_tensor(name).is_some() || part::Part::declaring_rank(name).is_some()
+    Part::of_tensor(name).is_some() || Part::declaring_rank(name).is_some()
 }
 
 /// Judges the step of a dump; `None` where the dump holds none. `unusable` says why a tensor

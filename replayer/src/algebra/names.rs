@@ -73,8 +73,10 @@ mod tests {
         assert_eq!(pattern(&["norm"], &ALL), "norm");
         assert_eq!(pattern(&ALL, &ALL), "all 7 parameters");
         assert_eq!(pattern(&["layers.0.w", "layers.1.w"], &ALL), "layers.*.w (2 parameters)");
-        assert_eq!(pattern(&["layers.0.norm", "layers.1.norm", "norm"], &ALL),
-            "layers.0.norm, layers.1.norm, norm");
+        assert_eq!(
+            pattern(&["layers.0.norm", "layers.1.norm", "norm"], &ALL),
+            "layers.0.norm, layers.1.norm, norm"
+        );
         assert_eq!(pattern(&ALL[..5], &ALL), "all 5 parameters but norm and head.bias");
         let layers = ["layers.0.w", "layers.0.norm", "layers.1.w", "layers.1.norm"];
         assert_eq!(pattern(&layers, &ALL), "layers.*.* (4 parameters)");

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::part::Part;
 use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
@@ -13,7 +14,6 @@ use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
-use super::part::Part;
 use crate::assemble::pieces;
 use crate::kernels::policy::Sum;
 use crate::kernels::round::Precision;
@@ -41,14 +41,19 @@ impl Judge<'_> {
         let mut groups: BTreeMap<(usize, u64, String), (Rank, Vec<Rank>)> = BTreeMap::new();
         for (rank, declared) in &self.inventory.declared {
             for (at, norm) in declared.norms.iter().enumerate() {
-                let which = (at, norm.value.to_bits(), norm.of.clone().unwrap_or_default());
+                let which = (
+                    at,
+                    norm.value.unwrap_or(f64::NAN).to_bits(),
+                    norm.of.clone().unwrap_or_default(),
+                );
                 let group = groups.entry(which).or_insert_with(|| (*rank, Vec::new()));
                 group.1.push(*rank);
             }
         }
         let judge = |((at, ..), (rank, ranks)): (&(usize, u64, String), &(Rank, Vec<Rank>))| {
             let norm = &self.inventory.declared[rank].norms[*at];
-            let result = self.norm(norm, *rank, *at).unwrap_or_else(|why| Outcome::Unchecked { why });
+            let result =
+                self.norm(norm, *rank, *at).unwrap_or_else(|why| Outcome::Unchecked { why });
             let parameter = String::new();
             let (tensor, ranks) = (format!("norm {at}"), ranks.clone());
             Judged { stage: Stage::Norm, parameter, tensor, ranks, result }
@@ -64,7 +69,9 @@ impl Judge<'_> {
     }
 
     fn norm(&self, norm: &Norm, rank: Rank, at: usize) -> Result<Outcome, String> {
-        let power = norm.power().ok_or_else(|| format!("a norm of kind {} is not known", norm.kind))?;
+        let value = norm.value.ok_or("the job recorded no value of it")?;
+        let power =
+            norm.power().ok_or_else(|| format!("a norm of kind {} is not known", norm.kind))?;
         let of = norm.of.as_deref().unwrap_or("reduced");
         let mut shares: BTreeMap<&str, Share> = BTreeMap::new();
         let (mut stored, mut lost) = (None, Vec::new());
@@ -73,7 +80,7 @@ impl Judge<'_> {
                 Some(key) => {
                     let format = self.inventory.precision(key);
                     stored = fewer_bits(stored, format);
-                    shares.insert(parameter, self.share(key, power, format)?);
+                    shares.insert(parameter, self.share(key, rank, power, format)?);
                 }
                 None => lost.push(parameter),
             }
@@ -98,16 +105,21 @@ impl Judge<'_> {
         let variance: f64 = shares.values().map(|share| share.variance).sum();
         let format = stored.unwrap_or(Precision::F32);
         // Each parameter's norm and the whole's are stored; a root divides a relative error by p.
-        let relative = if is_max { 0.0 } else { variance.sqrt() / (power * total.max(f64::MIN_POSITIVE)) };
+        let relative =
+            if is_max { 0.0 } else { variance.sqrt() / (power * total.max(f64::MIN_POSITIVE)) };
         let unit = format.unit_roundoff().max(Precision::F32.unit_roundoff());
         let allowed = expected * (REACH * relative + 4.0 * unit);
-        if (norm.value - expected).abs() <= allowed {
-            return Ok(Outcome::Agreed { seen_from: Some(allowed / expected.max(f64::MIN_POSITIVE)) });
+        if (value - expected).abs() <= allowed {
+            return Ok(Outcome::Agreed {
+                seen_from: Some(allowed / expected.max(f64::MIN_POSITIVE)),
+            });
         }
-        let factor = norm.value / expected;
+        let factor = value / expected;
         let error = (factor - 1.0).abs();
         let mut divergence = Divergence {
-            reason: format!("the job has {:.6}, and the recorded gradients have {expected:.6}", norm.value),
+            reason: format!(
+                "the job has {value:.6}, and the recorded gradients have {expected:.6}"
+            ),
             factor: factor.is_finite().then_some(factor),
             error,
             floor: allowed / expected,
@@ -115,7 +127,7 @@ impl Judge<'_> {
             reading: None,
         };
         let tolerance = (allowed / expected).max(1e-6);
-        let is = |value: f64| (norm.value / root(value) - 1.0).abs() <= 2.0 * tolerance;
+        let is = |other: f64| (value / root(other) - 1.0).abs() <= 2.0 * tolerance;
         divergence.reading = self.read_norm(&shares, (rank, total), &is);
         Ok(Outcome::Diverged(Box::new(divergence)))
     }
@@ -132,9 +144,8 @@ impl Judge<'_> {
         (rank, total): (Rank, f64),
         is: &dyn Fn(f64) -> bool,
     ) -> Option<Reading> {
-        let held = |rank: &Rank| -> f64 {
-            shares.values().filter_map(|share| share.held.get(rank)).sum()
-        };
+        let held =
+            |rank: &Rank| -> f64 { shares.values().filter_map(|share| share.held.get(rank)).sum() };
         let ranks: BTreeSet<Rank> =
             shares.values().flat_map(|share| share.held.keys().copied()).collect();
         let local = held(&rank);
@@ -178,10 +189,7 @@ impl Judge<'_> {
                 }
                 let (cause, words) = match times == 0.0 {
                     true => ("norm-misses-group", format!("{group} are not in it")),
-                    false => (
-                        "norm-counts-copies",
-                        format!("{group} are in it {times:.4} times"),
-                    ),
+                    false => ("norm-counts-copies", format!("{group} are in it {times:.4} times")),
                 };
                 return Some(Reading {
                     cause,
@@ -210,23 +218,25 @@ impl Judge<'_> {
         groups
     }
 
-    /// `Σ |g|^p` of a gradient, each element once.
+    /// `Σ |g|^p` of a gradient, each element once; where copies differ, that of the rank counts.
     fn share(
         &self,
         key: &TensorKey,
+        rank: Rank,
         power: f64,
         format: Option<Precision>,
     ) -> Result<Share, String> {
         let mut share = Share { copies: 1.0, ..Share::default() };
         let mut counted: Vec<IndexBox> = Vec::new();
         let sum = Sum { precision: Precision::F32, ..Sum::NATIVE };
-        for piece in self.inventory.pieces(key, &|_| ()) {
+        let mut copies = self.inventory.pieces(key, &|_| ());
+        copies.sort_by_key(|piece| !piece.ranks.contains(&rank));
+        for piece in copies {
             let [value, squares, count] = self.powers(key, &piece, power)?;
             for rank in &piece.ranks {
                 let held = share.held.entry(*rank).or_default();
                 *held = if power.is_infinite() { held.max(value) } else { *held + value };
             }
-            // Copies that differ are told where they are reduced; the first of them counts here.
             if counted.iter().any(|place| *place == piece.place) {
                 continue;
             }

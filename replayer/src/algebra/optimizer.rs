@@ -3,6 +3,7 @@
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::part::{OF_GRADIENT, Part};
 use backtape::shard::TensorKey;
 
 use super::declaration::{Hyper, Optimizer};
@@ -10,7 +11,6 @@ use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic};
 use super::outcome::{Judged, Outcome, Reading, Stage};
-use super::part::{OF_GRADIENT, Part};
 use super::rules::Rule;
 use crate::kernels::round::Precision;
 
@@ -21,6 +21,8 @@ struct Supposed<'a> {
     hyper: &'a Hyper,
     /// The gradient that it took.
     gradient: &'a TensorKey,
+    /// What the gradient was multiplied by on the way, where the clipped one was not recorded.
+    coefficient: f64,
     /// What its learning rate was multiplied by.
     lr_factor: f64,
     /// The weight decay, where it is not the declared one.
@@ -69,13 +71,26 @@ impl Judge<'_> {
     fn hyper_words(&self, rank: Rank, parameter: &str) -> String {
         let declared = self.inventory.declared.get(&rank);
         let of = declared.and_then(|declared| declared.optimizer_of(parameter));
-        of.map(|(optimizer, hyper)| format!("{} {hyper:?}", optimizer.name)).unwrap_or_default()
+        of.map(|(optimizer, hyper)| format!("{:?} {hyper:?}", optimizer.name)).unwrap_or_default()
+    }
+
+    /// What the gradient that the optimizer took was multiplied by after the last one that was
+    /// recorded: jobs that clip inside a compiled step do not have the clipped one.
+    fn coefficient(&self, rank: Rank, parameter: &str) -> f64 {
+        let inventory = self.inventory;
+        let is_lacking = inventory.key(parameter, &Part::Clipped).is_none()
+            && inventory
+                .declared_of(rank, parameter)
+                .is_some_and(|declared| declared.absent.contains_key("clipped"));
+        let declared = inventory.declared.get(&rank).filter(|_| is_lacking);
+        let limit = declared.and_then(|declared| declared.limit_of(parameter));
+        limit.map_or(1.0, |limit| limit.coefficient().min(1.0))
     }
 
     /// Which step of the optimizer this is, from 1, as its state counts.
     fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
-        let scalars = &self.inventory.declared_of(rank, parameter)?.scalars;
-        ["step", "count"].iter().find_map(|name| scalars.get(*name)?.1)
+        let declared = self.inventory.declared_of(rank, parameter)?;
+        ["step", "count"].iter().find_map(|name| declared.scalar_after(name))
     }
 
     fn optimized(&self, tensors: &Tensors<'_>, piece: &Piece) -> Vec<Judged> {
@@ -103,6 +118,7 @@ impl Judge<'_> {
             rule,
             hyper,
             gradient,
+            coefficient: self.coefficient(rank, parameter),
             lr_factor: 1.0,
             weight_decay: None,
             is_reset: false,
@@ -123,7 +139,9 @@ impl Judge<'_> {
     ) -> Vec<Judged> {
         let mut judged = Vec::new();
         for (name, tally) in compared {
-            let Some((stage, key)) = self.tensor_of(tensors, &supposed.rule, name) else { continue };
+            let Some((stage, key)) = self.tensor_of(tensors, &supposed.rule, name) else {
+                continue;
+            };
             let result = tally.map(|tally| self.outcome(&tally, &piece.place, |_| None));
             judged.push(self.judged(stage, tensors.parameter, (key, piece), result));
         }
@@ -154,7 +172,8 @@ impl Judge<'_> {
         }
         let state = rule.names().states.iter().find(|state| state.after == name)?;
         let part = |own: &&str| Part::StateAfter((*own).to_string());
-        let key = state.recorded.iter().find_map(|own| inventory.key(tensors.parameter, &part(own)))?;
+        let key =
+            state.recorded.iter().find_map(|own| inventory.key(tensors.parameter, &part(own)))?;
         Some((Stage::State, key))
     }
 
@@ -185,19 +204,20 @@ impl Judge<'_> {
         let recorded = |name, key: &TensorKey| {
             Ok::<_, String>(Operand { rounded: inventory.precision(key), ..given(name, key)? })
         };
-        let mut operands = vec![
-            given("grad", supposed.gradient)?,
-            given("before", tensors.before)?,
-            recorded("after", tensors.after)?,
-        ];
+        let mut gradient = given("grad", supposed.gradient)?;
+        if supposed.coefficient != 1.0 {
+            gradient.values.iter_mut().for_each(|x| *x *= supposed.coefficient);
+            // The product was rounded, and so was its coefficient.
+            gradient.rounded = inventory.precision(supposed.gradient);
+        }
+        let mut operands =
+            vec![gradient, given("before", tensors.before)?, recorded("after", tensors.after)?];
         if let Some(key) = inventory.key(tensors.parameter, &Part::Update) {
             operands.push(recorded("update", key)?);
         }
         for state in supposed.rule.names().states {
             let find = |part: fn(String) -> Part| {
-                let key = |own: &&str| {
-                    inventory.key(tensors.parameter, &part((*own).to_string()))
-                };
+                let key = |own: &&str| inventory.key(tensors.parameter, &part((*own).to_string()));
                 state.recorded.iter().find_map(key)
             };
             let (before, after) = (find(Part::StateBefore), find(Part::StateAfter));
@@ -329,12 +349,13 @@ impl Judge<'_> {
     ) -> Vec<Supposed<'t>> {
         let parts = &self.inventory.parameters[tensors.parameter].tensors;
         let is_gradient = |part: &Part| {
-            OF_GRADIENT.contains(part) || matches!(part, Part::Grad | Part::Accumulated | Part::Stale)
+            OF_GRADIENT.contains(part)
+                || matches!(part, Part::Grad | Part::Accumulated | Part::Stale)
         };
-        let others = parts.iter().filter(|((part, _), key)| {
-            is_gradient(part) && *key != supposed.gradient
-        });
-        others.map(|(_, gradient)| Supposed { gradient, ..supposed.clone() }).collect()
+        let others =
+            parts.iter().filter(|((part, _), key)| is_gradient(part) && *key != supposed.gradient);
+        let taken = |gradient| Supposed { gradient, coefficient: 1.0, ..supposed.clone() };
+        others.map(|(_, gradient)| taken(gradient)).collect()
     }
 
     /// A learning rate or a weight decay that gives the change, solved from it.
@@ -377,11 +398,11 @@ impl Judge<'_> {
 }
 
 fn unknown_rule(optimizer: &Optimizer) -> String {
-    format!(
-        "no rule is known of the optimizer {}: known are {}",
-        optimizer.name,
-        Rule::known().join(", ")
-    )
+    let known = Rule::known().join(", ");
+    match &optimizer.name {
+        Some(name) => format!("no rule is known of the optimizer {name}: known are {known}"),
+        None => format!("the job has not said which optimizer it is: known are {known}"),
+    }
 }
 
 /// The hyper-parameters of a rule as numbers.

@@ -53,9 +53,8 @@ impl Solved<'_> {
     }
 
     fn is_of_domain_alone(&self) -> bool {
-        self.ratios().all(|(addend, ratio)| {
-            ratio == 0.0 || self.domain.ranks.contains(&addend.rank)
-        })
+        self.ratios()
+            .all(|(addend, ratio)| ratio == 0.0 || self.domain.ranks.contains(&addend.rank))
     }
 
     fn has_stale(&self) -> bool {
@@ -132,7 +131,11 @@ impl Solved<'_> {
         let is = |number: f64| number != 1.0 && is_near(factor, number);
         let one_axis = self.domain.axes.iter().any(|axis| is(axis.size as f64));
         if is(averaged) {
-            ("reduce-sum-for-mean", "the division by the size of the group, which is missing")
+            (
+                "reduce-sum-for-mean",
+                "the division by the size of the group, which is missing, or a second reduction \
+                 that sums what was averaged",
+            )
         } else if is(1.0 / summed) {
             ("reduce-mean-for-sum", "the operation of the reduction: it averages")
         } else if is(1.0 / averaged) {
@@ -229,9 +232,8 @@ impl Solved<'_> {
     /// The right ranks with other factors.
     fn unequal_ranks(&self) -> Option<Reading> {
         let own = self.own();
-        let alike = |a: &(&Addend, f64), b: &(&Addend, f64)| {
-            a.0.rank != b.0.rank || is_near(a.1, b.1)
-        };
+        let alike =
+            |a: &(&Addend, f64), b: &(&Addend, f64)| a.0.rank != b.0.rank || is_near(a.1, b.1);
         let by_rank = own.iter().all(|a| own.iter().all(|b| alike(a, b)));
         let differ = own.iter().any(|a| !is_near(a.1, own[0].1));
         (by_rank && differ && self.is_unique).then(|| Reading {

@@ -1,6 +1,8 @@
 //! The report of a step: which stages of how many parameters agree, and what diverges in groups of
 //! parameters with the same outcome.
 
+use backtape::part::Part;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
@@ -8,7 +10,6 @@ use serde::Serialize;
 use super::inventory::Inventory;
 use super::names::pattern;
 use super::outcome::{Judged, Outcome, Reading, Stage};
-use super::part::Part;
 
 /// Everything that was found of a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -157,7 +158,10 @@ fn groups(judged: &[Judged], names: &[&str]) -> Vec<Group> {
         };
         groups.entry((one.stage, divergence.reading.clone(), apart)).or_default().push(one);
     }
-    groups.into_iter().map(|((stage, reading, _), own)| group(stage, reading, &own, names)).collect()
+    groups
+        .into_iter()
+        .map(|((stage, reading, _), own)| group(stage, reading, &own, names))
+        .collect()
 }
 
 fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]) -> Group {
@@ -170,8 +174,7 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
     let worst = own.iter().max_by(|a, b| excess(a).total_cmp(&excess(b))).expect("not empty");
     let divergence = worst.result.divergence().expect("it diverges");
     let parameters: Vec<&str> = parameters.into_iter().filter(|name| !name.is_empty()).collect();
-    let factors: Vec<f64> =
-        own.iter().filter_map(|one| one.result.divergence()?.factor).collect();
+    let factors: Vec<f64> = own.iter().filter_map(|one| one.result.divergence()?.factor).collect();
     let is_one = factors.len() == own.len()
         && factors.iter().all(|factor| (factor / factors[0] - 1.0).abs() < 1e-4);
     let at = |(index, captured, reference): &(Vec<u64>, f64, f64)| {

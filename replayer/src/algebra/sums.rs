@@ -1,14 +1,13 @@
 //! Sums of gradients: over the microbatches of a rank, and over the ranks of a domain.
 
+use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
-use backtape::identity::Rank;
 
 use super::domain::{Addend, fewer_bits};
 use super::judge::{Judge, Operand, arithmetic};
 use crate::compare::Tally;
 use crate::kernels::round::Precision;
-use crate::ops::Op;
 use crate::ops::table::op;
 
 /// A sum of weighted addends, element by element.
@@ -54,7 +53,7 @@ impl Judge<'_> {
         let operands = |part: &IndexBox| {
             let mut addends = Vec::new();
             for addend in of.addends {
-                addends.extend(inventory.read_box(&addend.key, addend.rank, part)?);
+                addends.extend(inventory.read_addend(addend, part)?);
             }
             let rows = of.addends.len();
             let total = inventory.read_box(of.key, of.rank, part)?;
@@ -66,9 +65,4 @@ impl Judge<'_> {
         let (_, tally) = compared.into_iter().next().ok_or("it has no elements")?;
         tally
     }
-}
-
-impl WeightedSum {
-    /// The name of its only stage.
-    pub const TOTAL: &'static str = Self::STAGES[0].name;
 }

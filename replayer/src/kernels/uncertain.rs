@@ -166,6 +166,13 @@ impl Number for Uncertain<'_> {
 
     fn sqrt(self) -> Self {
         let value = libm::sqrt(self.value);
+        // At 0 the root has no slope: it errs by the root of what its argument errs by.
+        if value == 0.0 {
+            let most: f64 = self.by.iter().map(|c| c.abs()).sum();
+            let mut root = self.roundings.exact(value);
+            root.err(most.sqrt());
+            return root;
+        }
         self.result(value, 0.5 / value, None)
     }
 

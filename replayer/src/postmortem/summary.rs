@@ -6,6 +6,7 @@ use backtape::shard::TensorKey;
 
 use super::error::RunError;
 use super::settings::Settings;
+use crate::algebra;
 use crate::checks::{Subject, check_replayed};
 use crate::dump::StepDump;
 use crate::head::HeadStep;
@@ -15,7 +16,7 @@ use crate::replay::outcome::{NotChecked, Outcome};
 use crate::report::schema::{DumpSummary, FirstDivergence, Report, SCHEMA, StageReport};
 use crate::report::step_checks;
 use crate::report::verdict::{self, Reason};
-use crate::verify::Verification;
+use crate::verify::{FindingKind, Verification, VerifyFinding};
 
 /// A dump that was opened and proved.
 #[derive(Clone, Copy)]
@@ -47,8 +48,7 @@ impl<'a> Opened<'a> {
         let microbatches = judged.map(|(step, _)| step.microbatches.len());
         let manifest = &opened.manifest;
         let dump = summary(path, opened, microbatches, proof);
-        let mut findings: Vec<String> =
-            proof.findings.iter().map(|finding| finding.sentence.clone()).collect();
+        let mut findings = sentences(proof);
         findings.extend(opened.passed_over());
         let outcome = judged.map(|(_, outcome)| outcome);
         let mut not_checked: Vec<NotChecked> =
@@ -95,6 +95,26 @@ impl<'a> Opened<'a> {
             drawings: None,
         }
     }
+}
+
+/// What verification found, in sentences. That copies of a step's tensors differ is told once: one
+/// wrong gradient makes every later tensor of its parameter differ.
+fn sentences(proof: &Verification) -> Vec<String> {
+    let is_step = |finding: &&VerifyFinding| {
+        finding.kind == FindingKind::ReplicasDisagree
+            && finding.tensor.as_ref().is_some_and(algebra::is_part)
+    };
+    let (copies, others): (Vec<&VerifyFinding>, Vec<_>) = proof.findings.iter().partition(is_step);
+    let mut sentences: Vec<String> =
+        others.iter().map(|finding| finding.sentence.clone()).collect();
+    if let Some(first) = copies.first() {
+        let more = match copies.len() - 1 {
+            0 => String::new(),
+            more => format!(", and so do {more} more boxes of the step's tensors"),
+        };
+        sentences.push(format!("{}{more}", first.sentence));
+    }
+    sentences
 }
 
 fn summary(

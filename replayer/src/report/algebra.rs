@@ -9,6 +9,9 @@ use crate::algebra::{Group, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
 use crate::replay::outcome::NotChecked;
 
+/// What stands in front of the lines that follow the first of a group.
+const INDENT: &str = "           ";
+
 impl Report {
     /// The report with what became of every parameter's gradient. `is_asked`: a user asked for it
     /// by name, so that its absence is a lack.
@@ -108,9 +111,11 @@ fn stage(out: &mut String, own: &StageSummary) {
 
 fn diverged(out: &mut String, group: &Group) {
     let ranks: Vec<_> = group.ranks.iter().map(|rank| backtape::identity::Rank(*rank)).collect();
-    let label = format!("{:<10}", group.stage.name());
+    let label = format!("{:<11}", group.stage.name());
     let by = match group.error.is_finite() {
-        true => format!(" (error {}, rounding explains {})", error(group.error), error(group.floor)),
+        true => {
+            format!(" (error {}, rounding explains {})", error(group.error), error(group.floor))
+        }
         false => String::new(),
     };
     let held = crate::dump::name_ranks(&ranks);
@@ -121,11 +126,11 @@ fn diverged(out: &mut String, group: &Group) {
             short(*captured),
             short(*reference)
         );
-        wrap(out, "          ", &text);
+        wrap(out, INDENT, &text);
     }
     let Some(reading) = &group.reading else {
-        wrap(out, "          ", "cause: unknown");
+        wrap(out, INDENT, "cause: unknown");
         return;
     };
-    wrap(out, "          ", &format!("cause: {}; look at {}", reading.cause, reading.look));
+    wrap(out, INDENT, &format!("cause: {}; look at {}", reading.cause, reading.look));
 }

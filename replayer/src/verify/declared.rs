@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use backtape::identity::Rank;
 use backtape::manifest::Omission;
+use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::absent_ranks;
@@ -110,7 +111,9 @@ pub(super) fn tensor(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec
         findings.push(finding.of(key).by(ranks));
     }
     let absent = absent_ranks(dump, info);
-    if !absent.is_empty() {
+    // What a rank declares of its step is its own.
+    let is_of_one = Part::declaring_rank(key.tensor.as_str()).is_some();
+    if !absent.is_empty() && !is_of_one {
         let sentence = format!("{key}: {} hold no shard of it", name_ranks(&absent));
         let sentence = match absent.len() {
             1 => sentence.replace(" hold ", " holds "),

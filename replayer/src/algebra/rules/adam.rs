@@ -53,7 +53,7 @@ pub struct Adam {
 
 impl Adam {
     pub(super) fn of(optimizer: &Optimizer, hyper: &Hyper, step: f64) -> Option<Adam> {
-        let name = optimizer.name.as_str();
+        let name = optimizer.name.as_deref()?;
         CLASSES.contains(&name).then(|| Adam {
             step,
             decoupled: name.eq_ignore_ascii_case("adamw")
@@ -120,10 +120,14 @@ impl Adam {
             vary(
                 "decay-coupled",
                 match self.decoupled {
-                    true => "the weight decay goes through the gradient and the moments (Adam), \
-                             and is declared to be decoupled (AdamW)",
-                    false => "the weight decay is decoupled (AdamW), and is declared to go \
-                              through the gradient (Adam)",
+                    true => {
+                        "the weight decay goes through the gradient and the moments (Adam), \
+                             and is declared to be decoupled (AdamW)"
+                    }
+                    false => {
+                        "the weight decay is decoupled (AdamW), and is declared to go \
+                              through the gradient (Adam)"
+                    }
                 },
                 "whether this optimizer is Adam or AdamW",
                 Adam { decoupled: !self.decoupled, ..own() },

@@ -42,7 +42,7 @@ pub struct Sgd {
 impl Sgd {
     pub(super) fn of(optimizer: &Optimizer, hyper: &Hyper, step: f64) -> Option<Sgd> {
         let momentum = hyper.number("momentum").or_else(|| hyper.number("decay"));
-        CLASSES.contains(&optimizer.name.as_str()).then(|| Sgd {
+        CLASSES.contains(&optimizer.name.as_deref()?).then(|| Sgd {
             is_first: step <= 1.0,
             has_momentum: momentum.is_some_and(|momentum| momentum != 0.0),
             nesterov: hyper.is_on("nesterov"),

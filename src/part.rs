@@ -1,4 +1,5 @@
-//! The names of a step's tensors: `step.PART:PARAMETER` (docs/step.md).
+//! The parts of an optimizer's step that are recorded of each parameter, and the names of their tensors:
+//! `step.PART:PARAMETER` (docs/step.md).
 
 /// What of a parameter a tensor is.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -25,6 +26,10 @@ pub enum Part {
     MasterBefore,
     /// The same after it.
     MasterAfter,
+    /// The gradients of one microbatch by the devices along a mesh axis, side by side.
+    GradBy(String),
+    /// The same summed over microbatches.
+    AccumulatedBy(String),
     /// A tensor of the optimizer's state before its step, by its name.
     StateBefore(String),
     /// The same after it.
@@ -58,7 +63,9 @@ impl Part {
         let word = WORDS.iter().find(|(word, _)| *word == part).map(|(_, part)| part.clone());
         let part = word
             .or_else(|| state("state_before.").map(Part::StateBefore))
-            .or_else(|| state("state_after.").map(Part::StateAfter))?;
+            .or_else(|| state("state_after.").map(Part::StateAfter))
+            .or_else(|| state("grad_by.").map(Part::GradBy))
+            .or_else(|| state("accumulated_by.").map(Part::AccumulatedBy))?;
         (!parameter.is_empty()).then_some((part, parameter))
     }
 
@@ -73,6 +80,8 @@ impl std::fmt::Display for Part {
         match self {
             Part::StateBefore(name) => write!(f, "state_before.{name}"),
             Part::StateAfter(name) => write!(f, "state_after.{name}"),
+            Part::GradBy(axis) => write!(f, "grad_by.{axis}"),
+            Part::AccumulatedBy(axis) => write!(f, "accumulated_by.{axis}"),
             word => {
                 let known = WORDS.iter().find(|(_, part)| part == word);
                 f.write_str(known.map_or("", |(name, _)| name))
