@@ -22,12 +22,14 @@ look at what passes and hand it on. No collective runs that the job does not run
     patches.py       functions of torch that are replaced and put back
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from backtape.failopen import CAUGHT, describe
 from backtape.step_torch import backward, clipping, declaration, optimizers, scaler
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.reduction import checked
@@ -107,7 +109,7 @@ def step_algebra(
     """
     if not tape.active:
         return StepAlgebra()
-    with tape.guarded("step algebra of", type(model).__name__):
+    with tape.guarded("step algebra of", type(model).__name__), named(tape):
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         owners = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         capture = Capture(tape, models, owners, names, checked(reduce, tape.mesh))
@@ -117,6 +119,16 @@ def step_algebra(
                 start(capture)
         return StepAlgebra(capture)
     return StepAlgebra()
+
+
+@contextlib.contextmanager
+def named(tape: Tape) -> Iterator[None]:
+    """Names in the dump why nothing of the step's algebra is in it."""
+    try:
+        yield
+    except CAUGHT as error:
+        tape.leave_out("step", None, describe(error))
+        raise
 
 
 def finish(capture: Capture, ended_by: str | None) -> None:

@@ -1,13 +1,15 @@
 """What has been taken of a step, and of which parameter."""
 
+import contextlib
 import fnmatch
 import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from backtape._native import RecorderError
+from backtape.failopen import CAUGHT, describe
 from backtape.step_torch.parts import Part, local, parts_of
 from backtape.step_torch.patches import Patches
 from backtape.tape import Tape
@@ -47,10 +49,20 @@ class Capture:
         self.clip_value: float | None = None
         self.loss_scale: float | None = None
         self.steps: list[Any] = []  # of optimizers.Step, by optimizer
+        self.unknown: list[str] = []  # why an optimizer's step cannot be recorded
 
-    def guarded(self, subject: object) -> AbstractContextManager[None]:
-        """Keeps what backtape raises from the job, unless the recorder is strict."""
-        return self.tape.guarded("step algebra:", subject)
+    @contextlib.contextmanager
+    def guarded(self, subject: object) -> Iterator[None]:
+        """Keeps what backtape raises from the job, unless the recorder is strict, and names it in the
+        dump."""
+        with self.tape.guarded("step algebra:", subject):
+            try:
+                yield
+            except CAUGHT as error:
+                # What the recorder refuses is named already.
+                if not isinstance(error, RecorderError):
+                    self.tape.leave_out("step", None, f"{subject}: {describe(error)}")
+                raise
 
     @property
     def own(self) -> Iterable[Part]:
@@ -143,11 +155,10 @@ def partial_axes(tensor: torch.Tensor) -> dict[str, str]:
 def mark_of(part: Part) -> tuple[Any, ...] | None:
     """What shows cheaply whether a gradient was changed: which tensor it is, how often torch has changed
     it in place, and a sum of its bits, which also sees what is written through `.data`."""
-    holder = part.holder()
-    gradient = None if holder is None else holder.grad
-    if gradient is None:
+    holder, own = part.holder(), part.gradient()
+    if holder is None or own is None:
         return None
-    here = local(part.cut(gradient.detach()))
+    gradient, here = holder.grad, local(own)
     word = WORDS.get(here.itemsize)
     bits = here.contiguous().view(word).sum(dtype=torch.int64) if word and here.numel() else 0
     return id(gradient), gradient._version, bits

@@ -172,7 +172,7 @@ def add(
     entry: dict[str, Any] = {
         "source": value,
         "value": kept(value),
-        "local": local(value.detach()).clone() if kept(value) is None else None,
+        "local": local(value).clone() if kept(value) is None else None,
         "kind": None if kind is None else float(kind),
         "max_norm": None,
         "epsilon": None,
@@ -190,7 +190,7 @@ def kept(value: Any) -> Any:
         return float(value)
     if is_dtensor(value) and not all(one.is_replicate() for one in value.placements):
         return None
-    return local(value.detach()).clone()
+    return local(value).clone()
 
 
 def stage_of(parts: list[Part]) -> str:
@@ -235,7 +235,7 @@ def _parts_of_gradients(
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    here = local(tensor.detach())
+    here = local(tensor)
     if not here.numel():
         return ("empty", id(tensor))
     return here.device, here.data_ptr(), here.numel()

@@ -107,7 +107,8 @@ def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
             )
             part.leave_out("master_before", reason)
             part.leave_out("master_after", reason)
-        _leave_out_values(part, HOLDS_NOTHING if part.holder() is None else "no optimizer holds it")
+        reason = HOLDS_NOTHING if part.holder() is None else "no optimizer holds it"
+        _leave_out_values(part, "; ".join([reason, *capture.unknown]))
         return
     step = capture.steps[part.place[0]]
     if step.skipped and step.count == 0:

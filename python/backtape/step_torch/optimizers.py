@@ -142,10 +142,15 @@ class Step:
 
 def start(capture: Capture) -> None:
     """Sets the hooks of every optimizer."""
-    for index, given in enumerate(capture.owners):
-        step = Step(capture, index, given)
-        capture.steps.append(step)
-        step.start()
+    for given in capture.owners:
+        with capture.guarded(type(given).__name__):
+            try:
+                step = Step(capture, len(capture.steps), given)
+            except TypeError as error:
+                capture.unknown.append(str(error))
+                raise
+            capture.steps.append(step)
+            step.start()
 
 
 def unwrapped(given: Any) -> torch.optim.Optimizer:
@@ -190,7 +195,7 @@ def number_of(entry: Any, name: str, holder: torch.Tensor) -> Any:
 def as_json(value: Any) -> Any:
     """A value as JSON has it. A number that JSON has not is the text "inf", "-inf" or "nan"."""
     if isinstance(value, torch.Tensor):
-        value = local(value.detach()).item() if value.numel() == 1 else text_of(value)
+        value = local(value).item() if value.numel() == 1 else text_of(value)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, numbers.Integral):

@@ -47,18 +47,18 @@ class Part:
     def value(self) -> torch.Tensor | None:
         """What this rank holds of the parameter."""
         holder = self.holder()
-        return None if holder is None else self.cut(holder.detach())
+        return None if holder is None else self.cut(holder)
 
     def gradient(self) -> torch.Tensor | None:
         """What this rank holds of `.grad`."""
         holder = self.holder()
         if holder is None or holder.grad is None:
             return None
-        return self.cut(holder.grad.detach())
+        return self.cut(holder.grad)
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a tensor that has the elements of the holder."""
-        return tensor if self.span is None else tensor.reshape(-1)[slice(*self.span)]
+        return tensor if self.span is None else tensor.detach().reshape(-1)[slice(*self.span)]
 
     def leave_out(self, stage: str, reason: str) -> None:
         """Notes why a stage is not recorded; the first reason stays."""
@@ -166,5 +166,6 @@ def parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor on this rank; any other tensor as it is. No collective runs."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """The part of a DTensor on this rank, or all of another tensor, without its history. No collective
+    runs here, as could in any operation on a DTensor itself: even `detach` gathers a norm."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
