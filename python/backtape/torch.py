@@ -172,7 +172,7 @@ def gradients(
         with tape.guarded("gradients of", type(module).__name__):
             sharded = {name for name, held, where in parts_of(module, "value") if where or is_dtensor(held)}
             for name, parameter in module.named_parameters():
-                name = plain_name(name)
+                name = plain_name(name, module)
                 if not parameter.requires_grad or not fnmatch.fnmatchcase(name, names):
                     continue
                 watched.append(name)

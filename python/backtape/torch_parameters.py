@@ -7,9 +7,12 @@ import torch
 
 from backtape import frameworks
 
-# What DDP, torch.compile, FSDP1 and checkpointing add to the names of parameters: whole parts of
-# a dotted name, so that a module that the job calls `submodule` keeps its name.
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# What torch.compile, FSDP1 and checkpointing add to the names of parameters: whole parts of a dotted
+# name, so that a module that the job calls `submodule` keeps its name.
+WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+# What DDP adds, and wrappers of other libraries.
+WRAPPED = "module"
 
 
 def parts_of(
@@ -31,10 +34,10 @@ def parts_of(
                 if held is not None and own is None:
                     held = held.reshape(-1)[begin:end]
                 where = {"global_shape": tuple(shape), "flat_offset": info.intra_param_start_idx}
-                yield plain_name(prefix + name), held, where
+                yield plain_name(prefix + name, module), held, where
     for name, parameter in module.named_parameters():
         if id(parameter) not in flat:
-            yield plain_name(name), of(parameter), {}
+            yield plain_name(name, module), of(parameter), {}
 
 
 def flat_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -48,9 +51,27 @@ def flat_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"{name}." if name else "", handle.flat_param
 
 
-def plain_name(name: str) -> str:
-    """The parameter's name in the module that the job has written, without wrappers."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+def plain_name(name: str, root: torch.nn.Module) -> str:
+    """The name of a parameter of `root` in the module that the job has written, without wrappers.
+
+    A part `module` of it is that of a wrapper where the module around it has nothing else: so no two
+    parameters get one name.
+    """
+    kept, owner = [], root
+    for part in name.split("."):
+        if part not in WRAPPERS and not (part == WRAPPED and is_wrapper(owner)):
+            kept.append(part)
+        owner = getattr(owner, part, None)
+    return ".".join(kept)
+
+
+def is_wrapper(module: Any) -> bool:
+    """Whether a module holds one other, as `.module`, and no parameters itself."""
+    return (
+        isinstance(module, torch.nn.Module)
+        and list(module._modules) == [WRAPPED]
+        and not module._parameters
+    )
 
 
 def in_backward() -> bool:

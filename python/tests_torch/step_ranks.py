@@ -259,7 +259,11 @@ def zero():
 
 
 def same_bits():
-    """50 steps under DDP and under FSDP2, with and without recording."""
+    """50 steps under DDP, FSDP2 and FSDP1, with and without recording."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def flat(module):
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
 
     def trained(wrap, steps):
         module = wrap(model())
@@ -280,9 +284,9 @@ def same_bits():
         tensors = [*module.parameters(), *state]
         return [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
 
-    for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
+    for wrap in (nn.parallel.DistributedDataParallel, fully_shard, flat):
         plain, recorded = trained(wrap, "none"), trained(wrap, "0-49")
-        assert len(plain) == len(recorded) == 20
+        assert len(plain) == len(recorded) == (4 if wrap is flat else 20)
         assert all(torch.equal(a, b) for a, b in zip(plain, recorded)), wrap
 
 

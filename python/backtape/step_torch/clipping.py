@@ -69,7 +69,7 @@ def _clip(capture: Capture) -> Any:
         capture.take("reduced", parts)
         entry = _same_norm(capture, total_norm, parts)
         if entry is None:
-            entry = add(capture, total_norm, None, parts, stage_of(parts))
+            entry = add(capture, total_norm, _last_kind(capture, parts), parts, stage_of(parts))
         # The job may have changed it in place, as to combine the stages of a pipeline.
         entry |= {"value": kept(total_norm), "max_norm": float(max_norm), "epsilon": EPSILON}
         yield
@@ -202,11 +202,23 @@ def stage_of(parts: list[Part]) -> str:
 
 def _same_norm(capture: Capture, value: Any, parts: list[Part]) -> dict[str, Any] | None:
     """The norm that was computed just before, if the job clips by it."""
-    if not capture.norms:
+    last = _last_norm(capture, parts)
+    same = last is not None and last["max_norm"] is None and last["source"] is value
+    return last if same else None
+
+
+def _last_kind(capture: Capture, parts: list[Part]) -> float | None:
+    """The kind of the norm that the job clips by, when it has made another number of what torch gave:
+    as where stages of a pipeline add theirs up."""
+    last = _last_norm(capture, parts)
+    return None if last is None else last["kind"]
+
+
+def _last_norm(capture: Capture, parts: list[Part]) -> dict[str, Any] | None:
+    """The last norm, if it is of exactly these parameters."""
+    if not capture.norms or set(capture.norms[-1]["parameters"]) != {part.name for part in parts}:
         return None
-    last = capture.norms[-1]
-    same = last["max_norm"] is None and last["source"] is value
-    return last if same and set(last["parameters"]) == {part.name for part in parts} else None
+    return capture.norms[-1]
 
 
 def _parts_of_parameters(capture: Capture, parameters: Gradients) -> list[Part]:

@@ -32,6 +32,7 @@ def declaration(capture: Capture) -> dict[str, Any]:
     reductions: dict[str, list[dict[str, Any]]] = {}
     with capture.guarded("reductions"):
         reductions = reduction.of_parts(capture)
+        reduction.explain(capture, reductions)
     named = {part.name: part for part in capture.parts}
     steps = capture.steps
     return {
@@ -100,15 +101,17 @@ def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
         part.leave_out("reduced", ended or nothing)
     if part.place is None:
         foreign = sum(step.foreign() for step in capture.steps)
-        if foreign and part.trainable:
+        if foreign and part.trainable and part.holder() is not None:
             reason = (
                 f"no optimizer holds it, and the optimizers hold {foreign} tensors that are no "
                 "parameters of the model: copies that they keep are not seen"
             )
             part.leave_out("master_before", reason)
             part.leave_out("master_after", reason)
-        reason = HOLDS_NOTHING if part.holder() is None else "no optimizer holds it"
-        _leave_out_values(part, "; ".join([reason, *capture.unknown]))
+        _leave_out_values(part, "; ".join(["no optimizer holds it", *capture.unknown]))
+        return
+    if part.holder() is None:
+        _leave_out_values(part, HOLDS_NOTHING)
         return
     step = capture.steps[part.place[0]]
     if step.skipped and step.count == 0:

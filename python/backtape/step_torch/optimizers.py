@@ -46,7 +46,7 @@ class Step:
         ]
 
     def parts(self) -> list[Part]:
-        """The parameters that the optimizer has, each with its group noted."""
+        """The parameters of which it has values on this rank; the group of each is noted."""
         groups = {
             id(parameter): group
             for group, of_group in enumerate(self.optimizer.param_groups)
@@ -54,10 +54,11 @@ class Step:
         }
         parts = []
         for part in self.capture.own:
-            holder = part.holder()
-            if holder is not None and id(holder) in groups:
-                part.place = (self.index, groups[id(holder)])
-                parts.append(part)
+            listed = part.in_groups()
+            if listed is not None and id(listed) in groups:
+                part.place = (self.index, groups[id(listed)])
+                if part.holder() is not None:
+                    parts.append(part)
         return parts
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
@@ -66,7 +67,7 @@ class Step:
 
     def foreign(self) -> int:
         """How many tensors the optimizer has that are of no parameter of the models."""
-        own = {id(part.holder()) for part in self.capture.own}
+        own = {id(part.in_groups()) for part in self.capture.own}
         given = [one for group in self.optimizer.param_groups for one in group["params"]]
         return sum(id(one) not in own for one in given)
 
@@ -126,6 +127,8 @@ class Step:
                 self._take_state(when, part, holder, str(name), entry)
 
     def _take_state(self, when: str, part: Part, holder: Any, name: str, entry: Any) -> None:
+        if entry is None:  # a slot that the optimizer does not use, as SGD's without momentum
+            return
         number = number_of(entry, name, holder)
         if number is not None:
             pair = part.scalars.setdefault(name, [None, None])

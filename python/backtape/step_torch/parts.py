@@ -14,9 +14,6 @@ import torch
 from backtape import frameworks
 from backtape.torch_parameters import flat_parameters, plain_name
 
-# The end of the name that FSDP1 gives to the parameter that it makes of many.
-FLAT = "_flat_param"
-
 
 @dataclass(eq=False)
 class Part:
@@ -25,8 +22,10 @@ class Part:
     name: str
     model: int  # index of the model that it is of
     recorded: bool  # its name is asked for
-    # What the optimizer has in its groups; None where this rank holds nothing of the parameter.
+    # What has its values and `.grad`; None where this rank holds nothing of the parameter.
     holder: Callable[[], torch.Tensor | None]
+    # What the optimizer has in its groups, where that is there without the values; FSDP1 only.
+    listed: Callable[[], torch.Tensor | None] | None = None
     span: tuple[int, int] | None = None  # its elements in the flattened holder, if it is a part
     where: dict[str, Any] = field(default_factory=dict)  # its place, as options of `Tape.record`
     sharded: Any = None  # the FSDPParam of FSDP2
@@ -55,6 +54,10 @@ class Part:
         if holder is None or holder.grad is None:
             return None
         return self.cut(holder.grad)
+
+    def in_groups(self) -> torch.Tensor | None:
+        """What the optimizer has in its groups."""
+        return self.holder() if self.listed is None else self.listed()
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a tensor that has the elements of the holder."""
@@ -88,12 +91,12 @@ def of_model(index: int, model: torch.nn.Module) -> Iterator[Part]:
         flat.add(id(parameter))
         flat.update(map(id, parameter._params or ()))
         flat.update(map(id, parameter._shared_params or ()))
-        yield from of_flat(index, prefix, parameter)
+        yield from of_flat(index, model, prefix, parameter)
     sharded = sharded_parameters(model)
     first: dict[int, str] = {}
     for long_name, parameter in model.named_parameters(remove_duplicate=False):
-        name = plain_name(long_name)
-        if id(parameter) in flat or long_name.endswith(FLAT):
+        name = plain_name(long_name, model)
+        if id(parameter) in flat:
             continue
         of_fsdp = sharded.get(id(parameter))
         identity = id(of_fsdp) if of_fsdp is not None else id(parameter)
@@ -116,27 +119,30 @@ def holder_of(parameter: torch.nn.Parameter, of_fsdp: Any) -> Callable[[], torch
     return lambda: of_fsdp.sharded_param
 
 
-def of_flat(index: int, prefix: str, parameter: Any) -> Iterator[Part]:
+def of_flat(
+    index: int, model: torch.nn.Module, prefix: str, parameter: Any
+) -> Iterator[Part]:
     """The parameters that FSDP1 has made one flat parameter of."""
     infos = zip(parameter._fqns, parameter._shapes, parameter._shard_param_infos)
     for position, (name, shape, info) in enumerate(infos):
-        part = Part(plain_name(prefix + name), index, True, lambda: None)
+        part = Part(plain_name(prefix + name, model), index, True, lambda: None)
         part.flat = (parameter, position)
         part.trainable = parameter.requires_grad
         own = parameter._params[position] if parameter._params else None
+        part.listed = holder_of(parameter if own is None else own, None)
         if own is not None:
             part.trainable = own.requires_grad
         if info.in_shard:
             begin = info.offset_in_shard
             part.where = {"global_shape": tuple(shape), "flat_offset": info.intra_param_start_idx}
-            part.holder = holder_of(parameter if own is None else own, None)
+            part.holder = part.listed
             part.span = (begin, begin + info.numel_in_shard) if own is None else None
         yield part
     for shared in parameter._shared_param_infos:
         name = ".".join(filter(None, (shared.module_name, shared.param_name)))
         prime = ".".join(filter(None, (shared.prim_module_name, shared.prim_param_name)))
-        part = Part(plain_name(prefix + name), index, True, lambda: None)
-        part.same_as = plain_name(prefix + prime)
+        part = Part(plain_name(prefix + name, model), index, True, lambda: None)
+        part.same_as = plain_name(prefix + prime, model)
         yield part
 
 

@@ -11,6 +11,7 @@ from backtape import frameworks
 from backtape.shards import Mesh
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.parts import Part, parameter_groups
+from backtape.torch_arrays import is_dtensor
 
 # What torch's own hooks for DDP send.
 SENT = {"fp16_compress_hook": "float16", "bf16_compress_hook": "bfloat16"}
@@ -216,3 +217,16 @@ def _add_fsdp1(
                 axis = axis_of(capture.tape.mesh, ranks, name)
                 reductions[part.name].append(entry(axis, "mean", ranks, sent, **more))
 
+
+def explain(capture: Capture, reductions: dict[str, list[Entry]]) -> None:
+    """Names gradients of which nothing tells how those of several ranks come together. Parts of a
+    DTensor need not, as each rank has its own."""
+    mesh = capture.tape.mesh
+    if mesh is None or mesh.world_size == 1:
+        return
+    for part in capture.own:
+        by_hand = any(fnmatch.fnmatchcase(part.name, glob) for glob in capture.reduce or {})
+        if reductions[part.name] or by_hand or not part.trainable or is_dtensor(part.holder()):
+            continue
+        reason = "neither DDP nor FSDP reduces its gradient: where the job does, say so in reduce="
+        part.leave_out("reduce", reason)
