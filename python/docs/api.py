@@ -41,10 +41,15 @@ classes of the vocabulary, padding included.
 """
 
 # Between the modules of backtape, not for jobs.
-INTERNAL = {"record_shards", "record_compiled", "leave_out", "expect", "arrived", "guarded", "keys_of", "at_end", "rank", "mesh"}
+INTERNAL = {
+    "record_shards", "record_compiled", "leave_out", "expect", "arrived", "guarded", "keys_of",
+    "at_end", "rank", "mesh",
+}  # fmt: skip
 
 # Marks a call that only its owner makes: what `open` gives is made by it.
-MADE_BY_OTHERS = {"Run", "Step", "Report", "Tape", "Summary", "RecorderError", "Unit", "Line"}
+MADE_BY_OTHERS = {
+    "Run", "Step", "Report", "Tape", "Summary", "RecorderError", "Unit", "Line", "StepAlgebra",
+}  # fmt: skip
 
 
 def signature(name, node):

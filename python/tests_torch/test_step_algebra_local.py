@@ -347,6 +347,10 @@ def test_what_cannot_be_recorded_is_kept_from_the_job_and_said(tmp_path, caplog)
         assert said in reasons
     dump = Dump(tmp_path)
     assert dump.has("grad") and dump.has("after") and dump.of("first.bias")["optimizer"] == 0
+    with recorder(tmp_path / "alone", strict=False) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, object())
+        loss(module, 0).backward()
+    assert "has none as .optimizer" in Dump(tmp_path / "alone").of("first.bias")["absent"]["after"]
 
 
 def test_reductions_by_hand_globs_of_names_and_models_with_equal_names(tmp_path):
