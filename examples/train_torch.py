@@ -12,7 +12,7 @@ Five bugs that real trainers had can be put back: `--label-gather bf16`, `--mean
 microbatch divides by its own tokens), `--sum-for-mean` (DDP's all-reduce sums), `--sync never` (no
 microbatch leaves `no_sync`, so that every rank keeps its gradient to itself), `--sync first` (only the
 first is reduced over ranks, and the others are added to it by each rank alone). What it takes to record a step is the taps in
-xent_torch.py and `declare` and `record_reduced` below.
+xent_torch.py, `declare` and `record_reduced` below, and one call of `step_algebra` in the training loop.
 """
 
 import contextlib
@@ -177,8 +177,9 @@ def run_steps(job, model, stream, args):
             rows = args.rows * job.ranks
             batch = stream.batch(step, job.microbatches, rows, args.length)
             with recorder.step(step) as tape:
+                backtape.torch.step_algebra(tape, model, optimizer)
                 loss, norm = train_step(model, job, batch, tape)
-            optimizer.step()
+                optimizer.step()
             optimizer.zero_grad()
             if job.rank == 0:
                 print(f"step {step} loss={float(loss):.9g} grad_norm={float(norm):.9g}")

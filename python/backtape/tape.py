@@ -65,7 +65,7 @@ class Tape:
 
     __slots__ = (
         "active", "_native", "_faults", "_step", "_place_proof", "_mesh", "_expected", "_arrived",
-        "_tracing",
+        "_tracing", "_at_end",
     )
 
     def __init__(
@@ -86,6 +86,7 @@ class Tape:
         self._expected: set[tuple[str, int | None]] = set()
         self._arrived: set[tuple[str, int | None]] = set()
         self._tracing: AbstractContextManager[object] | None = None
+        self._at_end: dict[str, Callable[[str | None], None]] = {}
 
     @fail_open
     def head(self, **declaration: "Unpack[HeadOptions]") -> None:
@@ -203,6 +204,45 @@ class Tape:
         kept from the job, unless the recorder is strict."""
         return self._faults.guard(what, subject)
 
+    @property
+    def rank(self) -> int:
+        """This process's index in the job; 0 on an inactive tape."""
+        return self._mesh.rank if self._mesh is not None else 0
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the recorder; None on an inactive tape."""
+        return self._mesh
+
+    def at_end(self, what: str, callback: Callable[[str | None], None]) -> None:
+        """Has `callback` called before the step ends, also where the body raises, while the tape still
+        records. It gets the name of the exception's type, or None.
+
+        Raises ValueError where something else of this name waits for the end already.
+        """
+        if what in self._at_end:
+            raise ValueError(f"{what} was called before on this tape: one call takes all there is")
+        self._at_end[what] = callback
+
+    def _call_at_end(self, ended_by: str | None) -> None:
+        """Calls what waits for the end. Where the body has raised, its exception goes on, and that of a
+        callback goes to the log even with `strict`."""
+        refused: BaseException | None = None
+        for what, callback in self._at_end.items():
+            try:
+                with self._faults.guard(what, "", functools.partial(self._omit, what)):
+                    callback(ended_by)
+            except CAUGHT as error:
+                # Only a strict recorder raises here. The others are called all the same, as they
+                # undo what they have changed.
+                refused = refused or error
+        if refused is not None and ended_by is None:
+            raise refused
+
+    def _omit(self, name: str, reason: str) -> None:
+        if self._native is not None:
+            self._native.omit(name, None, reason)
+
     def _hand_over(self, key: Key, shards: list[Shard]) -> None:
         for index, shard in enumerate(shards):
             try:
@@ -236,8 +276,15 @@ class Tape:
         native = self._native
         if native is None:
             return
-        if kind is None:
-            self._settle()
+        try:
+            self._call_at_end(None if kind is None else kind.__name__)
+            if kind is None:
+                self._settle()
+        finally:
+            self._close(native, kind)
+
+    def _close(self, native: _native.Tape, kind: type[BaseException] | None) -> None:
+        """Ends the step with the recorder, and takes the tape from what finds it."""
         self.active, self._native = False, None
         if self._tracing is not None:
             self._tracing.__exit__(None, None, None)

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
-from backtape import frameworks
+from backtape.step_torch import StepAlgebra, step_algebra
 from backtape.tape import Tape, open_tape
 from backtape.torch_arrays import is_dtensor
-
-# What DDP, torch.compile, FSDP1 and checkpointing add to the names of parameters.
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+from backtape.torch_parameters import in_backward, parts_of, plain_name
 
 
 def tap(name: str, x: torch.Tensor, **key: Any) -> torch.Tensor:
@@ -102,11 +100,6 @@ class _TapGrad(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def in_backward() -> bool:
-    """True inside a backward pass, where a forward that runs is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def record_parameters(
     tape: Tape, module: torch.nn.Module, *, names: str = "*", prefix: str = "", **key: Any
 ) -> None:
@@ -150,49 +143,6 @@ def _record_each(
                 tape.record(prefix + name, held, **key, **where)
 
 
-def parts_of(
-    module: torch.nn.Module, what: str
-) -> Iterator[tuple[str, torch.Tensor | None, dict[str, Any]]]:
-    """The name, the tensor and the place (as options of `Tape.record`) of each parameter's "value" or
-    "grad", whichever `what` says; None for a tensor that is not there."""
-    of = (lambda p: p) if what == "value" else (lambda p: p.grad)
-    flat = set()
-    for prefix, parameter in flat_parameters(module):
-        flat.add(id(parameter))
-        flat.update(map(id, parameter._params or ()))
-        infos = zip(parameter._fqns, parameter._shapes, parameter._shard_param_infos)
-        for index, (name, shape, info) in enumerate(infos):
-            if info.in_shard:
-                own = parameter._params and parameter._params[index]
-                begin, end = info.offset_in_shard, info.offset_in_shard + info.numel_in_shard
-                held = of(own) if own is not None else of(parameter)
-                if held is not None and own is None:
-                    held = held.reshape(-1)[begin:end]
-                where = {"global_shape": tuple(shape), "flat_offset": info.intra_param_start_idx}
-                yield plain_name(prefix + name), held, where
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in flat:
-            yield plain_name(name), of(parameter), {}
-
-
-def flat_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The flat parameters of FSDP1 modules in `module`, each with the prefix of their names."""
-    fsdp = frameworks.imported("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    for name, child in module.named_modules():
-        handle = getattr(child, "_handle", None)
-        if isinstance(child, fsdp.FullyShardedDataParallel) and handle is not None:
-            yield f"{name}." if name else "", handle.flat_param
-
-
-def plain_name(name: str) -> str:
-    """The parameter's name in the module that the job has written, without wrappers."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 @contextlib.contextmanager
 def gradients(
     tape: Tape, module: torch.nn.Module, *, names: str = "*", prefix: str = "grad.", **key: Any
@@ -222,7 +172,7 @@ def gradients(
         with tape.guarded("gradients of", type(module).__name__):
             sharded = {name for name, held, where in parts_of(module, "value") if where or is_dtensor(held)}
             for name, parameter in module.named_parameters():
-                name = plain_name(name)
+                name = plain_name(name, module)
                 if not parameter.requires_grad or not fnmatch.fnmatchcase(name, names):
                     continue
                 watched.append(name)

@@ -27,6 +27,7 @@ PARTS = [
     ("The step in jax", "backtape.jax", "step_jax.py", ["step_algebra"], True),
     ("PyTorch", "backtape.torch", "torch.py",
      ["tap", "tap_grad", "gradients", "record_parameters", "record_gradients"], True),
+    ("", "backtape.torch", "step_torch/__init__.py", ["step_algebra", "StepAlgebra"], False),
     ("Scalars", "backtape.scalars", "scalars.py", ["of_torch", "of_jax"], True),
     ("What works here", "backtape.doctor", "doctor.py", ["examine", "Line"], True),
     ("Types", "backtape.typing", "typing.py", ["AnyArray", "Float64Array", "Place", "When"], True),
@@ -41,10 +42,15 @@ classes of the vocabulary, padding included.
 """
 
 # Between the modules of backtape, not for jobs.
-INTERNAL = {"record_shards", "record_compiled", "leave_out", "expect", "arrived", "guarded", "keys_of"}
+INTERNAL = {
+    "record_shards", "record_compiled", "leave_out", "expect", "arrived", "guarded", "keys_of",
+    "at_end", "rank", "mesh",
+}  # fmt: skip
 
 # Marks a call that only its owner makes: what `open` gives is made by it.
-MADE_BY_OTHERS = {"Run", "Step", "Report", "Tape", "Summary", "RecorderError", "Unit", "Line"}
+MADE_BY_OTHERS = {
+    "Run", "Step", "Report", "Tape", "Summary", "RecorderError", "Unit", "Line", "StepAlgebra",
+}  # fmt: skip
 
 
 def signature(name, node):

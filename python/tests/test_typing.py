@@ -158,7 +158,7 @@ def test_only_one_module_imports_late_or_looks_at_what_is_imported():
     """Goal: what is imported when can be read off one module. Method: the sources: no function
     imports, and only `frameworks` names importlib.import_module or sys.modules."""
     late, looking = [], []
-    for path in sorted(PACKAGE.glob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 inside = [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]

@@ -1,0 +1,139 @@
+"""Records what happens to the gradients of a torch model in one step, from `.grad` to new parameters.
+
+    with recorder.step(step) as tape:
+        backtape.torch.step_algebra(tape, model, optimizer)
+        for i, batch in enumerate(batches):
+            (loss(model, batch) / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+docs/step.md says what is recorded, under which names. Nothing of the job is changed: hooks of
+tensors, modules and optimizers, and functions of torch that are replaced while the tape is open,
+look at what passes and hand it on. No collective runs that the job does not run itself.
+
+    parts.py         the parameters, and what this rank holds of each
+    capture.py       what has been taken of which parameter
+    backward.py      gradients of each microbatch, before communication
+    clipping.py      norms and clipping
+    scaler.py        the loss scale
+    optimizers.py    the optimizer's step
+    reduction.py     over which ranks a gradient is reduced, and how
+    declaration.py   what the rank declares
+    patches.py       functions of torch that are replaced and put back
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backtape.failopen import CAUGHT, describe
+from backtape.step_torch import backward, clipping, declaration, optimizers, scaler
+from backtape.step_torch.capture import Capture
+from backtape.step_torch.reduction import checked
+from backtape.tape import Tape
+
+
+class StepAlgebra:
+    """What `step_algebra` gives: for jobs that norm, reduce or clip gradients by code of their own.
+
+    Outside a recorded step its methods do nothing.
+    """
+
+    def __init__(self, capture: Capture | None = None) -> None:
+        self._capture = capture
+
+    def norm(
+        self,
+        value: Any,
+        max_norm: float | None = None,
+        *,
+        kind: float | str = 2.0,
+        epsilon: float | None = None,
+        parameters: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Says which norm the job has computed by itself, and that it clips by it if `max_norm` is there.
+
+        value: the norm of the whole gradient, a number or a tensor of one element.
+        kind: 2.0, or "inf".
+        epsilon: what is added to the norm before `max_norm` is divided by it.
+        parameters: those of which it is the norm; by default all.
+
+        Call it after the gradients were reduced and before they are clipped.
+        """
+        if self._capture is not None:
+            with self._capture.guarded("norm"):
+                clipping.declared(self._capture, value, max_norm, kind, epsilon, parameters)
+
+    def reduced(self) -> None:
+        """Says that the gradients are reduced, and not clipped yet. backtape sees that by itself where
+        the job calls GradScaler, a clip function of torch or, without clipping, `optimizer.step`."""
+        if self._capture is not None:
+            with self._capture.guarded("reduced"):
+                self._capture.take("reduced", self._capture.parts)
+
+    def clipped(self) -> None:
+        """Says that code of the job's own has clipped the gradients: what the optimizer then takes is
+        recorded as `step.clipped`."""
+        if self._capture is not None:
+            with self._capture.guarded("clipped"):
+                self._capture.note_clipped(self._capture.parts)
+
+
+def step_algebra(
+    tape: Tape,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any,
+    *,
+    names: str = "*",
+    reduce: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+) -> StepAlgebra:
+    """Records every stage of the step from the gradient of a microbatch to the new parameters; one call
+    before the first forward of the step.
+
+    model: one module or a list: plain, or under DDP, FSDP1, FSDP2 or tensor parallelism.
+    optimizer: one or a list.
+    names: a glob; parameters of other names are not recorded.
+    reduce: for gradients that the job reduces by code of its own, by globs of names the list of
+        communications in their order: {"*": [{"axis": "data", "op": "mean", "ranks": [0, 1]}]}.
+        `op` is "sum" or "mean". In place of `ranks` a process group may stand as `group`; without
+        both, the axis is looked up in the recorder's mesh. `dtype` is what is sent, by default the
+        gradient's. It replaces what backtape reads off DDP and FSDP.
+
+    A backward pass is a microbatch: the nth that reaches a model has index n. What a job does not
+    do is left out; what it does and backtape cannot see is named in the declaration, with the
+    reason. All is undone when the tape ends, whether or not the body raised. Where the step is not
+    recorded, it does nothing.
+    """
+    if not tape.active:
+        return StepAlgebra()
+    with tape.guarded("step algebra of", type(model).__name__), named(tape):
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        owners = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        capture = Capture(tape, models, owners, names, checked(reduce, tape.mesh))
+        tape.at_end("step algebra", functools.partial(finish, capture))
+        for start in (backward.start, clipping.start, scaler.start, optimizers.start):
+            with capture.guarded(start.__module__.rsplit(".", 1)[-1]):
+                start(capture)
+        return StepAlgebra(capture)
+    return StepAlgebra()
+
+
+@contextlib.contextmanager
+def named(tape: Tape) -> Iterator[None]:
+    """Names in the dump why nothing of the step's algebra is in it."""
+    try:
+        yield
+    except CAUGHT as error:
+        tape.leave_out("step", None, describe(error))
+        raise
+
+
+def finish(capture: Capture, ended_by: str | None) -> None:
+    """Puts everything back and records the declaration. ended_by: the exception that ended the body."""
+    capture.close()
+    if ended_by is None:
+        capture.take("reduced", capture.parts)
+    declaration.record(capture, ended_by)

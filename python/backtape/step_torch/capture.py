@@ -1,0 +1,172 @@
+"""What has been taken of a step, and of which parameter."""
+
+import contextlib
+import fnmatch
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from backtape._native import RecorderError
+from backtape.failopen import CAUGHT, describe
+from backtape.step_torch.parts import Part, local, parts_of
+from backtape.step_torch.patches import Patches
+from backtape.tape import Tape
+from backtape.torch_arrays import is_dtensor
+
+# Integers of the same width, as which the bits of a tensor are summed.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Capture:
+    """The capture of one step: the parameters, and what was taken of them.
+
+    A gradient that changes several times within a step is one tensor that is recorded under several
+    names. Each is taken once, by the first of several events that shows that the gradient is now
+    what the name says: `reduced` is taken when the job unscales, norms, clips or steps, whichever
+    comes first.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        models: list[torch.nn.Module],
+        owners: list[Any],
+        names: str,
+        reduce: dict[str, list[dict[str, Any]]] | None,
+    ) -> None:
+        self.tape = tape
+        self.models = models
+        self.owners = owners  # the optimizers as the job gave them
+        self.reduce = reduce
+        self.parts = parts_of(models, lambda name: fnmatch.fnmatchcase(name, names))
+        self.patches = Patches(self.guarded)
+        self.handles: list[Any] = []  # hooks, to be removed
+        self.lock = threading.Lock()  # hooks run in the threads of the backward
+        self.microbatches = [0 for _ in models]
+        self.norms: list[dict[str, Any]] = []
+        self.clip_value: float | None = None
+        self.loss_scale: float | None = None
+        self.steps: list[Any] = []  # of optimizers.Step, by optimizer
+        self.unknown: list[str] = []  # why an optimizer's step cannot be recorded
+
+    @contextlib.contextmanager
+    def guarded(self, subject: object) -> Iterator[None]:
+        """Keeps what backtape raises from the job, unless the recorder is strict, and names it in the
+        dump."""
+        with self.tape.guarded("step algebra:", subject):
+            try:
+                yield
+            except CAUGHT as error:
+                # What the recorder refuses is named already.
+                if not isinstance(error, RecorderError):
+                    self.tape.leave_out("step", None, f"{subject}: {describe(error)}")
+                raise
+
+    @property
+    def own(self) -> Iterable[Part]:
+        """The parameters without the second names of tied ones."""
+        return (part for part in self.parts if part.same_as is None)
+
+    def take(self, stage: str, parts: Iterable[Part]) -> None:
+        """Records `.grad` under the name of a stage, of the parameters of which it is not yet recorded."""
+        for part in parts:
+            if stage in part.taken or part.same_as is not None:
+                continue
+            gradient = part.gradient()
+            if gradient is None:
+                continue
+            part.taken.add(stage)
+            if not part.recorded:
+                continue
+            part.mark = mark_of(part)
+            if axes := partial_axes(gradient):
+                self._take_partial(stage, part, gradient, axes)
+            else:
+                self.record(stage, part, gradient)
+
+    def _take_partial(
+        self, stage: str, part: Part, gradient: torch.Tensor, axes: dict[str, str]
+    ) -> None:
+        """A DTensor gradient that is still an addend: the optimizer itself has it reduced, where nobody
+        can look, so that `.grad` never holds the reduced gradient."""
+        part.partial.update(axes)
+        names = ", ".join(axes)
+        reason = f".grad is still Partial over the mesh axis {names}: the optimizer reduces it"
+        part.leave_out(stage, reason)
+        if stage == "reduced" and "accumulated" not in part.taken:
+            part.taken.add("accumulated")
+            self.record("accumulated", part, gradient, addend=True)
+
+    def note_clipped(self, parts: Iterable[Part]) -> None:
+        """Notes that the gradients of these parameters are clipped now or were just now."""
+        for part in parts:
+            part.clipped = True
+
+    def record(
+        self,
+        stage: str,
+        part: Part,
+        tensor: torch.Tensor,
+        *,
+        microbatch: int | None = None,
+        addend: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """Hands a tensor of a parameter to the tape.
+
+        addend: it is this rank's addend of a gradient.
+        whole: it is not in the place of the holder: the whole parameter of FSDP, or a tensor that
+            has a shape of its own.
+        """
+        if not part.recorded:
+            return
+        key: dict[str, Any] = {} if whole else dict(part.where)
+        if addend:
+            key["when"] = "pre_reduce"
+            # A Partial DTensor says itself what it is an addend of.
+            if not partial_axes(tensor):
+                key["partial"] = "sum"
+        self.tape.record(f"step.{stage}:{part.name}", tensor, microbatch=microbatch, **key)
+
+    def close(self) -> None:
+        """Removes the hooks and puts back what was replaced. Raises nothing."""
+        self.patches.undo()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+def partial_axes(tensor: torch.Tensor) -> dict[str, str]:
+    """The mesh axes over which a DTensor is still to be reduced, each with "sum" or "mean"."""
+    if not is_dtensor(tensor):
+        return {}
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    placements = tensor.placements  # type: ignore[attr-defined]
+    names = mesh.mesh_dim_names or [f"axis{i}" for i in range(len(placements))]
+    return {
+        name: "mean" if getattr(placement, "reduce_op", "sum") == "avg" else "sum"
+        for name, placement in zip(names, placements)
+        if placement.is_partial()
+    }
+
+
+def mark_of(part: Part) -> tuple[Any, ...] | None:
+    """What shows cheaply whether a gradient was changed: which tensor it is, how often torch has changed
+    it in place, and a sum of its bits, which also sees what is written through `.data`."""
+    holder, own = part.holder(), part.gradient()
+    if holder is None or own is None:
+        return None
+    gradient, here = holder.grad, local(own)
+    word = WORDS.get(here.itemsize)
+    bits = here.contiguous().view(word).sum(dtype=torch.int64) if word and here.numel() else 0
+    return id(gradient), gradient._version, bits
+
+
+def changed(part: Part) -> bool:
+    """Whether a gradient is another than when it was last recorded."""
+    now = mark_of(part)
+    if now is None or part.mark is None:
+        return now is not part.mark
+    return now[:2] != part.mark[:2] or int(now[2]) != int(part.mark[2])

@@ -1,0 +1,253 @@
+"""Norms of gradients and clipping, as torch's own functions do it.
+
+torch.nn.utils computes a norm in `_get_total_norm` and clips by it in `_clip_grads_with_norm_`;
+`clip_grad_norm_` calls both, and training frameworks call them one by one. FSDP1 has a method of its
+own. A norm that is a DTensor is not gathered here: a rank that is not recorded would not take part,
+and the job would hang. Its value is known where the job gathers it itself, and what this rank holds
+of it is declared either way.
+"""
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.utils.clip_grad
+
+from backtape import frameworks
+from backtape.step_torch.capture import Capture
+from backtape.step_torch.parts import Part, local
+from backtape.torch_arrays import is_dtensor
+
+# What torch adds to the norm before it divides the limit by it.
+EPSILON = 1e-6
+
+# The variable of torch's decorator that holds the undecorated function.
+DECORATED = "func"
+
+Gradients = torch.Tensor | Iterable[torch.Tensor]
+
+
+def start(capture: Capture) -> None:
+    """Observes torch's functions that norm and clip."""
+    module = torch.nn.utils.clip_grad
+    observers = {"clip_grad_value_": _by_value(capture)}
+    if {"_get_total_norm", "_clip_grads_with_norm_"} <= vars(module).keys():
+        observers |= {"_get_total_norm": _norm(capture), "_clip_grads_with_norm_": _clip(capture)}
+    else:
+        # Before torch 2.6 one function does all of it.
+        observers["clip_grad_norm_"] = _norm_and_clip(capture)
+    for name, observer in observers.items():
+        capture.patches.inside(module, name, DECORATED, observer)
+    fsdp = frameworks.imported("torch.distributed.fsdp")
+    if fsdp is not None and any(part.flat for part in capture.parts):
+        kind = fsdp.FullyShardedDataParallel
+        capture.patches.attribute(kind, "clip_grad_norm_", _by_fsdp1(capture))
+    tensor = frameworks.imported("torch.distributed.tensor")
+    if tensor is not None:
+        capture.patches.attribute(tensor.DTensor, "full_tensor", _gathered(capture))
+
+
+def _norm(capture: Capture) -> Any:
+    def observe(
+        tensors: Gradients, norm_type: Any = 2.0, *_: Any, **__: Any
+    ) -> Generator[None, Any, None]:
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        parts, others = _parts_of_gradients(capture, gradients)
+        capture.take("reduced", parts)
+        of = stage_of(parts)
+        value = yield
+        add(capture, value, norm_type, parts, of, others=others)
+
+    return observe
+
+
+def _clip(capture: Capture) -> Any:
+    def observe(
+        parameters: Gradients, max_norm: Any, total_norm: Any, *_: Any, **__: Any
+    ) -> Generator[None, Any, None]:
+        parts = _parts_of_parameters(capture, parameters)
+        capture.take("reduced", parts)
+        entry = _same_norm(capture, total_norm, parts)
+        if entry is None:
+            entry = add(capture, total_norm, _last_kind(capture, parts), parts, stage_of(parts))
+        # The job may have changed it in place, as to combine the stages of a pipeline.
+        entry |= {"value": kept(total_norm), "max_norm": float(max_norm), "epsilon": EPSILON}
+        yield
+        capture.note_clipped(parts)
+
+    return observe
+
+
+def _norm_and_clip(capture: Capture) -> Any:
+    def observe(
+        parameters: Gradients, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any
+    ) -> Generator[None, Any, None]:
+        parts = _parts_of_parameters(capture, parameters)
+        capture.take("reduced", parts)
+        of = stage_of(parts)
+        value = yield
+        entry = add(capture, value, norm_type, parts, of)
+        entry |= {"max_norm": float(max_norm), "epsilon": EPSILON}
+        capture.note_clipped(parts)
+
+    return observe
+
+
+def _by_fsdp1(capture: Capture) -> Any:
+    def observe(
+        module: torch.nn.Module, max_norm: Any, norm_type: Any = 2.0
+    ) -> Generator[None, Any, None]:
+        own = set(map(id, module.parameters()))
+        flat = {id(one) for one in _flat_parameters(module)}
+        parts = [
+            part
+            for part in capture.own
+            if id(part.holder()) in own or (part.flat is not None and id(part.flat[0]) in flat)
+        ]
+        capture.take("reduced", parts)
+        of, before = stage_of(parts), len(capture.norms)
+        value = yield
+        # Where nothing is sharded it has called torch's own function, which was observed.
+        if len(capture.norms) == before:
+            entry = add(capture, value, norm_type, parts, of)
+            entry |= {"max_norm": float(max_norm), "epsilon": EPSILON}
+        capture.note_clipped(parts)
+
+    return observe
+
+
+def _flat_parameters(module: torch.nn.Module) -> list[Any]:
+    return [handle.flat_param for handle in getattr(module, "_all_handles", ())]
+
+
+def _by_value(capture: Capture) -> Any:
+    def observe(
+        parameters: Gradients, clip_value: Any, *_: Any, **__: Any
+    ) -> Generator[None, Any, None]:
+        parts = _parts_of_parameters(capture, parameters)
+        capture.take("reduced", parts)
+        capture.clip_value = float(clip_value)
+        yield
+        capture.note_clipped(parts)
+
+    return observe
+
+
+def _gathered(capture: Capture) -> Any:
+    def observe(tensor: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        result = yield
+        for entry in capture.norms:
+            if entry["source"] is tensor:
+                entry["value"] = kept(result)
+                # The job may clip by what it has gathered.
+                entry["source"] = result
+
+    return observe
+
+
+def declared(
+    capture: Capture,
+    value: Any,
+    max_norm: float | None,
+    kind: Any,
+    epsilon: float | None,
+    parameters: Sequence[torch.Tensor] | None,
+) -> None:
+    """A norm that the job says itself."""
+    chosen = [*capture.own] if parameters is None else _parts_of_parameters(capture, parameters)
+    capture.take("reduced", chosen)
+    entry = add(capture, value, kind, chosen, stage_of(chosen))
+    if max_norm is not None:
+        entry |= {"max_norm": float(max_norm), "epsilon": epsilon}
+        capture.note_clipped(chosen)
+
+
+def add(
+    capture: Capture, value: Any, kind: Any, parts: list[Part], of: str, others: int = 0
+) -> dict[str, Any]:
+    """Adds a norm to those of the step. Its number is read when the step ends, so nothing waits here.
+
+    others: how many gradients it counts that are of no parameter of the models.
+    """
+    entry: dict[str, Any] = {
+        "source": value,
+        "value": kept(value),
+        "local": local(value).clone() if kept(value) is None else None,
+        "kind": None if kind is None else float(kind),
+        "max_norm": None,
+        "epsilon": None,
+        "of": of,
+        "parameters": [part.name for part in parts],
+        "others": others,
+    }
+    capture.norms.append(entry)
+    return entry
+
+
+def kept(value: Any) -> Any:
+    """A norm as it is now, or None for a DTensor that lies on several ranks."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if is_dtensor(value) and not all(one.is_replicate() for one in value.placements):
+        return None
+    return local(value).clone()
+
+
+def stage_of(parts: list[Part]) -> str:
+    """The stage at which the gradients are now. A gradient that was clipped before counts as `clipped`."""
+    if any(part.clipped for part in parts):
+        return "clipped"
+    return "unscaled" if any("unscaled" in part.taken for part in parts) else "reduced"
+
+
+def _same_norm(capture: Capture, value: Any, parts: list[Part]) -> dict[str, Any] | None:
+    """The norm that was computed just before, if the job clips by it."""
+    last = _last_norm(capture, parts)
+    same = last is not None and last["max_norm"] is None and last["source"] is value
+    return last if same else None
+
+
+def _last_kind(capture: Capture, parts: list[Part]) -> float | None:
+    """The kind of the norm that the job clips by, when it has made another number of what torch gave:
+    as where stages of a pipeline add theirs up."""
+    last = _last_norm(capture, parts)
+    return None if last is None else last["kind"]
+
+
+def _last_norm(capture: Capture, parts: list[Part]) -> dict[str, Any] | None:
+    """The last norm, if it is of exactly these parameters."""
+    if not capture.norms or set(capture.norms[-1]["parameters"]) != {part.name for part in parts}:
+        return None
+    return capture.norms[-1]
+
+
+def _parts_of_parameters(capture: Capture, parameters: Gradients) -> list[Part]:
+    """The parameters that take part in a norm: those of these tensors that have a gradient."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    ids = {id(parameter) for parameter in given if parameter.grad is not None}
+    return [part for part in capture.own if id(part.holder()) in ids]
+
+
+def _parts_of_gradients(
+    capture: Capture, gradients: list[torch.Tensor]
+) -> tuple[list[Part], int]:
+    """The parameters whose gradients these are, and how many gradients are of none. A gradient is known
+    by the memory that it lies in, as a job may norm the local part of a DTensor."""
+    places = {_place(gradient): 0 for gradient in gradients}
+    parts = []
+    for part in capture.own:
+        holder = part.holder()
+        if holder is None or holder.grad is None:
+            continue
+        place = _place(holder.grad)
+        if place in places:
+            places[place] += 1
+            parts.append(part)
+    return parts, sum(count == 0 for count in places.values())
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    here = local(tensor)
+    if not here.numel():
+        return ("empty", id(tensor))
+    return here.device, here.data_ptr(), here.numel()

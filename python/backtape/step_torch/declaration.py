@@ -1,0 +1,134 @@
+"""What a rank declares of a step: docs/step.md has the format."""
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from backtape.step_torch import reduction
+from backtape.step_torch.backward import UNSEEN
+from backtape.step_torch.capture import Capture
+from backtape.step_torch.optimizers import Step, as_json
+from backtape.step_torch.parts import Part
+
+VERSION = 1
+HOLDS_NOTHING = "this rank holds no element of it"
+
+
+def record(capture: Capture, ended_by: str | None) -> None:
+    """Records the declaration of this rank. ended_by: the exception that ended the step's body."""
+    for step in capture.steps:
+        step.parts()
+    for part in capture.own:
+        _explain(capture, part, ended_by)
+    text = json.dumps(declaration(capture), allow_nan=False)
+    rank = capture.tape.rank
+    capture.tape.record(f"step.declared:{rank}", np.frombuffer(text.encode(), np.uint8))
+
+
+def declaration(capture: Capture) -> dict[str, Any]:
+    """The declaration as plain data."""
+    reductions: dict[str, list[dict[str, Any]]] = {}
+    with capture.guarded("reductions"):
+        reductions = reduction.of_parts(capture)
+        reduction.explain(capture, reductions)
+    named = {part.name: part for part in capture.parts}
+    steps = capture.steps
+    return {
+        "version": VERSION,
+        "rank": capture.tape.rank,
+        "framework": f"torch {torch.__version__}",
+        "microbatches": max(capture.microbatches, default=0),
+        "loss_scale": as_json(capture.loss_scale),
+        "skipped": any(step.skipped for step in steps),
+        "norms": [_norm(entry) for entry in capture.norms],
+        "clip_value": as_json(capture.clip_value),
+        "parameters": {
+            part.name: _parameter(part, named, reductions.get(part.name, []))
+            for part in capture.parts
+            if part.recorded
+        },
+        "optimizers": [_optimizer(step) for step in steps],
+    }
+
+
+def _norm(entry: dict[str, Any]) -> dict[str, Any]:
+    norm = {
+        name: as_json(entry[name])
+        for name in ("value", "kind", "max_norm", "epsilon", "of", "parameters")
+    }
+    for name in ("local", "others"):
+        if entry[name]:
+            norm[name] = as_json(entry[name])
+    return norm
+
+
+def _parameter(
+    part: Part, named: dict[str, Part], reduce: list[dict[str, Any]]
+) -> dict[str, Any]:
+    # All that happens to a tied parameter is told under its first name.
+    first = part if part.same_as is None else named.get(part.same_as, part)
+    optimizer, group = first.place or (None, None)
+    return {
+        "optimizer": optimizer,
+        "group": group,
+        "trainable": first.trainable,
+        "reduce": reduce,
+        "same_as": part.same_as,
+        "scalars": part.scalars,
+        "absent": part.absent,
+    }
+
+
+def _optimizer(step: Step) -> dict[str, Any]:
+    kind = type(step.optimizer)
+    inner = type(step.optimizer.optim) if step.sharded else kind
+    groups = step.groups or step.hyper_parameters()
+    told = {"name": inner.__name__, "module": inner.__module__, "groups": groups}
+    if kind is not inner:
+        told["sharded_by"] = kind.__name__
+    return told | {"skipped": step.skipped, "steps": step.count}
+
+
+def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
+    """Names what was not recorded of a parameter and why. What was recorded before an exception stays."""
+    ended = None if ended_by is None else f"the step's body ended early with {ended_by}"
+    if part.trainable and not part.passes:
+        part.leave_out("grad", ended or _no_gradient(part))
+    if part.trainable and "reduced" not in part.taken:
+        nothing = HOLDS_NOTHING if part.holder() is None else "it has no .grad"
+        part.leave_out("reduced", ended or nothing)
+    if part.place is None:
+        foreign = sum(step.foreign() for step in capture.steps)
+        if foreign and part.trainable and part.holder() is not None:
+            reason = (
+                f"no optimizer holds it, and the optimizers hold {foreign} tensors that are no "
+                "parameters of the model: copies that they keep are not seen"
+            )
+            part.leave_out("master_before", reason)
+            part.leave_out("master_after", reason)
+        _leave_out_values(part, "; ".join(["no optimizer holds it", *capture.unknown]))
+        return
+    if part.holder() is None:
+        _leave_out_values(part, HOLDS_NOTHING)
+        return
+    step = capture.steps[part.place[0]]
+    if step.skipped and step.count == 0:
+        _leave_out_values(part, "GradScaler left the optimizer's step out")
+    elif step.count == 0:
+        _leave_out_values(part, ended or "the optimizer did not step before the tape ended")
+    elif step.count > 1:
+        part.leave_out("later_steps", f"the optimizer stepped {step.count} times: the first is recorded")
+
+
+def _no_gradient(part: Part) -> str:
+    holder = part.holder()
+    if holder is not None and holder.grad is not None or part.taken:
+        return UNSEEN
+    return "no backward pass reached it"
+
+
+def _leave_out_values(part: Part, reason: str) -> None:
+    for stage in ("before", "after", "state"):
+        part.leave_out(stage, reason)

@@ -1,0 +1,213 @@
+"""The optimizer's step: parameters, state and hyper-parameters before and after it.
+
+torch calls an optimizer's hooks around `step`, however it is called: by the job, by GradScaler or
+by a wrapper. Of an optimizer that calls the `step` of its base class, the outer call counts.
+"""
+
+import math
+import numbers
+from typing import Any
+
+import torch
+
+from backtape import frameworks
+from backtape.failopen import text_of
+from backtape.step_torch.capture import Capture, changed
+from backtape.step_torch.parts import Part, local
+
+# What torch keeps in a group beside hyper-parameters.
+NOT_HYPER = {"params", "param_names"}
+
+
+class Step:
+    """The step of one optimizer, which `given` is or wraps."""
+
+    def __init__(self, capture: Capture, index: int, given: Any) -> None:
+        self.capture = capture
+        self.index = index
+        self.given = given
+        self.optimizer = unwrapped(given)
+        self.sharded = is_zero(self.optimizer)
+        self.groups: list[dict[str, Any]] = []
+        self.count = 0  # how often the optimizer has stepped
+        self.depth = 0  # calls of `step` that run: one inside another is that of a base class
+        self.skipped = False
+
+    def is_of(self, optimizer: Any) -> bool:
+        """Whether this is the step of that optimizer."""
+        return optimizer is self.given or optimizer is self.optimizer
+
+    def start(self) -> None:
+        """Sets the hooks."""
+        optimizer = self.optimizer
+        self.capture.handles += [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def parts(self) -> list[Part]:
+        """The parameters of which it has values on this rank; the group of each is noted."""
+        groups = {
+            id(parameter): group
+            for group, of_group in enumerate(self.optimizer.param_groups)
+            for parameter in of_group["params"]
+        }
+        parts = []
+        for part in self.capture.own:
+            listed = part.in_groups()
+            if listed is not None and id(listed) in groups:
+                part.place = (self.index, groups[id(listed)])
+                if part.holder() is not None:
+                    parts.append(part)
+        return parts
+
+    def hyper_parameters(self) -> list[dict[str, Any]]:
+        """What each group sets."""
+        return [hyper_parameters(group) for group in self.optimizer.param_groups]
+
+    def foreign(self) -> int:
+        """How many tensors the optimizer has that are of no parameter of the models."""
+        own = {id(part.in_groups()) for part in self.capture.own}
+        given = [one for group in self.optimizer.param_groups for one in group["params"]]
+        return sum(id(one) not in own for one in given)
+
+    def _before(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        with self.capture.guarded(type(self.optimizer).__name__):
+            self.depth += 1
+            if self.depth > 1:
+                return
+            self.count += 1
+            if self.count > 1:
+                return
+            # What torch tells its fused optimizers, which take the scale out themselves.
+            infinite = getattr(self.optimizer, "found_inf", None)
+            self.skipped = infinite is not None and bool(infinite)
+            parts = self.parts()
+            self._take_gradients(parts)
+            closure = next((one for one in (*args[1:], *options.values()) if callable(one)), None)
+            if closure is not None:
+                for part in parts:
+                    reason = "the optimizer has its gradients computed inside its step, by a closure"
+                    part.leave_out("reduced", reason)
+            if getattr(self.optimizer, "grad_scale", None) is not None:
+                for part in parts:
+                    part.leave_out("unscaled", "the optimizer takes the loss scale out itself")
+            self.groups = self.hyper_parameters()
+            self._take_values("before", parts)
+
+    def _after(self, *_: Any) -> None:
+        with self.capture.guarded(type(self.optimizer).__name__):
+            self.depth -= 1
+            if self.depth == 0 and self.count == 1:
+                self._take_values("after", self.parts())
+
+    def _take_gradients(self, parts: list[Part]) -> None:
+        """Records the gradient that the optimizer takes: under `clipped` where it is another than that
+        which was recorded before."""
+        capture = self.capture
+        for part in parts:
+            seen = bool(part.taken & {"reduced", "unscaled"})
+            if part.clipped or (seen and part.recorded and changed(part)):
+                capture.take("clipped", [part])
+            elif not seen:
+                capture.take("reduced", [part])
+
+    def _take_values(self, when: str, parts: list[Part]) -> None:
+        """Records the parameters and the optimizer's state."""
+        state = self.optimizer.optim.state if self.sharded else self.optimizer.state
+        for part in parts:
+            value = part.value()
+            if value is not None:
+                self.capture.record(when, part, value)
+            holder = part.holder()
+            if self.sharded and self.optimizer._param_to_rank.get(holder) != self.optimizer.rank:
+                part.leave_out("state", "another rank holds the optimizer's state of it")
+                continue
+            for name, entry in dict(state.get(holder, {})).items():
+                self._take_state(when, part, holder, str(name), entry)
+
+    def _take_state(self, when: str, part: Part, holder: Any, name: str, entry: Any) -> None:
+        if entry is None:  # a slot that the optimizer does not use, as SGD's without momentum
+            return
+        number = number_of(entry, name, holder)
+        if number is not None:
+            pair = part.scalars.setdefault(name, [None, None])
+            pair[when == "after"] = number
+        elif not isinstance(entry, torch.Tensor):
+            part.leave_out(f"state.{name}", f"it is a {type(entry).__name__} and no tensor")
+        elif part.where and entry.numel() != holder.numel():
+            part.leave_out(f"state.{name}", "it has not the shape of the flat parameter of FSDP1")
+        elif part.where:
+            self.capture.record(f"state_{when}.{name}", part, part.cut(entry.detach()))
+        else:
+            self.capture.record(f"state_{when}.{name}", part, entry.detach(), whole=True)
+
+
+def start(capture: Capture) -> None:
+    """Sets the hooks of every optimizer."""
+    for given in capture.owners:
+        with capture.guarded(type(given).__name__):
+            try:
+                step = Step(capture, len(capture.steps), given)
+            except TypeError as error:
+                capture.unknown.append(str(error))
+                raise
+            capture.steps.append(step)
+            step.start()
+
+
+def unwrapped(given: Any) -> torch.optim.Optimizer:
+    """The optimizer of torch that steps: wrappers have it as `.optimizer`. Raises TypeError where there
+    is none."""
+    optimizer = given
+    for _ in range(8):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{type(given).__name__} is no torch.optim.Optimizer and has none as .optimizer: its "
+            "step cannot be recorded; hand over the optimizer that it wraps"
+        )
+    return optimizer
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer, which updates a share of the parameters on each rank."""
+    module = frameworks.imported("torch.distributed.optim")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
+def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group sets, as JSON has it."""
+    return {str(name): as_json(value) for name, value in group.items() if name not in NOT_HYPER}
+
+
+def number_of(entry: Any, name: str, holder: torch.Tensor) -> Any:
+    """A number of the optimizer's state; None for what is none. A tensor without dimensions is one,
+    unless the parameter has none either: then `step` alone is."""
+    if isinstance(entry, torch.Tensor):
+        if entry.ndim or (holder.ndim == 0 and name != "step"):
+            return None
+        return as_json(entry)
+    return as_json(entry) if isinstance(entry, numbers.Real) else None
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON has it. A number that JSON has not is the text "inf", "-inf" or "nan"."""
+    if isinstance(value, torch.Tensor):
+        value = local(value).item() if value.numel() == 1 else text_of(value)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
+    if isinstance(value, (list, tuple)):
+        return [as_json(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): as_json(one) for name, one in value.items()}
+    return text_of(value)

@@ -1,0 +1,177 @@
+"""The parameters of a step, and what this rank holds of each.
+
+Where a parameter's values and its reduced gradient lie, and where the gradient of one microbatch
+appears, are two places under FSDP: the sharded parameter, which the optimizer updates, and the whole
+one, which exists during forward and backward only.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from backtape import frameworks
+from backtape.torch_parameters import flat_parameters, plain_name
+
+
+@dataclass(eq=False)
+class Part:
+    """A parameter, and what this rank holds of it."""
+
+    name: str
+    model: int  # index of the model that it is of
+    recorded: bool  # its name is asked for
+    # What has its values and `.grad`; None where this rank holds nothing of the parameter.
+    holder: Callable[[], torch.Tensor | None]
+    # What the optimizer has in its groups, where that is there without the values; FSDP1 only.
+    listed: Callable[[], torch.Tensor | None] | None = None
+    span: tuple[int, int] | None = None  # its elements in the flattened holder, if it is a part
+    where: dict[str, Any] = field(default_factory=dict)  # its place, as options of `Tape.record`
+    sharded: Any = None  # the FSDPParam of FSDP2
+    flat: tuple[Any, int] | None = None  # the flat parameter of FSDP1, and the index in it
+    same_as: str | None = None  # the name of the parameter that it is tied to
+    trainable: bool = True
+
+    taken: set[str] = field(default_factory=set)  # stages that are recorded
+    passes: list[int] = field(default_factory=list)  # microbatches whose gradient came
+    reductions: int = 0  # communications of its gradient that were seen in this step
+    partial: dict[str, str] = field(default_factory=dict)  # mesh axes of a Partial gradient
+    clipped: bool = False  # something has clipped its gradient
+    mark: tuple[Any, ...] | None = None  # of the gradient when it was last recorded
+    scalars: dict[str, list[Any]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    place: tuple[int, int] | None = None  # optimizer and group
+
+    def value(self) -> torch.Tensor | None:
+        """What this rank holds of the parameter."""
+        holder = self.holder()
+        return None if holder is None else self.cut(holder)
+
+    def gradient(self) -> torch.Tensor | None:
+        """What this rank holds of `.grad`."""
+        holder = self.holder()
+        if holder is None or holder.grad is None:
+            return None
+        return self.cut(holder.grad)
+
+    def in_groups(self) -> torch.Tensor | None:
+        """What the optimizer has in its groups."""
+        return self.holder() if self.listed is None else self.listed()
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of a tensor that has the elements of the holder."""
+        return tensor if self.span is None else tensor.detach().reshape(-1)[slice(*self.span)]
+
+    def leave_out(self, stage: str, reason: str) -> None:
+        """Notes why a stage is not recorded; the first reason stays."""
+        self.absent.setdefault(stage, reason)
+
+
+def parts_of(models: list[torch.nn.Module], wanted: Callable[[str], bool]) -> list[Part]:
+    """The parameters of all models. Where two models have parameters of one name, `model0.`, `model1.`
+    ... stand before the names of all."""
+    listed = [list(of_model(index, model)) for index, model in enumerate(models)]
+    names = [part.name for parts in listed for part in parts]
+    if len(set(names)) < len(names):
+        for index, parts in enumerate(listed):
+            for part in parts:
+                part.name = f"model{index}.{part.name}"
+                if part.same_as is not None:
+                    part.same_as = f"model{index}.{part.same_as}"
+    for part in (parts := [part for of_one in listed for part in of_one]):
+        part.recorded = wanted(part.name)
+    return parts
+
+
+def of_model(index: int, model: torch.nn.Module) -> Iterator[Part]:
+    """The parameters of one model, each under its first name, and the other names of tied ones."""
+    flat = set()
+    for prefix, parameter in flat_parameters(model):
+        flat.add(id(parameter))
+        flat.update(map(id, parameter._params or ()))
+        flat.update(map(id, parameter._shared_params or ()))
+        yield from of_flat(index, model, prefix, parameter)
+    sharded = sharded_parameters(model)
+    first: dict[int, str] = {}
+    for long_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = plain_name(long_name, model)
+        if id(parameter) in flat:
+            continue
+        of_fsdp = sharded.get(id(parameter))
+        identity = id(of_fsdp) if of_fsdp is not None else id(parameter)
+        yield Part(
+            name,
+            index,
+            True,
+            holder_of(parameter, of_fsdp),
+            sharded=of_fsdp,
+            same_as=first.get(identity),
+            trainable=parameter.requires_grad,
+        )
+        first.setdefault(identity, name)
+
+
+def holder_of(parameter: torch.nn.Parameter, of_fsdp: Any) -> Callable[[], torch.Tensor | None]:
+    """Gives the tensor that the optimizer has. FSDP2 replaces it where a job loads other values."""
+    if of_fsdp is None:
+        return lambda: parameter
+    return lambda: of_fsdp.sharded_param
+
+
+def of_flat(
+    index: int, model: torch.nn.Module, prefix: str, parameter: Any
+) -> Iterator[Part]:
+    """The parameters that FSDP1 has made one flat parameter of."""
+    infos = zip(parameter._fqns, parameter._shapes, parameter._shard_param_infos)
+    for position, (name, shape, info) in enumerate(infos):
+        part = Part(plain_name(prefix + name, model), index, True, lambda: None)
+        part.flat = (parameter, position)
+        part.trainable = parameter.requires_grad
+        own = parameter._params[position] if parameter._params else None
+        part.listed = holder_of(parameter if own is None else own, None)
+        if own is not None:
+            part.trainable = own.requires_grad
+        if info.in_shard:
+            begin = info.offset_in_shard
+            part.where = {"global_shape": tuple(shape), "flat_offset": info.intra_param_start_idx}
+            part.holder = part.listed
+            part.span = (begin, begin + info.numel_in_shard) if own is None else None
+        yield part
+    for shared in parameter._shared_param_infos:
+        name = ".".join(filter(None, (shared.module_name, shared.param_name)))
+        prime = ".".join(filter(None, (shared.prim_module_name, shared.prim_param_name)))
+        part = Part(plain_name(prefix + name, model), index, True, lambda: None)
+        part.same_as = plain_name(prefix + prime, model)
+        yield part
+
+
+def sharded_parameters(model: torch.nn.Module) -> dict[int, Any]:
+    """The FSDPParam of FSDP2, by the id of the sharded parameter and by that of the whole one."""
+    found = {}
+    for group in parameter_groups(model):
+        for parameter in group.fsdp_params:
+            found[id(parameter.sharded_param)] = parameter
+            if hasattr(parameter, "_unsharded_param"):
+                found[id(parameter._unsharded_param)] = parameter
+    return found
+
+
+def parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
+    """The FSDPParamGroups of FSDP2: the parameters that it communicates together."""
+    fsdp = frameworks.imported("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    if kind is None:
+        return
+    for module in model.modules():
+        if isinstance(module, kind):
+            state = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            groups = [state._fsdp_param_group] if several is None else several
+            yield from (group for group in groups if group is not None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor on this rank, or all of another tensor, without its history. No collective
+    runs here, as could in any operation on a DTensor itself: even `detach` gathers a norm."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()

@@ -1,0 +1,52 @@
+"""The loss scale: torch's GradScaler, before and after it takes the scale out of the gradients."""
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+
+from backtape.step_torch.capture import Capture
+
+
+def start(capture: Capture) -> None:
+    """Observes GradScaler and those of its subclasses that do it in their own way, as FSDP1's does."""
+    for kind in kinds(torch.amp.GradScaler):
+        if "unscale_" in vars(kind):
+            capture.patches.attribute(kind, "unscale_", _unscale(capture))
+        if "step" in vars(kind):
+            capture.patches.attribute(kind, "step", _step(capture))
+
+
+def kinds(kind: type) -> Iterator[type]:
+    """A class and all of its subclasses."""
+    yield kind
+    for one in kind.__subclasses__():
+        yield from kinds(one)
+
+
+def _unscale(capture: Capture) -> Any:
+    def observe(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        step = next((one for one in capture.steps if one.is_of(optimizer)), None)
+        if step is None or not scaler.is_enabled():
+            return
+        parts = step.parts()
+        capture.loss_scale = float(scaler.get_scale())
+        capture.take("reduced", parts)
+        yield
+        capture.take("unscaled", parts)
+
+    return observe
+
+
+def _step(capture: Capture) -> Any:
+    def observe(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        step = next((one for one in capture.steps if one.is_of(optimizer)), None)
+        if step is None or not scaler.is_enabled():
+            return
+        capture.loss_scale = float(scaler.get_scale())
+        begun = step.count
+        yield
+        if step.count == begun:
+            step.skipped = True
+
+    return observe
