@@ -65,6 +65,12 @@ pub struct Norm {
     /// Added to the norm before it divides.
     #[serde(default, deserialize_with = "number")]
     pub epsilon: Option<f64>,
+    /// This rank's share of a norm that nobody brought together.
+    #[serde(default, deserialize_with = "number")]
+    pub local: Option<f64>,
+    /// Gradients in it that are of no parameter of the models.
+    #[serde(default)]
+    pub others: usize,
     /// The part of the parameters that was normed.
     #[serde(default)]
     pub of: Option<String>,
@@ -139,6 +145,12 @@ pub struct Reduce {
     /// What is sent.
     #[serde(default)]
     pub dtype: Option<String>,
+    /// What a sum is divided by, where that is not the number of ranks.
+    #[serde(default, deserialize_with = "number")]
+    pub divisor: Option<f64>,
+    /// A function of the job that takes the place of the communication.
+    #[serde(default)]
+    pub hook: Option<String>,
     /// How many addends there are, where that is not the number of ranks.
     #[serde(default)]
     pub addends: Option<usize>,
@@ -170,6 +182,9 @@ pub struct Optimizer {
     /// Where the class comes from.
     #[serde(default)]
     pub module: String,
+    /// Its step was left out.
+    #[serde(default)]
+    pub skipped: bool,
     /// The hyper-parameters of each group.
     #[serde(default)]
     pub groups: Vec<Hyper>,

@@ -22,6 +22,8 @@ pub struct Domain {
     pub axes: Vec<Axis>,
     /// The format of fewest bits that is sent.
     pub sent: Option<Precision>,
+    /// Why it is not known what becomes of the gradients.
+    pub unknown: Option<String>,
 }
 
 /// One communication of a gradient.
@@ -52,14 +54,19 @@ pub struct Addend {
 impl Domain {
     /// That of a rank which communicates with no other.
     pub fn alone(rank: Rank) -> Domain {
-        Domain { ranks: vec![rank], scale: 1.0, axes: Vec::new(), sent: None }
+        Domain { ranks: vec![rank], scale: 1.0, axes: Vec::new(), sent: None, unknown: None }
     }
 
     /// The domain of a parameter as a rank, and the ranks that it is reduced with, declare it.
     pub fn of(inventory: &Inventory<'_>, rank: Rank, parameter: &str) -> Domain {
         let mut domain = Domain::alone(rank);
         let Some(declared) = inventory.declared_of(rank, parameter) else { return domain };
+        domain.unknown = declared.absent.get("reduce").cloned();
         for reduce in &declared.reduce {
+            if let Some(hook) = &reduce.hook {
+                let why = format!("the function {hook} of the job stands for the communication");
+                domain.unknown = Some(why);
+            }
             let mut together = BTreeSet::new();
             for member in &domain.ranks {
                 let own = inventory.declared_of(*member, parameter).unwrap_or(declared);
@@ -71,6 +78,7 @@ impl Domain {
             if op == ReduceOp::Mean && size > 0 {
                 domain.scale /= size as f64;
             }
+            domain.scale /= reduce.divisor.filter(|divisor| *divisor != 0.0).unwrap_or(1.0);
             domain.axes.push(Axis { name, op, size });
             domain.ranks = together.into_iter().collect();
             let sent = reduce.dtype.as_deref().and_then(Precision::from_name);
@@ -89,6 +97,9 @@ pub fn fewer_bits(one: Option<Precision>, other: Option<Precision>) -> Option<Pr
 impl Inventory<'_> {
     /// The addends of a domain, by rank or by device; or why they are not known.
     pub fn addends(&self, domain: &Domain, parameter: &str) -> Result<Vec<Addend>, String> {
+        if let Some(why) = &domain.unknown {
+            return Err(why.clone());
+        }
         let devices = self.addends_of_devices(parameter);
         if !devices.is_empty() {
             return Ok(devices);

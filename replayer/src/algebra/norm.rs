@@ -43,7 +43,7 @@ impl Judge<'_> {
             for (at, norm) in declared.norms.iter().enumerate() {
                 let which = (
                     at,
-                    norm.value.unwrap_or(f64::NAN).to_bits(),
+                    norm.value.or(norm.local).unwrap_or(f64::NAN).to_bits(),
                     norm.of.clone().unwrap_or_default(),
                 );
                 let group = groups.entry(which).or_insert_with(|| (*rank, Vec::new()));
@@ -69,7 +69,14 @@ impl Judge<'_> {
     }
 
     fn norm(&self, norm: &Norm, rank: Rank, at: usize) -> Result<Outcome, String> {
-        let value = norm.value.ok_or("the job recorded no value of it")?;
+        let is_local = norm.value.is_none();
+        let value = norm.value.or(norm.local).ok_or("the job recorded no value of it")?;
+        if norm.others > 0 {
+            return Err(format!(
+                "{} gradients in it are of no parameter that was recorded",
+                norm.others
+            ));
+        }
         let power =
             norm.power().ok_or_else(|| format!("a norm of kind {} is not known", norm.kind))?;
         let of = norm.of.as_deref().unwrap_or("reduced");
@@ -100,7 +107,11 @@ impl Judge<'_> {
             false => values.sum(),
         };
         let root = |total: f64| if is_max { total } else { total.powf(1.0 / power) };
-        let total = join(&mut shares.values().map(|share| share.whole));
+        let own = |share: &Share| match is_local {
+            true => share.held.get(&rank).copied().unwrap_or(0.0),
+            false => share.whole,
+        };
+        let total = join(&mut shares.values().map(own));
         let expected = root(total);
         let variance: f64 = shares.values().map(|share| share.variance).sum();
         let format = stored.unwrap_or(Precision::F32);

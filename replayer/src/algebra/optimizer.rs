@@ -106,6 +106,9 @@ impl Judge<'_> {
         let Some((optimizer, hyper)) = declared.and_then(|own| own.optimizer_of(parameter)) else {
             return unchecked(format!("rank {rank} declares no optimizer of it"));
         };
+        if optimizer.skipped {
+            return unchecked("the job left the optimizer's step out".into());
+        }
         let step = self.step_of(rank, parameter).unwrap_or(1.0);
         let Some(rule) = Rule::of(optimizer, hyper, step) else {
             return unchecked(unknown_rule(optimizer));
