@@ -288,8 +288,8 @@ mod tests {
         let said = meter.not_checked(Causes::Quick).unwrap();
         assert_eq!(said.what, "the causes left");
         let meter = super::tests::meter(0);
-        for of in [PAIRS, "left"] {
-            meter.note_if_spent(of);
+        for what in [PAIRS, "left"] {
+            meter.note_if_spent(what);
         }
         assert_eq!(
             meter.not_checked(Causes::Quick).unwrap().what,

@@ -104,7 +104,7 @@ impl Evidence<'_> {
 }
 
 /// Whether two stages are the softmax part and the label's part of one gradient.
-fn are_siblings(one: Stage, other: Stage) -> bool {
+fn are_siblings(stage: Stage, other: Stage) -> bool {
     let pairs = [(Stage::DqLse, Stage::DqLabel), (Stage::DkLse, Stage::DkLabel)];
-    pairs.iter().any(|&(a, b)| (one, other) == (a, b) || (one, other) == (b, a))
+    pairs.iter().any(|&(a, b)| (stage, other) == (a, b) || (stage, other) == (b, a))
 }

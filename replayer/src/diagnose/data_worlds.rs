@@ -65,15 +65,15 @@ impl World for Relabelled {
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        denominators: &mut Vec<(Unit, f64)>,
     ) {
-        let recorded = self.counts.as_ref().and_then(|counts| counts.of(own.microbatch));
-        let Some((recorded, here)) = recorded.zip(step.denominators(all, own).ok()) else {
+        let recorded = self.counts.as_ref().and_then(|counts| counts.of(inputs.microbatch));
+        let Some((recorded, here)) = recorded.zip(step.denominators(all, inputs).ok()) else {
             return;
         };
         // Multiplied as a ratio, because a background world may have replaced the declared divisor.
-        for (unit, n) in of {
+        for (unit, n) in denominators {
             let ratio = |&row: &usize| Some(divisor(recorded, row)? / divisor(&here, row)?);
             let ratio = unit.rows.first().and_then(ratio);
             *n *= ratio.filter(|ratio| ratio.is_finite()).unwrap_or(1.0);
@@ -86,12 +86,18 @@ impl World for Relabelled {
         missing.for_each(|(to, _)| *to = 0.0);
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
         // A label that no rank finds in its shard of the vocabulary gives a logit of zero: each
         // rank adds 0.
-        let labels = self.labels.get(&of.at.microbatch);
-        let Some(labels) = labels.filter(|_| of.at.stage == Stage::LabelLogits) else { return };
-        let missing = of.values.iter_mut().zip(of.rows).filter(|(_, row)| labels[**row] == NONE);
+        let labels = self.labels.get(&expectation.at.microbatch);
+        let Some(labels) = labels.filter(|_| expectation.at.stage == Stage::LabelLogits) else {
+            return;
+        };
+        let missing = expectation
+            .values
+            .iter_mut()
+            .zip(expectation.rows)
+            .filter(|(_, row)| labels[**row] == NONE);
         missing.for_each(|(to, _)| *to = 0.0);
     }
 
@@ -201,12 +207,14 @@ impl World for MovedRows {
         self.from.values().flatten().any(|row| *row == Row::Nans)
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        if !of.at.stage.is_of_q() {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        if !expectation.at.stage.is_of_q() {
             return;
         }
-        let Some(from) = self.from.get(&of.at.microbatch) else { return };
-        for (&row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+        let Some(from) = self.from.get(&expectation.at.microbatch) else { return };
+        for (&row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             match from[row] {
                 Row::From(_) => {}
                 Row::Zeros => values.fill(0.0),
@@ -230,10 +238,10 @@ impl ReplacedValues {
     /// The same, with whole rows of a comparison replaced too.
     pub fn rows(
         mut self,
-        of: Key,
+        key: Key,
         rows: impl Iterator<Item = (usize, Vec<f64>)>,
     ) -> ReplacedValues {
-        let table = self.of.entry(of).or_default();
+        let table = self.of.entry(key).or_default();
         for (row, values) in rows {
             table.insert(row, values.into_iter().enumerate().collect());
         }
@@ -250,10 +258,16 @@ impl World for ReplacedValues {
         !self.distrusts.contains(&stage)
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let key = Key {
+            stage: expectation.at.stage,
+            microbatch: expectation.at.microbatch,
+            rank: expectation.at.rank,
+        };
         let Some(table) = self.of.get(&key) else { return };
-        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+        for (row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             for &(column, x) in table.get(row).into_iter().flatten() {
                 values[column] = if x.is_finite() { x } else { f64::NAN };
             }
@@ -313,15 +327,15 @@ impl World for StaleRows {
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         if pass == Pass::Backward {
-            let own = lse.to_vec();
-            let lse_of = |t: usize| own[self.source(inputs.microbatch, t)];
+            let declared = lse.to_vec();
+            let lse_of = |t: usize| declared[self.source(inputs.microbatch, t)];
             lse.iter_mut().enumerate().for_each(|(t, lse)| *lse = lse_of(t));
         }
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
-        let Some(own) = self.g.get(&inputs.microbatch) else { return };
-        let g_of = |t: usize| own[self.source(inputs.microbatch, t)];
+        let Some(upstream) = self.g.get(&inputs.microbatch) else { return };
+        let g_of = |t: usize| upstream[self.source(inputs.microbatch, t)];
         g.iter_mut().enumerate().for_each(|(t, g)| *g = g_of(t));
     }
 }

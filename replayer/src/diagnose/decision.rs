@@ -54,20 +54,20 @@ fn best_of_causes(tried: &[Tried<'_>], accepted: &[usize], left: &[f64]) -> Vec<
         (true, false) => false,
         _ => order(tried, left, a, b).is_lt(),
     };
-    for &at in accepted {
-        let id = tried[at].cause.id();
+    for &index in accepted {
+        let id = tried[index].cause.id();
         match best.iter_mut().find(|of| tried[**of].cause.id() == id) {
-            Some(of) if before(at, *of) => *of = at,
+            Some(of) if before(index, *of) => *of = index,
             Some(_) => {}
-            None => best.push(at),
+            None => best.push(index),
         }
     }
     best
 }
 
 /// Energy left, times a penalty for each fitted number.
-fn penalized(tried: &[Tried<'_>], left: &[f64], at: usize) -> f64 {
-    left[at] * OCCAM.powf(tried[at].cost())
+fn penalized(tried: &[Tried<'_>], left: &[f64], index: usize) -> f64 {
+    left[index] * OCCAM.powf(tried[index].cost())
 }
 
 fn order(tried: &[Tried<'_>], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
@@ -85,8 +85,8 @@ fn is_tied(tried: &[Tried<'_>], left: &[f64], first: usize, other: usize) -> boo
 }
 
 /// How many times as much energy one leaves as the other.
-fn ratio(one: f64, other: f64) -> f64 {
-    match (one, other) {
+fn ratio(energy: f64, other: f64) -> f64 {
+    match (energy, other) {
         (0.0, 0.0) => 1.0,
         (one, other) => one / other,
     }
@@ -238,8 +238,8 @@ mod tests {
     fn two_causes_that_explain_one_stage_each_cover_both() {
         let all = [tried(&ONE, 0.5, 9.0, 0), tried(&TWO, 9.0, 0.5, 0)];
         let parts = cover(&all, &both()).unwrap();
-        let found: BTreeSet<usize> = parts.iter().map(|(_, d)| d.winners[0]).collect();
-        assert_eq!((parts.len(), found), (2, BTreeSet::from([0, 1])));
+        let winners: BTreeSet<usize> = parts.iter().map(|(_, d)| d.winners[0]).collect();
+        assert_eq!((parts.len(), winners), (2, BTreeSet::from([0, 1])));
         assert!(cover(&all[..1], &both()).is_none());
     }
 }

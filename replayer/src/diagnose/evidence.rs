@@ -138,9 +138,13 @@ pub type Residuals = BTreeMap<Key, Residual>;
 pub fn residuals(outcome: &Outcome) -> Residuals {
     let mut residuals = Residuals::new();
     for stage in &outcome.stages {
-        for one in &stage.comparisons {
-            let key = Key { stage: stage.stage, microbatch: one.microbatch, rank: one.rank };
-            let tally = &one.tally;
+        for comparison in &stage.comparisons {
+            let key = Key {
+                stage: stage.stage,
+                microbatch: comparison.microbatch,
+                rank: comparison.rank,
+            };
+            let tally = &comparison.tally;
             let bad = tally.nonfinite > 0;
             let residual = Residual {
                 energy: if bad { f64::INFINITY } else { tally.error_energy },
@@ -151,8 +155,8 @@ pub fn residuals(outcome: &Outcome) -> Residuals {
                 elements: tally.elements,
                 rows: tally.rows_in_error(),
                 nonfinite: tally.nonfinite,
-                passes: one.excess.is_none(),
-                overshoot: one.overshoot,
+                passes: comparison.excess.is_none(),
+                overshoot: comparison.overshoot,
             };
             residuals.insert(key, residual);
         }
@@ -347,9 +351,9 @@ impl<'a> Evidence<'a> {
 
     /// All entries of dlogits of a unit whose gradient fails; `None` where it passes, or the unit
     /// is too large.
-    pub fn plane(&self, of: Key) -> Option<Rc<Plane>> {
-        let fails = self.residuals.get(&of).is_some_and(|found| !found.passes);
-        if fails { self.plane_of(of.microbatch, of.rank) } else { None }
+    pub fn plane(&self, key: Key) -> Option<Rc<Plane>> {
+        let fails = self.residuals.get(&key).is_some_and(|found| !found.passes);
+        if fails { self.plane_of(key.microbatch, key.rank) } else { None }
     }
 
     /// All entries of dlogits of a unit, computed once. The matrix products for which a caller

@@ -288,16 +288,17 @@ fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
 /// The causes of the catalogue that show without a trial.
 pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
     let of_cause = |cause: &&dyn Cause| {
-        let Observed { evidence: words, stages, parameters: of } = cause.observed(evidence)?;
+        let Observed { evidence: words, stages, parameters: named_values } =
+            cause.observed(evidence)?;
         let stages = stages.into_iter().map(Stage::name).collect();
-        let parameters = parameters(&of);
+        let parameters = parameters(&named_values);
         Some(Found { parameters, ..Found::seen(cause.id(), stages, words, cause.advice().into()) })
     };
     catalogue.iter().filter_map(of_cause).collect()
 }
 
-fn parameters(of: &[(&'static str, String)]) -> BTreeMap<String, String> {
-    of.iter().map(|(name, value)| (name.to_string(), value.clone())).collect()
+fn parameters(named_values: &[(&'static str, String)]) -> BTreeMap<String, String> {
+    named_values.iter().map(|(name, value)| (name.to_string(), value.clone())).collect()
 }
 
 fn stages(keys: &BTreeSet<Key>) -> Vec<&'static str> {
@@ -330,11 +331,12 @@ fn by_stage(before: &Residuals, tried: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<
 fn explained(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> f64 {
     let (mut gone, mut all) = (0.0, 0.0);
     for key in keys {
-        let (Some(one), Some(other)) = (before.get(key), after.get(key)) else { continue };
-        let floor = one.floor.min(one.energy).max(f64::MIN_POSITIVE);
-        if one.energy.is_finite() {
-            all += one.energy / floor - 1.0;
-            gone += (one.energy - other.energy.max(one.floor).min(one.energy)) / floor;
+        let (Some(declared), Some(other)) = (before.get(key), after.get(key)) else { continue };
+        let floor = declared.floor.min(declared.energy).max(f64::MIN_POSITIVE);
+        if declared.energy.is_finite() {
+            all += declared.energy / floor - 1.0;
+            gone +=
+                (declared.energy - other.energy.max(declared.floor).min(declared.energy)) / floor;
         }
     }
     if all > 0.0 { (gone / all).clamp(0.0, 1.0) } else { 1.0 }
@@ -346,9 +348,9 @@ fn norm_gap(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> Opti
     let of_dk = |key: &&Key| key.stage.kind() == Kind::ClassRows;
     let (mut gone, mut all) = (0.0, 0.0);
     for key in keys.iter().filter(of_dk) {
-        let (one, other) = (before.get(key)?, after.get(key)?);
-        all += one.captured - one.reference;
-        gone += other.reference - one.reference;
+        let (declared, other) = (before.get(key)?, after.get(key)?);
+        all += declared.captured - declared.reference;
+        gone += other.reference - declared.reference;
     }
     let share = gone / all;
     Some(share).filter(|share| share.is_finite())

@@ -62,14 +62,14 @@ pub(super) struct TrialSnapshot {
 
 impl TrialSnapshot {
     /// Forward, loss and backward of a world.
-    pub(super) fn of_all_stages(evidence: &Evidence<'_>, of: Arc<dyn World>) -> TrialSnapshot {
-        let replayed = reference(evidence, Some(&*of), evidence.rows.as_ref());
-        TrialSnapshot { replayed, of, forward: true }
+    pub(super) fn of_all_stages(evidence: &Evidence<'_>, world: Arc<dyn World>) -> TrialSnapshot {
+        let replayed = reference(evidence, Some(&*world), evidence.rows.as_ref());
+        TrialSnapshot { replayed, of: world, forward: true }
     }
 
     /// The backward of a world alone.
-    pub(super) fn of_backward(evidence: &Evidence<'_>, of: Arc<dyn World>) -> TrialSnapshot {
-        TrialSnapshot { forward: false, ..TrialSnapshot::of_all_stages(evidence, of) }
+    pub(super) fn of_backward(evidence: &Evidence<'_>, world: Arc<dyn World>) -> TrialSnapshot {
+        TrialSnapshot { forward: false, ..TrialSnapshot::of_all_stages(evidence, world) }
     }
 }
 
@@ -79,24 +79,25 @@ impl World for TrialSnapshot {
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let of = match pass {
+        let lse_by_microbatch = match pass {
             Pass::Forward if !self.forward => return,
             Pass::Forward => &self.replayed.forward_lse,
             Pass::Backward => &self.replayed.lse,
         };
-        copy(of.get(&inputs.microbatch), lse);
+        copy(lse_by_microbatch.get(&inputs.microbatch), lse);
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
         copy(self.replayed.g.get(&inputs.microbatch), g);
     }
 
-    fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
+    fn cotangents(&self, tokens: &UnitTokens<'_>, cotangents: [&mut [f64]; 3]) {
         let Some(heard) = self.replayed.cotangents.get(&tokens.inputs.microbatch) else { return };
-        for (at, own) in
+        for (index, noted) in
             tokens.rows.iter().enumerate().filter_map(|(at, row)| Some((at, heard.get(row)?)))
         {
-            (of[0][at], of[1][at], of[2][at]) = (own.lse, own.label, own.smooth);
+            (cotangents[0][index], cotangents[1][index], cotangents[2][index]) =
+                (noted.lse, noted.label, noted.smooth);
         }
     }
 
@@ -108,12 +109,14 @@ impl World for TrialSnapshot {
         self.of.scale(at)
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let At { stage, microbatch, rank } = of.at;
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let At { stage, microbatch, rank } = expectation.at;
         let backward = stage.is_gradient() || stage == Stage::Dlogprobs;
         let heard = self.replayed.stages.get(&Key { stage, microbatch, rank });
         let Some(heard) = heard.filter(|_| self.forward || backward) else { return };
-        for (to, row) in of.values.chunks_mut(of.columns.max(1)).zip(of.rows) {
+        for (to, row) in
+            expectation.values.chunks_mut(expectation.columns.max(1)).zip(expectation.rows)
+        {
             copy(heard.get(row), to);
         }
     }
@@ -166,9 +169,9 @@ impl Localized {
         if self.places().touches(microbatch) {
             let mut other = values.to_vec();
             change(&mut other);
-            let own = values.iter_mut().zip(other).enumerate();
-            let own = own.filter(|(row, _)| self.places().holds(microbatch, *row));
-            own.for_each(|(_, (to, from))| *to = from);
+            let changed = values.iter_mut().zip(other).enumerate();
+            let inside = changed.filter(|(row, _)| self.places().holds(microbatch, *row));
+            inside.for_each(|(_, (to, from))| *to = from);
         }
     }
 }
@@ -198,31 +201,32 @@ impl World for Localized {
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        denominators: &mut Vec<(Unit, f64)>,
     ) {
-        let mut other = of.clone();
-        self.inner.denominators(step, all, own, &mut other);
+        let mut other = denominators.clone();
+        self.inner.denominators(step, all, inputs, &mut other);
         // Elsewhere the declared divisors stay, although the inner world may have changed the
         // inputs here.
-        let declared = self.within.denominators.of(own.microbatch).unwrap_or(of).clone();
+        let declared =
+            self.within.denominators.of(inputs.microbatch).unwrap_or(denominators).clone();
         let part = |all: Vec<(Unit, f64)>, inside: bool| {
-            let holds = move |&row: &usize| self.places().holds(own.microbatch, row) == inside;
+            let holds = move |&row: &usize| self.places().holds(inputs.microbatch, row) == inside;
             all.into_iter().map(move |(unit, n)| {
                 let rows = unit.rows.iter().copied().filter(holds).collect();
                 (Unit { rows, ..unit }, n)
             })
         };
         let all = part(declared, false).chain(part(other, true));
-        *of = all.filter(|(unit, _)| !unit.rows.is_empty()).collect();
+        *denominators = all.filter(|(unit, _)| !unit.rows.is_empty()).collect();
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         self.of_tokens(inputs.microbatch, lse, |own| self.inner.lse(pass, inputs, own));
     }
 
-    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
-        let change = |own: &mut [f64]| self.inner.policy_column(of, inputs, own);
+    fn policy_column(&self, role: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        let change = |own: &mut [f64]| self.inner.policy_column(role, inputs, own);
         self.of_tokens(inputs.microbatch, values, change);
     }
 
@@ -230,15 +234,15 @@ impl World for Localized {
         self.of_tokens(inputs.microbatch, g, |own| self.inner.upstream(inputs, own));
     }
 
-    fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
+    fn cotangents(&self, tokens: &UnitTokens<'_>, cotangents: [&mut [f64]; 3]) {
         let mb = tokens.inputs.microbatch;
         if !self.places().touches(mb) {
             return;
         }
-        let mut other = of.each_ref().map(|own| own.to_vec());
+        let mut other = cotangents.each_ref().map(|own| own.to_vec());
         let [lse, label, smooth] = &mut other;
         self.inner.cotangents(tokens, [lse, label, smooth]);
-        for (to, from) in of.into_iter().zip(other) {
+        for (to, from) in cotangents.into_iter().zip(other) {
             for ((to, from), &row) in to.iter_mut().zip(from).zip(tokens.rows) {
                 *to = if self.places().holds(mb, row) { from } else { *to };
             }
@@ -284,24 +288,32 @@ impl World for Localized {
         self.inner.has_nan()
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let mb = of.at.microbatch;
-        let sums = of.at.stage.is_sum();
-        let (classes, of_class) = (self.places().are_classes(), of.at.stage.is_of_k());
-        if sums || (classes != of_class && !self.places().is_in((mb, of.at.rank))) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let mb = expectation.at.microbatch;
+        let sums = expectation.at.stage.is_sum();
+        let (classes, of_class) = (self.places().are_classes(), expectation.at.stage.is_of_k());
+        if sums || (classes != of_class && !self.places().is_in((mb, expectation.at.rank))) {
             return;
         }
-        if self.places().is_in((mb, of.at.rank)) {
-            return self.inner.expected(of);
+        if self.places().is_in((mb, expectation.at.rank)) {
+            return self.inner.expected(expectation);
         }
         let holds = |row: usize| match classes {
             true => self.places().holds_class(row),
             false => self.places().holds(mb, row),
         };
-        let (rows, columns, mut other) = (of.rows, of.columns, of.values.to_vec());
-        self.inner.expected(&mut Expectation { at: of.at, rows, columns, values: &mut other });
+        let (rows, columns, mut other) =
+            (expectation.rows, expectation.columns, expectation.values.to_vec());
+        self.inner.expected(&mut Expectation {
+            at: expectation.at,
+            rows,
+            columns,
+            values: &mut other,
+        });
         let width = columns.max(1);
-        for ((to, from), &row) in of.values.chunks_mut(width).zip(other.chunks(width)).zip(rows) {
+        for ((to, from), &row) in
+            expectation.values.chunks_mut(width).zip(other.chunks(width)).zip(rows)
+        {
             if holds(row) {
                 to.copy_from_slice(from);
             }
@@ -338,8 +350,8 @@ impl World for Localized {
 
     fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
         let mut ties = self.inner.ties(stage, inputs)?;
-        let own = ties.iter_mut().enumerate();
-        let outside = own.filter(|(row, _)| !self.places().holds(inputs.microbatch, *row));
+        let own_ties = ties.iter_mut().enumerate();
+        let outside = own_ties.filter(|(row, _)| !self.places().holds(inputs.microbatch, *row));
         outside.for_each(|(_, tie)| *tie = 0.0);
         Some(ties)
     }

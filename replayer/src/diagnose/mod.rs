@@ -117,22 +117,22 @@ pub fn diagnose(
 
 /// The causes to report. Where another declaration of the head explains the divergence, `outcome`
 /// gets it, and the causes that it makes superfluous are dropped.
-fn reported(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
+fn reported(outcome: &mut Outcome, mut causes: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
         // `upstream-factor` says that no count gives the factor; here the declaration gives it. A
         // cause that explains only some of the stages is dropped beside an option that explains
         // all.
         let known = |one: &Found| one.standing == Standing::Unknown || suspect.is_no_more_than(one);
-        found.retain(|one| one.id != causes::upstream_factor::ID && known(one));
-        let explained = found.iter().any(|one| one.standing != Standing::Unknown);
+        causes.retain(|one| one.id != causes::upstream_factor::ID && known(one));
+        let explained = causes.iter().any(|one| one.standing != Standing::Unknown);
         // The declaration explains the divergence, so it is not `unknown`.
-        found.retain(|one| one.standing != Standing::Unknown);
-        if let [alone] = &mut found[..] {
+        causes.retain(|one| one.standing != Standing::Unknown);
+        if let [alone] = &mut causes[..] {
             alone.standing = Standing::Named;
         }
         outcome.other_declaration = Some(suspect.told(explained));
     }
-    found
+    causes
 }
 
 /// Causes that show in ranks holding different versions of one replicated tensor.
@@ -177,8 +177,9 @@ impl Versions {
 
 /// Whether a cause explains the divergence of all these stages. `replica-divergence` does not: that
 /// ranks hold different bits says nothing about which of them is wrong.
-fn explains(of: &Found, stages: &[&str]) -> bool {
-    of.id != causes::replica_divergence::ID && stages.iter().all(|stage| of.stages.contains(stage))
+fn explains(cause: &Found, stages: &[&str]) -> bool {
+    cause.id != causes::replica_divergence::ID
+        && stages.iter().all(|stage| cause.stages.contains(stage))
 }
 
 fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
@@ -337,8 +338,8 @@ fn found_by_trials(
         return proof.map_or_else(|| vec![findings::unproved(evidence)], |proof| proof.found);
     }
     let mut tried = search.all(catalogue, evidence);
-    if let Some(found) = one_cause(search, &mut tried, failing, evidence) {
-        return found;
+    if let Some(causes) = one_cause(search, &mut tried, failing, evidence) {
+        return causes;
     }
     let marginal = |(keys, _): &(BTreeSet<Key>, Decision)| proof::is_marginal(evidence, keys);
     if let Some(parts) = cover(&tried, failing).filter(|parts| !parts.iter().any(marginal)) {
@@ -388,17 +389,17 @@ fn head_and_sums_apart(
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
     if sums.is_empty() || head.is_empty() {
-        let found = in_part(search, tried, &evidence.failing, evidence);
-        return found.unwrap_or_else(|| vec![unknown(evidence, tried, &evidence.failing)]);
+        let causes = in_part(search, tried, &evidence.failing, evidence);
+        return causes.unwrap_or_else(|| vec![unknown(evidence, tried, &evidence.failing)]);
     }
-    let mut one = |keys| one_cause(search, tried, keys, evidence);
-    let each = [(one(&head), &head), (one(&sums), &sums)];
+    let mut cause_of = |keys| one_cause(search, tried, keys, evidence);
+    let each = [(cause_of(&head), &head), (cause_of(&sums), &sums)];
     if each.iter().all(|(found, _)| found.is_none()) {
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
     let or_in_part = |(found, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
-        let found = found.or_else(|| in_part(search, tried, keys, evidence));
-        found.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
+        let causes = found.or_else(|| in_part(search, tried, keys, evidence));
+        causes.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
     };
     each.into_iter().flat_map(or_in_part).collect()
 }
@@ -419,14 +420,14 @@ fn in_part(
         let explained_keys: BTreeSet<Key> = keys.iter().filter(on_side).copied().collect();
         let rest: BTreeSet<Key> = keys.difference(&explained_keys).copied().collect();
         let before = search::left_of(&evidence.residuals, &explained_keys);
-        let settles = |one: &Tried<'_>| {
+        let settles = |trial: &Tried<'_>| {
             // If some causes could not be tried, a hypothesis with any fitted number is not
             // believed here.
             let most_fitted = if search.meter.is_spent() { 0 } else { BOUGHT };
-            let overfitted = !one.hypothesis.per_token && one.hypothesis.fitted > most_fitted;
+            let overfitted = !trial.hypothesis.per_token && trial.hypothesis.fitted > most_fitted;
             !overfitted
-                && one.explains.is_superset(&explained_keys)
-                && search::SETTLED * one.left_of(&explained_keys) <= before
+                && trial.explains.is_superset(&explained_keys)
+                && search::SETTLED * trial.left_of(&explained_keys) <= before
         };
         if explained_keys.is_empty() || rest.is_empty() || !tried.iter().any(settles) {
             return None;
@@ -481,8 +482,8 @@ fn pairs_of_causes<'a>(
             continue;
         }
         let said = findings::of_decision(&second, &decision, &inner.failing, &inner);
-        for (&at, said) in decision.winners.iter().zip(said) {
-            let winner = &second[at];
+        for (&index, said) in decision.winners.iter().zip(said) {
+            let winner = &second[index];
             let mut ids = [first.cause.id(), winner.cause.id()];
             ids.sort_unstable();
             let worlds = [world, &*winner.hypothesis.world];
@@ -497,8 +498,8 @@ fn pairs_of_causes<'a>(
             let done: BTreeSet<Key> =
                 evidence.failing.difference(&inner.failing).copied().collect();
             let left = winner.left_of(&inner.failing) + first.left_of(&done);
-            let found = vec![findings::partner(first, left, evidence), said];
-            pairs.push(Pair { ids, left, found, sure: decision.winners.len() == 1 });
+            let causes = vec![findings::partner(first, left, evidence), said];
+            pairs.push(Pair { ids, left, found: causes, sure: decision.winners.len() == 1 });
         }
     }
     // When the budget ran out, an untried pair might explain as much, so none is reported.

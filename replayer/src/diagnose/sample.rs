@@ -65,11 +65,11 @@ fn sampled(
     let mut classes = worst(outcome, &Stage::OF_CLASSES, None, kept);
     classes.extend(frequent.iter().take(kept / 3).map(|&(_, label)| label as usize));
     spread(&mut classes, vocab, kept);
-    let tokens = inputs.iter().map(|one| {
+    let tokens = inputs.iter().map(|inputs| {
         let stages = Stage::OF_Q;
-        let mut tokens = worst(outcome, &stages, Some(one.microbatch), kept);
-        spread(&mut tokens, one.tokens(), kept);
-        (one.microbatch, tokens.into_iter().collect())
+        let mut tokens = worst(outcome, &stages, Some(inputs.microbatch), kept);
+        spread(&mut tokens, inputs.tokens(), kept);
+        (inputs.microbatch, tokens.into_iter().collect())
     });
     Some(Rows { tokens: tokens.collect(), classes: classes.iter().copied().collect() })
 }
@@ -83,12 +83,16 @@ fn worst(
 ) -> BTreeSet<usize> {
     let mut rows = BTreeSet::new();
     for &stage in stages {
-        for one in &outcome.stage(stage).comparisons {
-            if microbatch.is_some_and(|of| of != one.microbatch) {
+        for comparison in &outcome.stage(stage).comparisons {
+            if microbatch.is_some_and(|of| of != comparison.microbatch) {
                 continue;
             }
-            rows.extend(one.tally.worst_rows.iter().map(|row| row.row as usize));
-            let single = [&one.tally.worst, &one.tally.first, &one.tally.first_nonfinite];
+            rows.extend(comparison.tally.worst_rows.iter().map(|row| row.row as usize));
+            let single = [
+                &comparison.tally.worst,
+                &comparison.tally.first,
+                &comparison.tally.first_nonfinite,
+            ];
             rows.extend(single.into_iter().flatten().map(|worst| worst.index.0 as usize));
         }
     }

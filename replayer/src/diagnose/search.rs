@@ -75,8 +75,8 @@ impl Tried<'_> {
 
 /// Energy left in some comparisons, each divided by its floor, summed; infinite where one is
 /// missing.
-pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
-    let of_key = |key: &Key| match of.get(key) {
+pub fn left_of(residuals: &Residuals, keys: &BTreeSet<Key>) -> f64 {
+    let of_key = |key: &Key| match residuals.get(key) {
         Some(found) if found.energy == 0.0 => 0.0,
         Some(found) => found.energy / found.floor.max(f64::MIN_POSITIVE),
         None => f64::INFINITY,
@@ -182,8 +182,8 @@ impl<'a> Search<'a> {
             groups.entry(speaking).or_default().insert(stage);
         }
         let mut compared = Residuals::new();
-        for (of, stages) in groups {
-            let all: Vec<&dyn World> = of.iter().map(|&at| worlds[at]).collect();
+        for (indices, stages) in groups {
+            let all: Vec<&dyn World> = indices.iter().map(|&at| worlds[at]).collect();
             let with = (rows, Some(&*self.cache), self.meter as &dyn Progress);
             let outcome = counted_trial(self.step, &self.compared, &all, with).ok()?;
             self.meter.looked_at(&outcome);
@@ -304,22 +304,22 @@ impl<'a> Search<'a> {
             let causes = catalogue.iter().copied().enumerate();
             causes.filter(|(_, cause)| cause.effort() == effort).collect::<Vec<_>>()
         };
-        let mut found: Vec<(usize, Tried<'c>)> = Vec::new();
+        let mut trials: Vec<(usize, Tried<'c>)> = Vec::new();
         for effort in Effort::ALL {
-            if effort > Effort::Little && is_settled(&found, evidence) {
+            if effort > Effort::Little && is_settled(&trials, evidence) {
                 break;
             }
-            self.try_all(&of_effort(effort), (evidence, &looks), &mut found);
+            self.try_all(&of_effort(effort), (evidence, &looks), &mut trials);
             if alone && effort == Effort::Little {
-                found.extend(self.in_each_place(&found, evidence));
+                trials.extend(self.in_each_place(&trials, evidence));
             }
         }
-        if alone && !found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
-            self.try_without_parts(&of_effort(Effort::Little), evidence, &mut found);
+        if alone && !trials.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
+            self.try_without_parts(&of_effort(Effort::Little), evidence, &mut trials);
         }
         // Tied causes are reported in the order of the catalogue.
-        found.sort_by_key(|(at, _)| *at);
-        found.into_iter().map(|(_, tried)| tried).collect()
+        trials.sort_by_key(|(at, _)| *at);
+        trials.into_iter().map(|(_, tried)| tried).collect()
     }
 
     /// The same search over these rows.
@@ -331,22 +331,24 @@ impl<'a> Search<'a> {
     /// rank or one microbatch after the other.
     fn in_each_place<'c>(
         &self,
-        found: &[(usize, Tried<'c>)],
+        trials: &[(usize, Tried<'c>)],
         evidence: &Evidence<'_>,
     ) -> Vec<(usize, Tried<'c>)> {
-        if found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
+        if trials.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
             return Vec::new();
         }
         let mut more = Vec::new();
         for places in Places::each(evidence) {
             let within = Arc::new(Region::new(evidence, places));
-            for (at, one) in found {
+            for (index, trial) in trials {
                 if self.meter.is_spent() {
-                    self.meter.note_if_spent(name_when_untried(one.cause, evidence));
+                    self.meter.note_if_spent(name_when_untried(trial.cause, evidence));
                     return more;
                 }
-                let of = localized(one.hypothesis.clone(), evidence, &within);
-                more.extend(self.try_one(one.cause, of, evidence).map(|one| (*at, one)));
+                let restricted = localized(trial.hypothesis.clone(), evidence, &within);
+                more.extend(
+                    self.try_one(trial.cause, restricted, evidence).map(|one| (*index, one)),
+                );
             }
         }
         more

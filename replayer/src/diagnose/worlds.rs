@@ -162,11 +162,15 @@ impl World for ForwardOnly {
         }
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
         if let (Stage::LabelLogits, Some([_, label, _])) =
-            (of.at.stage, self.columns.get(&of.at.microbatch))
+            (expectation.at.stage, self.columns.get(&expectation.at.microbatch))
         {
-            of.values.iter_mut().zip(of.rows).for_each(|(to, &row)| *to = label[row]);
+            expectation
+                .values
+                .iter_mut()
+                .zip(expectation.rows)
+                .for_each(|(to, &row)| *to = label[row]);
         }
     }
 }
@@ -369,11 +373,11 @@ impl Counted {
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
+        inputs: &MicrobatchInputs,
     ) -> Option<Vec<(Unit, f64)>> {
         let mut other = step.clone();
         other.options.scope = self.span.clone();
-        Some(self.of_groups(step.is_policy_loss(), &other.groups(all, own).ok()?))
+        Some(self.of_groups(step.is_policy_loss(), &other.groups(all, inputs).ok()?))
     }
 
     /// The divisor of each of these groups.
@@ -399,10 +403,10 @@ impl World for Counted {
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
+        inputs: &MicrobatchInputs,
         of: &mut Vec<(Unit, f64)>,
     ) {
-        let (used, declared) = (self.used(step, all, own), step.denominators(all, own).ok());
+        let (used, declared) = (self.used(step, all, inputs), step.denominators(all, inputs).ok());
         let Some((used, declared)) = used.zip(declared) else { return };
         let finer = if used.len() >= of.len() { &used } else { &*of };
         // The change is a ratio to the declared divisor and applies to the one of the background,

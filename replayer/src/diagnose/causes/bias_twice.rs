@@ -40,18 +40,19 @@ impl Cause for BiasTwice {
         let mut hypotheses = Vec::new();
         for times in [0.0, 2.0] {
             // Automatic differentiation of a bias that is added twice gives twice its gradient.
-            let own: &[f64] = if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
+            let gradient_factors: &[f64] =
+                if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
             for (lse, place) in BackwardStarts::of(evidence, &|_| {}, times).each() {
                 let with_gradient = |&gradient: &f64| {
                     let mut parameters =
                         vec![("times", times.to_string()), ("in", place.to_string())];
-                    if own.len() > 1 {
+                    if gradient_factors.len() > 1 {
                         parameters.push(("its gradient times", gradient.to_string()));
                     }
                     let lse = lse.clone();
                     Hypothesis::new(Biased { times, lse, gradient }, parameters)
                 };
-                hypotheses.extend(own.iter().map(with_gradient));
+                hypotheses.extend(gradient_factors.iter().map(with_gradient));
             }
             if let Some(world) = ForwardOnly::of(evidence, &|_| {}, times) {
                 let parameters =

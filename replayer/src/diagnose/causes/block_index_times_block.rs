@@ -181,10 +181,10 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 fn rows_written(n: usize, runs: &[Vec<usize>], size: usize) -> Vec<Row> {
     let mut all = vec![Row::Zeros; n];
     for run in runs {
-        for at in 0..run.len() {
-            let to = (at / size) * size * size + at % size;
+        for position in 0..run.len() {
+            let to = (position / size) * size * size + position % size;
             if let Some(&to) = run.get(to) {
-                all[to] = Row::From(run[at]);
+                all[to] = Row::From(run[position]);
             }
         }
     }

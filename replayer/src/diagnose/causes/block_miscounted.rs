@@ -53,14 +53,14 @@ impl Cause for BlockMiscounted {
         let in_stage =
             |stage| counted(evidence, stage, &ALL).into_iter().map(move |found| (stage, found));
         let all = all.flat_map(in_stage);
-        let mut found: Vec<Hypothesis> =
+        let mut hypotheses: Vec<Hypothesis> =
             all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();
         let kinds = [(Of::Whole, What::Addends), (Of::Softmax, What::OfSoftmax)];
-        found.extend(kinds.into_iter().filter_map(|(of, what)| of_sums(evidence, of, what)));
-        found.extend(of_tokens(evidence));
-        found.extend(of_classes(evidence));
-        found.extend(unwritten_tile::hypothesis(evidence));
-        found
+        hypotheses.extend(kinds.into_iter().filter_map(|(of, what)| of_sums(evidence, of, what)));
+        hypotheses.extend(of_tokens(evidence));
+        hypotheses.extend(of_classes(evidence));
+        hypotheses.extend(unwritten_tile::hypothesis(evidence));
+        hypotheses
     }
 }
 
@@ -91,8 +91,8 @@ fn of_classes(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 
 /// Tokens that are in sums of dk more or less often than once, unless all of a rank's or a
 /// microbatch's tokens have one weight.
-fn of_sums(evidence: &Evidence<'_>, of: Of, what: What) -> Option<Hypothesis> {
-    let counted = CountedSums::of(evidence, of)?;
+fn of_sums(evidence: &Evidence<'_>, terms: Of, what: What) -> Option<Hypothesis> {
+    let counted = CountedSums::of(evidence, terms)?;
     if counted.of_parts || counted.is_of_devices() {
         return None;
     }

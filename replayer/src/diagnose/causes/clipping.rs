@@ -51,8 +51,8 @@ impl Cause for Clipping {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if let Some(found) = of_parts(evidence).or_else(|| of_repeated_clips(evidence)) {
-            return vec![found];
+        if let Some(hypothesis) = of_parts(evidence).or_else(|| of_repeated_clips(evidence)) {
+            return vec![hypothesis];
         }
         let all = [&Stage::GRADIENTS[..], &Stage::SUMS].concat();
         let failing: BTreeSet<Stage> =
@@ -91,8 +91,8 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let norms: Vec<f64> = each.iter().map(|sum| energy(sum).sqrt()).collect();
         let to = clipped_to(&norms, &factors)?;
         let weight = |addend: &Addend| {
-            let at = sums.keys().position(|of| *of == whose(addend));
-            at.map_or(1.0, |at| factors[at])
+            let position = sums.keys().position(|of| *of == whose(addend));
+            position.map_or(1.0, |at| factors[at])
         };
         let of_part = |(addend, _): &Part| Addend { weight: weight(addend), ..addend.clone() };
         let addends: Vec<Addend> = sum.parts.iter().map(of_part).collect();
@@ -113,20 +113,20 @@ const ROUNDING: f64 = 16.0;
 /// The hypothesis that the sum over microbatches was clipped to one norm after each of them was
 /// added: the norm is that of the captured sum.
 fn of_repeated_clips(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let (mut of, mut to, mut fitted) = (Vec::new(), BTreeSet::new(), 1);
+    let (mut solved_sums, mut to, mut fitted) = (Vec::new(), BTreeSet::new(), 1);
     for (key, _) in evidence.failing_of(&Stage::SUMS) {
         let sum = Summed::of(evidence, key, false)?;
         let norm = energy(&sum.captured.values).sqrt();
         let mut order: BTreeMap<Option<Microbatch>, Vec<usize>> = BTreeMap::new();
-        for (at, (addend, _)) in sum.parts.iter().enumerate() {
-            order.entry(addend.microbatch).or_default().push(at);
+        for (index, (addend, _)) in sum.parts.iter().enumerate() {
+            order.entry(addend.microbatch).or_default().push(index);
         }
         let mut total = vec![0.0; sum.captured.values.len()];
         let mut weights = vec![0.0; sum.parts.len()];
-        for own in order.values() {
-            for &at in own {
-                total.iter_mut().zip(&sum.parts[at].1).for_each(|(sum, x)| *sum += x);
-                weights[at] = 1.0;
+        for indices in order.values() {
+            for &index in indices {
+                total.iter_mut().zip(&sum.parts[index].1).for_each(|(sum, x)| *sum += x);
+                weights[index] = 1.0;
             }
             let factor = (norm / energy(&total).sqrt()).min(1.0);
             total.iter_mut().chain(&mut weights).for_each(|x| *x *= factor);
@@ -150,12 +150,13 @@ fn of_repeated_clips(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
         let parts = sum.parts.iter().zip(weights);
         let addends = parts.map(|((of, _), weight)| Addend { weight, ..of.clone() }).collect();
-        of.push(Solved::of(&sum, (key, 1.0), addends));
+        solved_sums.push(Solved::of(&sum, (key, 1.0), addends));
     }
     let mut parameters = vec![("clipped", "the sum, after every microbatch".to_string())];
     let to: Vec<String> = to.into_iter().collect();
     parameters.extend((!to.is_empty()).then(|| ("max_norm", to.join(", "))));
-    (!of.is_empty()).then(|| Hypothesis::new(Weighted { of }, parameters).fitted(fitted))
+    (!solved_sums.is_empty())
+        .then(|| Hypothesis::new(Weighted { of: solved_sums }, parameters).fitted(fitted))
 }
 
 /// The weights of a sum's addends, if those of each microbatch are no larger than those of the next
@@ -178,8 +179,8 @@ fn falling(
         return None;
     }
     let mut weights = vec![1.0; sum.parts.len()];
-    for (own, factor) in order.values().zip(factors) {
-        own.iter().for_each(|&at| weights[at] = factor);
+    for (indices, factor) in order.values().zip(factors) {
+        indices.iter().for_each(|&at| weights[at] = factor);
     }
     Some(weights)
 }

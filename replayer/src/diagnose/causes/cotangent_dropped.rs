@@ -55,12 +55,12 @@ impl Cause for CotangentDropped {
             there.iter().map(move |&out| Dropped { out, place, kept: declared(evidence) })
         });
         let mut hypotheses = Vec::new();
-        for one in all.filter(|one| one.is_possible(evidence)) {
-            if one.out.weights != Weights::Kept && !one.out.mean {
-                let counted = Dropped { kept: Denominators::new(), ..one.clone() };
+        for dropped in all.filter(|dropped| dropped.is_possible(evidence)) {
+            if dropped.out.weights != Weights::Kept && !dropped.out.mean {
+                let counted = Dropped { kept: Denominators::new(), ..dropped.clone() };
                 hypotheses.push(counted.hypothesis());
             }
-            hypotheses.push(one.hypothesis());
+            hypotheses.push(dropped.hypothesis());
         }
         hypotheses
     }
@@ -168,9 +168,9 @@ type Denominators = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 fn declared(evidence: &Evidence<'_>) -> Denominators {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-    let of_microbatch = |own: &MicrobatchInputs| {
-        let divisors = evidence.step.denominators(&all, own).ok()?;
-        Some((own.microbatch, divisors.into_iter().map(|(_, n)| n).collect()))
+    let of_microbatch = |inputs: &MicrobatchInputs| {
+        let divisors = evidence.step.denominators(&all, inputs).ok()?;
+        Some((inputs.microbatch, divisors.into_iter().map(|(_, n)| n).collect()))
     };
     evidence.inputs.iter().filter_map(of_microbatch).collect()
 }
@@ -255,13 +255,13 @@ impl World for Dropped {
         &self,
         _step: &HeadStep<'_>,
         _all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        denominators: &mut Vec<(Unit, f64)>,
     ) {
         if self.out.mean {
-            of.iter_mut().for_each(|(_, n)| *n = 1.0);
-        } else if let Some(kept) = self.kept.get(&own.microbatch) {
-            of.iter_mut().zip(kept).for_each(|((_, n), &declared)| *n = declared);
+            denominators.iter_mut().for_each(|(_, n)| *n = 1.0);
+        } else if let Some(kept) = self.kept.get(&inputs.microbatch) {
+            denominators.iter_mut().zip(kept).for_each(|((_, n), &declared)| *n = declared);
         }
     }
 }

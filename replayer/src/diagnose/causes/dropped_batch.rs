@@ -93,10 +93,10 @@ impl World for Silent {
 
 /// The hypothesis that sums lack one addend and contain all others once.
 fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let lacks_one = |found: &Solved| {
-        let out = found.addends.iter().filter(|of| of.weight == 0.0).count();
-        let once = found.addends.iter().filter(|of| of.weight == 1.0).count();
-        out == 1 && once + out == found.addends.len() && once > 1 && found.scale == 1.0
+    let lacks_one = |solved: &Solved| {
+        let out = solved.addends.iter().filter(|of| of.weight == 0.0).count();
+        let once = solved.addends.iter().filter(|of| of.weight == 1.0).count();
+        out == 1 && once + out == solved.addends.len() && once > 1 && solved.scale == 1.0
     };
     let sums: Vec<Solved> = solved(evidence).into_iter().filter(lacks_one).collect();
     let Some(first) = sums.first() else { return Vec::new() };

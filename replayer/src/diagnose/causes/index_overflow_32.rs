@@ -106,12 +106,12 @@ impl Index {
     fn wrapped(self, index: usize, size: usize) -> Option<usize> {
         let (whole, index, size) = (1i128 << self.bits, index as i128, size as i128);
         let half = if self.signed { whole / 2 } else { 0 };
-        let held = (index + half).rem_euclid(whole) - half;
-        let held = match self.negative {
-            Negative::Dropped if held < 0 => return None,
-            _ => held.rem_euclid(size),
+        let wrapped = (index + half).rem_euclid(whole) - half;
+        let wrapped = match self.negative {
+            Negative::Dropped if wrapped < 0 => return None,
+            _ => wrapped.rem_euclid(size),
         };
-        usize::try_from(held).ok()
+        usize::try_from(wrapped).ok()
     }
 }
 
@@ -128,9 +128,9 @@ fn moved(
     let mut wrapped = WrappedTokens::new();
     for run in runs {
         let size = run.len() * vocab;
-        for (at, &t) in run.iter().enumerate() {
+        for (position, &t) in run.iter().enumerate() {
             let label = inputs.labels[t];
-            let flat = at * vocab + label as usize;
+            let flat = position * vocab + label as usize;
             if label == IGNORED || (flat as i128) < index.border() {
                 continue;
             }

@@ -30,8 +30,8 @@ struct Lengths {
 impl Lengths {
     /// The token and the class whose logit is gathered for a token's label.
     fn gathered(self, token: usize, label: usize) -> (usize, usize) {
-        let at = token * self.gather + label;
-        (at / self.row, at % self.row)
+        let offset = token * self.gather + label;
+        (offset / self.row, offset % self.row)
     }
 }
 
@@ -55,8 +55,8 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let mut shown = 0;
         for &t in &some {
             let Some(z) = logit(&direct, inputs, *of, t) else { continue };
-            let own = captured.values[t];
-            if !((own - z).abs() <= NEAR * (own.abs() + z.abs())) {
+            let logit = captured.values[t];
+            if !((logit - z).abs() <= NEAR * (logit.abs() + z.abs())) {
                 return false;
             }
             shown += 1;
@@ -88,8 +88,13 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 }
 
 /// The logit that is gathered for a token's label; none if that lies outside the logits.
-fn logit(direct: &Direct<'_>, inputs: &MicrobatchInputs, of: Lengths, token: usize) -> Option<f64> {
-    let (row, class) = of.gathered(token, inputs.labels[token] as usize);
+fn logit(
+    direct: &Direct<'_>,
+    inputs: &MicrobatchInputs,
+    lengths: Lengths,
+    token: usize,
+) -> Option<f64> {
+    let (row, class) = lengths.gathered(token, inputs.labels[token] as usize);
     let inside = row < inputs.tokens() && class < direct.head.valid_vocab;
     inside.then(|| direct.logit_at(row, class).0)
 }

@@ -217,13 +217,13 @@ fn run_length(
     let mut longest = 0;
     for run in of_ranks(asked.evidence.step, inputs) {
         longest = longest.max(run.len());
-        for (at, t) in run.iter().enumerate() {
-            let next = at.checked_add_signed(by).and_then(|at| run.get(at));
+        for (position, t) in run.iter().enumerate() {
+            let next = position.checked_add_signed(by).and_then(|at| run.get(at));
             let Some(&next) = next.filter(|_| counted.binary_search(t).is_ok()) else { continue };
             let label = inputs.labels[next];
             let tells = label != IGNORED && label != inputs.labels[*t];
             if tells && !test.fits(*t, label) {
-                ends.push(at);
+                ends.push(position);
             }
         }
     }
@@ -293,11 +293,11 @@ fn shifted(
 fn hypotheses(
     asked: &SuspectTokens<'_>,
     by: isize,
-    of: &RunsOf<'_>,
+    runs_of: &RunsOf<'_>,
     ends: &dyn Fn(&MicrobatchInputs, usize) -> Ends,
 ) -> Vec<Hypothesis> {
     let of_microbatch = |inputs: &MicrobatchInputs| {
-        let extent = of(inputs)?;
+        let extent = runs_of(inputs)?;
         let labels = shifted(asked, inputs, &extent, by, &|t| ends(inputs, t));
         Some((inputs.microbatch, labels, extent.name))
     };
@@ -352,13 +352,13 @@ type EndsOf<'a> =
 fn with_read_ends(
     asked: &SuspectTokens<'_>,
     by: isize,
-    of: &RunsOf<'_>,
+    runs_of: &RunsOf<'_>,
     end: &EndsOf<'_>,
 ) -> Vec<Hypothesis> {
     let mut labels = Labels::new();
     let (mut name, mut kinds) = (String::new(), Vec::new());
     for inputs in asked.evidence.inputs {
-        let Some(extent) = of(inputs) else { return Vec::new() };
+        let Some(extent) = runs_of(inputs) else { return Vec::new() };
         let n = inputs.tokens();
         let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
         let ends: Vec<(usize, usize)> =

@@ -172,7 +172,7 @@ fn forwards(
     let both = [true, false].into_iter();
     let labels = both.filter(|&label| label || base.path == Path::Fused);
     let ways = labels.flat_map(|label| ways(evidence).into_iter().map(move |when| (label, when)));
-    let one = |(label, logits_when): (bool, LogitRounding)| {
+    let hypothesis_of = |(label, logits_when): (bool, LogitRounding)| {
         let policy = Policy { logits: precision, logits_when, ..base };
         let parameters = vec![
             ("what", "logits of the forward".to_string()),
@@ -182,7 +182,7 @@ fn forwards(
         let forward = forward(evidence, &policy, label);
         Hypothesis::new(Emulated { policy: None, forward }, parameters)
     };
-    ways.map(one).collect()
+    ways.map(hypothesis_of).collect()
 }
 
 struct Kept {

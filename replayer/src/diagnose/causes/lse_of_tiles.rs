@@ -20,9 +20,9 @@ struct Running {
 impl Running {
     fn of(probabilities: &[f64]) -> Running {
         let (mut sums, mut largest) = (vec![0.0f64], vec![0.0f64]);
-        for (at, share) in probabilities.iter().enumerate() {
-            sums.push(sums[at] + share);
-            largest.push(largest[at].max(*share));
+        for (index, share) in probabilities.iter().enumerate() {
+            sums.push(sums[index] + share);
+            largest.push(largest[index].max(*share));
         }
         Running { sums, largest }
     }

@@ -43,8 +43,9 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let (own, ranks) = (evidence.fails(Stage::Accumulate), evidence.fails(Stage::Reduce));
-        if !own && !ranks {
+        let (accumulate, ranks) =
+            (evidence.fails(Stage::Accumulate), evidence.fails(Stage::Reduce));
+        if !accumulate && !ranks {
             return Vec::new();
         }
         let options = &evidence.step.options;

@@ -87,13 +87,13 @@ fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
 /// into shards and a shard begins at another class than assumed. `None` where that is not so.
 fn by_classes(evidence: &Evidence<'_>, labels: &Labels) -> Option<String> {
     let mut off: BTreeMap<u32, i64> = BTreeMap::new();
-    for one in evidence.inputs {
-        for (&own, &read) in one.labels.iter().zip(&labels[&one.microbatch]) {
-            if [own, read].iter().any(|label| [IGNORED, NONE].contains(label)) {
+    for inputs in evidence.inputs {
+        for (&declared, &read) in inputs.labels.iter().zip(&labels[&inputs.microbatch]) {
+            if [declared, read].iter().any(|label| [IGNORED, NONE].contains(label)) {
                 continue;
             }
-            let by = i64::from(read) - i64::from(own);
-            if *off.entry(own).or_insert(by) != by {
+            let by = i64::from(read) - i64::from(declared);
+            if *off.entry(declared).or_insert(by) != by {
                 return None;
             }
         }

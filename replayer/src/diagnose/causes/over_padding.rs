@@ -28,12 +28,15 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let over = format!("all {columns} columns, the padding included");
         vec![("smoothed over", over), ("the padding's entries", entries.to_string())]
     };
-    let own = entries(evidence, share).map(|own| {
-        Hypothesis::new(OverPadding { share, valid, own }, words("-g ε/V, in dq and dk too"))
+    let with_entries = entries(evidence, share).map(|with_entries| {
+        Hypothesis::new(
+            OverPadding { share, valid, own: with_entries },
+            words("-g ε/V, in dq and dk too"),
+        )
     });
     let set = OverPadding { share, valid, own: Entries::new() };
     let set = Hypothesis::new(set, words("set to 0"));
-    [Some(set), own].into_iter().flatten().collect()
+    [Some(set), with_entries].into_iter().flatten().collect()
 }
 
 /// The padding's entries of dlogits and what they add to gradients, by microbatch.
@@ -101,8 +104,8 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
         for unit in evidence.step.units(inputs).ok()? {
             let of_token = |&t: &usize| Some((*entries.get(&t)?, direct.q(Row::From(t))));
             let tokens: Vec<(f64, Vec<f64>)> = unit.rows.iter().filter_map(of_token).collect();
-            let of = Sums::of(&tokens, k.len(), unit_roundoff);
-            sums.insert((inputs.microbatch, unit.rank()), of);
+            let sums_of_unit = Sums::of(&tokens, k.len(), unit_roundoff);
+            sums.insert((inputs.microbatch, unit.rank()), sums_of_unit);
         }
         of_microbatches.insert(inputs.microbatch, Padding { entries, k, sums });
     }
@@ -122,17 +125,19 @@ impl World for OverPadding {
         smooth.iter_mut().for_each(|x| *x *= self.share);
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let Some(own) = self.own.get(&of.at.microbatch) else { return };
-        let sums = own.sums.get(&(of.at.microbatch, of.at.rank));
-        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let Some(entries) = self.own.get(&expectation.at.microbatch) else { return };
+        let sums = entries.sums.get(&(expectation.at.microbatch, expectation.at.rank));
+        for (row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             let padded = *row >= self.valid;
-            match (of.at.stage, own.entries.get(row), sums) {
+            match (expectation.at.stage, entries.entries.get(row), sums) {
                 (Stage::Dlogits, Some(entry), _) => {
                     values[self.valid..].iter_mut().for_each(|to| *to += entry);
                 }
                 (Stage::Dq, Some(entry), _) => {
-                    values.iter_mut().zip(&own.k).for_each(|(to, k)| *to += entry * k);
+                    values.iter_mut().zip(&entries.k).for_each(|(to, k)| *to += entry * k);
                 }
                 (Stage::Dk, _, Some(of)) if padded => {
                     values.iter_mut().zip(&of.products).for_each(|(to, x)| *to += x);
@@ -144,8 +149,8 @@ impl World for OverPadding {
     }
 
     fn noise(&self, at: At, row: usize, column: usize) -> f64 {
-        let own = self.own.get(&at.microbatch).filter(|_| row >= self.valid);
-        let sums = own.and_then(|own| own.sums.get(&(at.microbatch, at.rank)));
+        let entries = self.own.get(&at.microbatch).filter(|_| row >= self.valid);
+        let sums = entries.and_then(|own| own.sums.get(&(at.microbatch, at.rank)));
         sums.filter(|_| at.stage == Stage::Dk).map_or(0.0, |of| of.noise[column])
     }
 }

@@ -66,13 +66,13 @@ impl Held {
         self,
         (z, slope): (f64, f64),
         lse: f64,
-        own: TokenCotangents,
+        cotangents: TokenCotangents,
         label: bool,
     ) -> f64 {
         match self {
-            Held::Counted if own.lse == 0.0 => 0.0,
+            Held::Counted if cotangents.lse == 0.0 => 0.0,
             Held::Difference | Held::Counted => probability(z, lse) - f64::from(u8::from(label)),
-            Held::Gradient => slope * own.entry(probability(z, lse), label),
+            Held::Gradient => slope * cotangents.entry(probability(z, lse), label),
             Held::Probabilities => probability(z, lse),
             Held::LogProbabilities => z - lse,
         }
@@ -92,22 +92,22 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     // logits, not of the captured ones.
     let right = ReplacedValues { distrusts: vec![Stage::Logits], ..ReplacedValues::default() };
     let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
-    for held in Held::ALL {
-        let times_of = |key: &Key| logits_hold(evidence, &reference, *key, held);
+    for content in Held::ALL {
+        let times_of = |key: &Key| logits_hold(evidence, &reference, *key, content);
         let Some(times) = keys.iter().map(times_of).collect::<Option<Vec<f64>>>() else { continue };
         // All microbatches must have one factor, which multiplies the gradient afterwards.
         let times = times.iter().all(|x| (x / times[0] - 1.0).abs() < NEAR).then_some(times[0]);
         let Some(times) = times.map(power_of_two) else { continue };
         let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
         let world = LogitsHold {
-            held,
+            held: content,
             times,
             labels: labels.collect(),
             lse: reference.lse.clone(),
             cotangents: reference.cotangents.clone(),
             transform: evidence.step.options.transform,
         };
-        let mut holds = held.name().to_string();
+        let mut holds = content.name().to_string();
         if times != 1.0 {
             holds.push_str(&format!(", times {}", rounded(times, 3)));
         }
@@ -131,7 +131,7 @@ fn power_of_two(times: f64) -> f64 {
 fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &ReplacedValues) -> Option<Hypothesis> {
     let follow = |key: &&Key| key.stage.is_gradient();
     let rest: Vec<&Key> = evidence.failing.iter().filter(follow).collect();
-    let held = |key: &Key| {
+    let captured_plane = |key: &Key| {
         let captured = evidence.captured(*key).filter(|of| of.values.len() <= PLANE)?;
         let values: Vec<f32> = captured.values.iter().map(|&x| x as f32).collect();
         Some((*key, (captured.columns, values)))
@@ -144,7 +144,7 @@ fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &ReplacedValues) -> 
     if !rest.iter().all(passes) {
         return None;
     }
-    let world = NotTheirs { planes: keys.iter().map(held).collect::<Option<_>>()? };
+    let world = NotTheirs { planes: keys.iter().map(captured_plane).collect::<Option<_>>()? };
     let holds = "something else: what follows was computed from the logits of q and k".to_string();
     let parameters = vec![("tensor", "logits".to_string()), ("holds", holds)];
     Some(Hypothesis::new(world, parameters))
@@ -161,12 +161,18 @@ impl World for NotTheirs {
         stage != Stage::Logits
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let key = Key {
+            stage: expectation.at.stage,
+            microbatch: expectation.at.microbatch,
+            rank: expectation.at.rank,
+        };
         let Some((columns, values)) = self.planes.get(&key) else { return };
-        for (&row, to) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
-            let own = &values[row * columns..];
-            to.iter_mut().zip(own).for_each(|(to, &x)| *to = f64::from(x));
+        for (&row, to) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
+            let captured = &values[row * columns..];
+            to.iter_mut().zip(captured).for_each(|(to, &x)| *to = f64::from(x));
         }
     }
 }
@@ -177,7 +183,7 @@ fn logits_hold(
     evidence: &Evidence<'_>,
     reference: &Reference,
     key: Key,
-    held: Held,
+    content: Held,
 ) -> Option<f64> {
     let inputs = evidence.inputs_of(key.microbatch)?;
     let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence, inputs)?);
@@ -186,7 +192,7 @@ fn logits_hold(
     let few = all.iter().copied().step_by(all.len().div_ceil(16).max(1));
     // Rows of tokens that do not count distinguish the kinds.
     let blank = cotangents.iter().filter(|(_, of)| of.lse == 0.0).map(|(&t, _)| t).take(2);
-    let (mut both, mut size, mut own) = (0.0, 0.0, 0.0);
+    let (mut both, mut size, mut captured_energy) = (0.0, 0.0, 0.0);
     for t in few.chain(blank) {
         // The row's own lse, computed from q and k; the replay's would come from the captured
         // logits.
@@ -194,20 +200,21 @@ fn logits_hold(
         let own_cotangents = *cotangents.get(&t)?;
         for (v, &z) in row.logits.iter().enumerate() {
             let label = inputs.labels[t] as usize == v;
-            let x = held.of((z, direct.head.transform.slope_at(z)), row.lse, own_cotangents, label);
+            let x =
+                content.of((z, direct.head.transform.slope_at(z)), row.lse, own_cotangents, label);
             let captured = captured.row(t)[v];
             both += captured * x;
-            own += captured * captured;
+            captured_energy += captured * captured;
             size += x * x;
         }
     }
     let times = both / size;
-    let times = match held {
+    let times = match content {
         // A gradient may lack the loss scale, or the division of a mean that is taken later.
         Held::Gradient | Held::Difference | Held::Counted if (times - 1.0).abs() > NEAR => times,
         _ => 1.0,
     };
-    let off = own - 2.0 * times * both + times * times * size;
+    let off = captured_energy - 2.0 * times * both + times * times * size;
     (size > 0.0 && off <= SAME * times * times * size).then_some(times)
 }
 
@@ -225,9 +232,9 @@ impl World for LogitsHold {
         stage != Stage::Logits
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let mb = &of.at.microbatch;
-        if of.at.stage != Stage::Logits {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let mb = &expectation.at.microbatch;
+        if expectation.at.stage != Stage::Logits {
             return;
         }
         let (Some(labels), Some(lse), Some(cotangents)) =
@@ -235,12 +242,15 @@ impl World for LogitsHold {
         else {
             return;
         };
-        for (&t, row) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+        for (&t, row) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             let upstream = cotangents.get(&t).copied().unwrap_or_default();
             for (v, z) in row.iter_mut().enumerate() {
                 let label = labels[t] as usize == v;
-                let of = self.held.of((*z, self.transform.slope_at(*z)), lse[t], upstream, label);
-                *z = self.times * of;
+                let value =
+                    self.held.of((*z, self.transform.slope_at(*z)), lse[t], upstream, label);
+                *z = self.times * value;
             }
         }
     }

@@ -84,18 +84,19 @@ impl Cause for PartialNotReduced {
 
 /// The observation that the versions of a reduced dk are each the sum of only some ranks'
 /// gradients.
-fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
-    let sums = of.as_sums(evidence)?;
+fn sums_of_groups(evidence: &Evidence<'_>, versions: &Versions) -> Option<Observed> {
+    let sums = versions.as_sums(evidence)?;
     if !sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
         return None;
     }
     let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
-        let held = || addends.iter().filter(|of| of.weight != 0.0);
-        let of_ranks: BTreeSet<Rank> = held().filter_map(|of| of.rank).collect();
+        let counted = || addends.iter().filter(|of| of.weight != 0.0);
+        let of_ranks: BTreeSet<Rank> = counted().filter_map(|of| of.rank).collect();
         let of_ranks: Vec<Rank> = of_ranks.into_iter().collect();
-        let devices: Vec<&str> = held().filter_map(|of| of.device.as_deref()).collect();
-        let held = if devices.is_empty() { name_ranks(&of_ranks) } else { devices.join(" and ") };
-        format!("{}: those of {held}", name_ranks(ranks))
+        let devices: Vec<&str> = counted().filter_map(|of| of.device.as_deref()).collect();
+        let holders_of_sum =
+            if devices.is_empty() { name_ranks(&of_ranks) } else { devices.join(" and ") };
+        format!("{}: those of {holders_of_sum}", name_ranks(ranks))
     };
     let of_devices = sums.of.iter().flat_map(|(_, all)| all).any(|of| of.device.is_some());
     let holders = if of_devices { "devices" } else { "ranks" };
@@ -103,10 +104,10 @@ fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
     let place = if rows.is_empty() { String::new() } else { format!(" in {rows}") };
     let words = format!(
         "{} differs between {holders}{place}, and each version is the sum of some {holders}' gradients alone there",
-        of.key
+        versions.key
     );
-    let held = sums.of.iter().map(word).collect::<Vec<_>>().join("; ");
-    let mut parameters = vec![("of", format!("dk over {holders}")), ("holds only", held)];
+    let held_words = sums.of.iter().map(word).collect::<Vec<_>>().join("; ");
+    let mut parameters = vec![("of", format!("dk over {holders}")), ("holds only", held_words)];
     parameters.extend((!rows.is_empty()).then_some(("where", rows)));
     Some(Observed { evidence: words, stages: vec![Stage::Reduce], parameters })
 }
@@ -223,8 +224,10 @@ impl World for OneShard {
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         // The softmax is over the whole vocabulary; only the product with k is one shard's.
-        if let Some(own) = self.lse.get(&inputs.microbatch).filter(|_| pass == Pass::Backward) {
-            lse.copy_from_slice(own);
+        if let Some(lse_of_shard) =
+            self.lse.get(&inputs.microbatch).filter(|_| pass == Pass::Backward)
+        {
+            lse.copy_from_slice(lse_of_shard);
         }
     }
 }
@@ -303,27 +306,28 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// Hypotheses that a reduced dk, of the step or of its microbatches, lacks whole ranks' addends.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut all: Vec<(BTreeSet<Option<Rank>>, Vec<Solved>)> = Vec::new();
-    for found in solved(evidence) {
-        let Some(out) = found.ranks_left_out() else { continue };
-        match all.iter_mut().find(|(of, same)| *of == out && same[0].scale == found.scale) {
-            Some((_, same)) => same.push(found),
-            None => all.push((out, vec![found])),
+    for solved_sum in solved(evidence) {
+        let Some(out) = solved_sum.ranks_left_out() else { continue };
+        match all.iter_mut().find(|(of, same)| *of == out && same[0].scale == solved_sum.scale) {
+            Some((_, same)) => same.push(solved_sum),
+            None => all.push((out, vec![solved_sum])),
         }
     }
-    let one = |(out, of): (BTreeSet<Option<Rank>>, Vec<Solved>)| {
+    let hypothesis_of = |(out, solved_sums): (BTreeSet<Option<Rank>>, Vec<Solved>)| {
         let holds = |addend: &&Addend| !out.contains(&addend.rank);
-        let held: BTreeSet<Rank> =
-            of[0].addends.iter().filter(holds).filter_map(|addend| addend.rank).collect();
-        let held: Vec<String> = held.iter().map(ToString::to_string).collect();
-        let (scale, fitted) = (of[0].scale_name(), usize::from(of[0].scale != 1.0));
+        let held_ranks: BTreeSet<Rank> =
+            solved_sums[0].addends.iter().filter(holds).filter_map(|addend| addend.rank).collect();
+        let rank_names: Vec<String> = held_ranks.iter().map(ToString::to_string).collect();
+        let (scale, fitted) =
+            (solved_sums[0].scale_name(), usize::from(solved_sums[0].scale != 1.0));
         let parameters = vec![
             ("of", "dk over ranks".to_string()),
-            ("holds only ranks", held.join(", ")),
+            ("holds only ranks", rank_names.join(", ")),
             ("scale", scale),
         ];
-        Hypothesis::new(Weighted { of }, parameters).fitted(fitted)
+        Hypothesis::new(Weighted { of: solved_sums }, parameters).fitted(fitted)
     };
-    all.into_iter().map(one).collect()
+    all.into_iter().map(hypothesis_of).collect()
 }
 
 /// The hypothesis that sums of dk lack the gradients of some of a rank's devices.
@@ -339,14 +343,14 @@ fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 fn of_segments(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let all = segments(evidence).into_iter();
     let other = all.filter(|found| !found.factor().is_some_and(|factor| factor < 1.0));
-    let of_sum = |found: Segments| {
+    let of_sum = |segments: Segments| {
         let parameters = vec![
             ("of", "a part of dk over ranks".to_string()),
-            ("where", found.places()),
-            ("holds", found.holds()),
+            ("where", segments.places()),
+            ("holds", segments.holds()),
         ];
-        let pieces = found.of.len();
-        Hypothesis::new(found.world(), parameters).fitted(pieces)
+        let pieces = segments.of.len();
+        Hypothesis::new(segments.world(), parameters).fitted(pieces)
     };
     other.map(of_sum).collect()
 }

@@ -143,7 +143,7 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// round.
 fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (mut world, mut words) = (Flat::default(), Vec::new());
-    for (key, of) in evidence.failing_of(&[Stage::Dq, Stage::Dk]) {
+    for (key, residual) in evidence.failing_of(&[Stage::Dq, Stage::Dk]) {
         let (captured, all) = (evidence.captured(key)?, evidence.all_rows()?);
         let table = all.stages.get(&key)?;
         let first = *table.keys().next()?;
@@ -158,8 +158,8 @@ fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             false => ((row * d + column) % n, (row * d + column) / n),
         };
         let value = |row: usize, column: usize| {
-            let (from, at) = place(row, column);
-            table[&(first + from)][at]
+            let (from, column_read) = place(row, column);
+            table[&(first + from)][column_read]
         };
         let row = |row: usize| -> Vec<f64> { (0..d).map(|column| value(row, column)).collect() };
         let moved = |row: usize| (0..d).any(|column| place(row, column) != (row, column));
@@ -173,7 +173,7 @@ fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         world.instead =
             std::mem::take(&mut world.instead).rows(key, (0..n).map(|at| (first + at, row(at))));
         // Each element has the rounding of the row that it comes from.
-        let share = of.floor / of.reference.max(f64::MIN_POSITIVE) / d as f64;
+        let share = residual.floor / residual.reference.max(f64::MIN_POSITIVE) / d as f64;
         let each: Vec<f64> = table.values().map(|row| share * energy(row)).collect();
         let noise = |at: usize| (0..d).map(|column| each[place(at, column).0]).collect();
         world.noise.insert(key, (0..n).map(|at| (first + at, noise(at))).collect());
@@ -191,8 +191,8 @@ struct Flat {
 }
 
 impl World for Flat {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.instead.expected(of);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.instead.expected(expectation);
     }
 
     fn noise(&self, At { stage, microbatch, rank }: At, row: usize, column: usize) -> f64 {
@@ -241,8 +241,8 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// Upstream gradients with the cotangents of other tokens, or their weights where no cotangents
 /// were recorded. Ignored tokens stay ignored.
 fn with_other_cotangents(inputs: &MicrobatchInputs, rows: &[Row], g: &[f64]) -> Vec<f64> {
-    let own = inputs.cotangent.iter().any(|&x| x != 1.0);
-    let read = if own { &inputs.cotangent } else { &inputs.weights };
+    let has_cotangents = inputs.cotangent.iter().any(|&x| x != 1.0);
+    let read = if has_cotangents { &inputs.cotangent } else { &inputs.weights };
     let share = |t: usize| (g[t] != 0.0 && read[t] != 0.0).then(|| g[t] / read[t]);
     let usual = (0..g.len()).find_map(share).unwrap_or(0.0);
     let upstream_of = |(t, row): (usize, &Row)| match row {
@@ -287,8 +287,8 @@ struct OtherCotangents {
 impl World for OtherCotangents {
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
         let rows_and_g = self.rows.get(&inputs.microbatch).zip(self.g.get(&inputs.microbatch));
-        if let Some((rows, own)) = rows_and_g {
-            g.copy_from_slice(&with_other_cotangents(inputs, rows, own));
+        if let Some((rows, upstream)) = rows_and_g {
+            g.copy_from_slice(&with_other_cotangents(inputs, rows, upstream));
         }
     }
 }

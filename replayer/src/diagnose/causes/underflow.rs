@@ -72,11 +72,11 @@ impl Cause for Underflow {
             if !(share > SHARE) {
                 continue;
             }
-            let own = roundings.narrowest.p;
-            hypotheses.push(hypothesis(&roundings, own, (scale, share)));
+            let format = roundings.narrowest.p;
+            hypotheses.push(hypothesis(&roundings, format, (scale, share)));
             // Rounding p too is tried only if the declaration leaves that open; otherwise it would
             // be another fault.
-            if half != own && half.unit_roundoff() <= roundings.widest.p.unit_roundoff() {
+            if half != format && half.unit_roundoff() <= roundings.widest.p.unit_roundoff() {
                 hypotheses.push(hypothesis(&roundings, half, (scale, share)));
             }
         }

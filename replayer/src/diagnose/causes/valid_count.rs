@@ -134,7 +134,7 @@ fn counted_in_few_bits(
     let number = read::denominator(evidence)?;
     let declared = divisors.declared().first()?.first()?.1;
     let parts = (evidence.ranks() * evidence.microbatches()) as f64;
-    let held = |format: &Precision| {
+    let is_counted_in = |format: &Precision| {
         // From this number on the format represents no odd numbers.
         let most = 1.0 / format.unit_roundoff();
         let spacing = number.log2().floor().exp2() * 2.0 * format.unit_roundoff();
@@ -142,7 +142,7 @@ fn counted_in_few_bits(
         let stands = number < declared && number % most == 0.0 && number / most <= parts;
         number % spacing == 0.0 && spacing > 1.0 && near || stands
     };
-    let format = [Precision::Bf16, Precision::F16].into_iter().find(held)?;
+    let format = [Precision::Bf16, Precision::F16].into_iter().find(is_counted_in)?;
     if number == declared {
         return None;
     }

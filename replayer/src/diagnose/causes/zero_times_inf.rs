@@ -47,11 +47,11 @@ impl Cause for ZeroTimesInf {
             ("mask", "-inf".to_string()),
             ("first stage", nans_found.first.stage.name().to_string()),
         ];
-        let one = |distrusts: Vec<Stage>| {
+        let hypothesis_of = |distrusts: Vec<Stage>| {
             let world = NanWhere { of: nans_found.of.clone(), distrusts };
             Hypothesis::new(world, parameters.clone()).fitted(1)
         };
-        vec![one(Vec::new()), one(vec![nans_found.first.stage])]
+        vec![hypothesis_of(Vec::new()), hypothesis_of(vec![nans_found.first.stage])]
     }
 }
 

@@ -17,10 +17,10 @@ const ALIKE: f64 = 4e-3;
 
 /// The one factor of everything that fails.
 pub(super) fn one_factor(evidence: &Evidence<'_>) -> Option<f64> {
-    let mut of = evidence.failing.iter().map(|key| evidence.residuals[key]);
-    let first = of.clone().next()?.factor;
+    let mut residuals = evidence.failing.iter().map(|key| evidence.residuals[key]);
+    let first = residuals.clone().next()?.factor;
     let same = |factor: f64| (factor / first - 1.0).abs() < ALIKE;
-    of.all(|one| one.is_scaled() && same(one.factor)).then_some(first)
+    residuals.all(|one| one.is_scaled() && same(one.factor)).then_some(first)
 }
 
 /// The power of two that a factor is, if it is one and not 1.
@@ -36,8 +36,8 @@ pub(in crate::diagnose) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
     let factor = one_factor(evidence)?;
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let mut declared = Vec::new();
-    for own in &all {
-        declared.extend(evidence.step.denominators(&all, own).ok()?.into_iter().map(|(_, n)| n));
+    for inputs in &all {
+        declared.extend(evidence.step.denominators(&all, inputs).ok()?.into_iter().map(|(_, n)| n));
     }
     let first = *declared.first()?;
     let divisor = first / factor;
@@ -73,10 +73,10 @@ fn live_rows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<usize
     let tensor = evidence.step.assemble(key).ok()?;
     let (values, rows) = (numbers(&tensor)?, k.shape[0] as usize);
     let width = values.len().checked_div(rows).filter(|&width| width > 0)?;
-    let at = |index: usize| {
+    let row_of = |index: usize| {
         if evidence.step.options.transposed() { index % rows } else { index / width }
     };
-    (0..values.len()).filter(|&index| values[index] != 0.0).map(at).max().map(|row| row + 1)
+    (0..values.len()).filter(|&index| values[index] != 0.0).map(row_of).max().map(|row| row + 1)
 }
 
 /// The label that the job may ignore: one whose tokens all have no gradient. Empty if there are
@@ -84,10 +84,10 @@ fn live_rows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<usize
 pub(super) fn ignored_labels(evidence: &Evidence<'_>) -> Vec<i64> {
     let mut dead: Vec<u32> = Vec::new();
     let mut alive: Vec<u32> = Vec::new();
-    for one in evidence.inputs {
-        let Some(rows) = rows_of_dq(evidence, one.microbatch, one.tokens()) else { continue };
-        for (t, &label) in one.labels.iter().enumerate() {
-            if label != IGNORED && one.weights[t] != 0.0 {
+    for inputs in evidence.inputs {
+        let Some(rows) = rows_of_dq(evidence, inputs.microbatch, inputs.tokens()) else { continue };
+        for (t, &label) in inputs.labels.iter().enumerate() {
+            if label != IGNORED && inputs.weights[t] != 0.0 {
                 if rows[t] { alive.push(label) } else { dead.push(label) }
             }
         }

@@ -72,7 +72,7 @@ impl<'e> Divisors<'e> {
     ) -> Option<Vec<Ratio>> {
         let policy = self.evidence.step.is_policy_loss();
         let mut ratios = Vec::new();
-        for ((own, groups), declared) in self.all.iter().zip(groups).zip(&self.declared) {
+        for ((inputs, groups), declared) in self.all.iter().zip(groups).zip(&self.declared) {
             let used = world.of_groups(policy, groups);
             for (unit, n) in if used.len() >= declared.len() { &used } else { declared } {
                 let Some(&row) = unit.rows.first() else { continue };
@@ -82,7 +82,7 @@ impl<'e> Divisors<'e> {
                 }
                 let ranks = unit.ranks.iter().map(|&rank| Some(rank));
                 let of_all = unit.ranks.is_empty().then_some(None);
-                let of_rank = |rank| Ratio { microbatch: own.microbatch, rank, ratio };
+                let of_rank = |rank| Ratio { microbatch: inputs.microbatch, rank, ratio };
                 ratios.extend(ranks.chain(of_all).map(of_rank));
             }
         }

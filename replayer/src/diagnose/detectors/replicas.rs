@@ -73,8 +73,8 @@ pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
             continue;
         }
         let mut boxes: BTreeMap<IndexBox, BTreeMap<&[u8], Vec<Rank>>> = BTreeMap::new();
-        for at in &info.shards {
-            let (record, bytes) = (step.dump.record(at), step.dump.intact_bytes(at));
+        for shard in &info.shards {
+            let (record, bytes) = (step.dump.record(shard), step.dump.intact_bytes(shard));
             let Some(bytes) = bytes else { continue };
             let ranks = boxes.entry(record.place.clone()).or_default().entry(bytes).or_default();
             ranks.push(record.rank);
@@ -132,15 +132,15 @@ impl Versions {
         let (mut count, mut most, mut bits) = (0, 0.0f64, Vec::new());
         for ((ranks, values), other) in self.of[1..].iter().zip(&self.bytes[1..]) {
             let elements = other.chunks(self.width).zip(bytes.chunks(self.width)).enumerate();
-            for (at, (a, b)) in elements.filter(|(_, (a, b))| a != b) {
+            for (index, (a, b)) in elements.filter(|(_, (a, b))| a != b) {
                 count += 1;
-                most = larger(most, (values[at] - first[at]).abs() / size);
+                most = larger(most, (values[index] - first[index]).abs() / size);
                 let flipped: u32 = a.iter().zip(b).map(|(a, b)| (a ^ b).count_ones()).sum();
                 if flipped == 1 && bits.len() < FEW {
                     let place = a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b);
                     let bit =
                         place.map_or(0, |(i, (a, b))| 8 * i as u32 + (a ^ b).trailing_zeros());
-                    bits.push(format!("bit {bit} of element {at} on rank {}", ranks[0]));
+                    bits.push(format!("bit {bit} of element {index} on rank {}", ranks[0]));
                 }
             }
         }
@@ -169,10 +169,12 @@ impl Versions {
         let recorded = recorded.filter(|parts| ranks(parts).len() > 1);
         let mut parts = recorded.or_else(|| reference_parts(evidence))?;
         if !self.whole {
-            let own = flat_rows(&self.place.0, &evidence.step.dump.tensors().get(&self.key)?.shape);
+            let elements =
+                flat_rows(&self.place.0, &evidence.step.dump.tensors().get(&self.key)?.shape);
             for (_, values) in &mut parts {
                 // Rows of padding have a gradient of zero.
-                *values = own.iter().map(|&at| values.get(at).copied().unwrap_or(0.0)).collect();
+                *values =
+                    elements.iter().map(|&at| values.get(at).copied().unwrap_or(0.0)).collect();
             }
         }
         let all = 0..self.of[0].1.len();
@@ -203,22 +205,24 @@ impl Versions {
         &self,
         evidence: &Evidence<'_>,
         parts: &[Part],
-        of: Range<usize>,
+        elements: Range<usize>,
     ) -> Option<Vec<(Vec<Rank>, Vec<Addend>)>> {
-        let part =
-            |(addend, values): &Part| Some((addend.clone(), values.get(of.clone())?.to_vec()));
+        let part = |(addend, values): &Part| {
+            Some((addend.clone(), values.get(elements.clone())?.to_vec()))
+        };
         let parts: Vec<Part> = parts.iter().map(part).collect::<Option<_>>()?;
-        let one = |(ranks, values): &(Vec<Rank>, Vec<f64>)| {
-            let values = &values[of.clone()];
+        let fitted_sum = |(ranks, values): &(Vec<Rank>, Vec<f64>)| {
+            let values = &values[elements.clone()];
             let (addends, scale) = fitted(evidence, &parts, values)?;
             let mut left = values.to_vec();
-            for (addend, (_, of)) in addends.iter().zip(&parts) {
+            for (addend, (_, addend_values)) in addends.iter().zip(&parts) {
                 let weight = addend.weight * scale;
-                left.iter_mut().zip(of).for_each(|(x, part)| *x -= weight * part);
+                left.iter_mut().zip(addend_values).for_each(|(x, part)| *x -= weight * part);
             }
             (energy(&left) <= LEFT * energy(values)).then(|| (ranks.clone(), addends))
         };
-        let sums: Vec<(Vec<Rank>, Vec<Addend>)> = self.of.iter().map(one).collect::<Option<_>>()?;
+        let sums: Vec<(Vec<Rank>, Vec<Addend>)> =
+            self.of.iter().map(fitted_sum).collect::<Option<_>>()?;
         let weights = |at: usize| sums[at].1.iter().map(|of: &Addend| of.weight);
         let differ = (1..sums.len()).any(|at| !weights(at).eq(weights(0)));
         differ.then_some(sums)
@@ -240,15 +244,16 @@ impl Versions {
                 return None;
             }
             // The place of each token in the box.
-            let own = flat_rows(&self.place.0[..leading.len()], leading);
+            let own_tokens = flat_rows(&self.place.0[..leading.len()], leading);
             let place: BTreeMap<usize, usize> =
-                own.into_iter().enumerate().map(|(at, token)| (token, at)).collect();
+                own_tokens.into_iter().enumerate().map(|(at, token)| (token, at)).collect();
             let counted = tokens(evidence, inputs);
             let all: Vec<usize> = counted.into_iter().filter(|t| place.contains_key(t)).collect();
             let mut shown = 0;
             for &t in all.iter().step_by(all.len().div_ceil(4).max(1)) {
-                let (wanted, at) = (dq_row(evidence, inputs, t)?, place[&t]);
-                let row = |values: &[f64]| values[at * width..(at + 1) * width].to_vec();
+                let (wanted, position) = (dq_row(evidence, inputs, t)?, place[&t]);
+                let row =
+                    |values: &[f64]| values[position * width..(position + 1) * width].to_vec();
                 let rows: Vec<Vec<f64>> = self.of.iter().map(|(_, values)| row(values)).collect();
                 let near = |row: &[f64]| distance(row, &wanted) <= 1e-3 * energy(&wanted);
                 let sum: Vec<f64> =

@@ -70,10 +70,10 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
     };
     let gap = GAP * captured.columns.max(1);
     let mut runs: Vec<Range<usize>> = Vec::new();
-    for at in (0..elements).filter(|&at| is_off(at)) {
+    for element in (0..elements).filter(|&element| is_off(element)) {
         match runs.last_mut() {
-            Some(run) if at - run.end <= gap => run.end = at + 1,
-            _ => runs.push(at..at + 1),
+            Some(run) if element - run.end <= gap => run.end = element + 1,
+            _ => runs.push(element..element + 1),
         }
     }
     // Where a missing addend is nearly zero, its absence does not show, so many runs may belong to
@@ -89,14 +89,15 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
         return None;
     }
     let mut values = right_sum.clone();
-    let (mut of, mut noise, mut finer) = (Vec::new(), 0.0, None);
+    let (mut segments, mut noise, mut finer) = (Vec::new(), 0.0, None);
     for run in runs {
-        let own: Vec<Part> =
+        let parts_of_run: Vec<Part> =
             parts.iter().map(|(of, x)| (of.clone(), x[run.clone()].to_vec())).collect();
         let here = &captured.values[run.clone()];
-        let weighed = fitted(evidence, &own, here).and_then(|(addends, scale)| {
+        let weighed = fitted(evidence, &parts_of_run, here).and_then(|(addends, scale)| {
             let element = |i: usize| {
-                let weighed = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
+                let weighed =
+                    addends.iter().zip(&parts_of_run).map(|(addend, (_, x))| addend.weight * x[i]);
                 scale * weighed.sum::<f64>()
             };
             let weighed: Vec<f64> = (0..here.len()).map(element).collect();
@@ -106,18 +107,18 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
         });
         if let Some((addends, scale, weighed)) = weighed {
             values[run.clone()].copy_from_slice(&weighed);
-            of.push((run, addends, scale));
+            segments.push((run, addends, scale));
             continue;
         }
         let finer = finer.get_or_insert_with(|| Finer::of(evidence, &sum)).as_ref()?;
         let (addends, more) = finer.fitted(&run, &captured.values, &right_sum)?;
         run.clone().zip(more).for_each(|(at, more)| values[at] = right_sum[at] + more);
         noise = finer.noise;
-        of.push((run, addends, 1.0));
+        segments.push((run, addends, 1.0));
     }
     let off = |of: &[f64]| distance(&captured.values, of);
     let explains = off(&values) <= LEFT * off(&right_sum);
-    explains.then_some(Segments { of, key, columns: captured.columns, values, noise })
+    explains.then_some(Segments { of: segments, key, columns: captured.columns, values, noise })
 }
 
 /// The reference gradient of each microbatch on each rank, for a sum whose recorded addends are the
@@ -156,8 +157,8 @@ impl Finer {
         wide: &[f64],
     ) -> Option<(Vec<Addend>, Vec<f64>)> {
         let more: Vec<f64> = run.clone().map(|at| captured[at] - wide[at]).collect();
-        let own: Vec<&[f64]> = self.parts.iter().map(|(_, x)| &x[run.clone()]).collect();
-        let weights = multiples(&own, &more)?;
+        let parts_of_run: Vec<&[f64]> = self.parts.iter().map(|(_, x)| &x[run.clone()]).collect();
+        let weights = multiples(&parts_of_run, &more)?;
         let whole = |x: &f64| (x - x.round()).abs() < WHOLE && x.round().abs() <= 1.0;
         if !weights.iter().all(whole) || weights.iter().all(|x| x.round() == 0.0) {
             return None;
@@ -167,8 +168,9 @@ impl Finer {
             ..of.clone()
         };
         let addends = weights.iter().zip(&self.parts).map(weighted).collect();
-        let held = |i: usize| weights.iter().zip(&own).map(|(w, x)| w.round() * x[i]).sum();
-        Some((addends, (0..more.len()).map(held).collect()))
+        let rounded_sum =
+            |i: usize| weights.iter().zip(&parts_of_run).map(|(w, x)| w.round() * x[i]).sum();
+        Some((addends, (0..more.len()).map(rounded_sum).collect()))
     }
 }
 
@@ -182,13 +184,14 @@ struct WithSegments {
 }
 
 impl World for WithSegments {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.instead.expected(of);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.instead.expected(expectation);
     }
 
     fn noise(&self, at: At, row: usize, _column: usize) -> f64 {
-        let own = at.stage == self.key.stage && self.rows.iter().any(|rows| rows.contains(&row));
-        if own { self.noise } else { 0.0 }
+        let is_noisy =
+            at.stage == self.key.stage && self.rows.iter().any(|rows| rows.contains(&row));
+        if is_noisy { self.noise } else { 0.0 }
     }
 }
 
@@ -205,11 +208,11 @@ impl Segments {
     /// Where the segments lie, in words.
     pub fn places(&self) -> String {
         let columns = self.columns.max(1);
-        let one = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
+        let words_of = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
             let (first, last) = (run.start / columns, (run.end - 1) / columns);
             format!("rows {first} to {last}")
         };
-        self.of.iter().map(one).collect::<Vec<_>>().join(", ")
+        self.of.iter().map(words_of).collect::<Vec<_>>().join(", ")
     }
 
     /// The weights of the addends in the first segment, in words.
@@ -220,8 +223,8 @@ impl Segments {
             let which = addend.microbatch.map_or(String::new(), |mb| format!(" microbatch {mb}"));
             format!("{whose}{which} {} times", addend.weight * scale)
         };
-        let held = addends.iter().filter(|addend| addend.weight != 0.0);
-        held.map(of_addend).collect::<Vec<_>>().join(", ")
+        let counted = addends.iter().filter(|addend| addend.weight != 0.0);
+        counted.map(of_addend).collect::<Vec<_>>().join(", ")
     }
 
     /// The world in which the sum has these segments.

@@ -42,25 +42,27 @@ pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
         rest.values.iter_mut().zip(&captured.values).for_each(|(x, c)| *x = c - *x);
         let towards = rest.times(&plane.k.transposed());
         let norms: Vec<f64> = (0..plane.k.count()).map(|v| energy(plane.k.row(v))).collect();
-        for (at, label) in plane.labels.iter().enumerate() {
-            let Some((own, entry)) = label.filter(|(_, entry)| *entry != 0.0) else { continue };
+        for (index, label) in plane.labels.iter().enumerate() {
+            let Some((declared_label, entry)) = label.filter(|(_, entry)| *entry != 0.0) else {
+                continue;
+            };
             // The squared error with label v minus that without a label's part; the recorded
             // label's derivative of the logit is used for all.
-            let left_by = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
+            let left_by = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(index)[v]);
             let best = (0..norms.len()).min_by(|&a, &b| left_by(a).total_cmp(&left_by(b)))?;
-            let nothing = energy(rest.row(at));
+            let nothing = energy(rest.row(index));
             let (as_declared, at_best) =
-                (nothing + left_by(own), (nothing + left_by(best)).max(0.0));
+                (nothing + left_by(declared_label), (nothing + left_by(best)).max(0.0));
             before += as_declared;
             // A label is shown only if it leaves much less than the recorded one.
             let shows = |left: f64| left <= SHOWN * as_declared;
             let (read, least) = match (shows(nothing), shows(at_best)) {
                 (true, _) if nothing <= at_best => (NONE, nothing),
                 (_, true) => (best as u32, at_best),
-                _ => (own as u32, as_declared),
+                _ => (declared_label as u32, as_declared),
             };
             left += least;
-            labels.get_mut(&key.microbatch)?[plane.rows[at]] = read;
+            labels.get_mut(&key.microbatch)?[plane.rows[index]] = read;
         }
     }
     let other =
@@ -95,9 +97,9 @@ pub fn length_of_runs(evidence: &Evidence<'_>, labels: &Labels) -> Option<usize>
     let wraps = |length: usize| {
         // A token without weight has no gradient, so its recorded label proves nothing.
         let before = |&&(one, t, read): &&(&MicrobatchInputs, usize, u32)| {
-            let at = t.checked_sub(length)?;
-            let is_known = |label: u32| one.weights[at] != 0.0 || label == read;
-            Some(one.labels[at]).filter(|&label| label != IGNORED && is_known(label))
+            let token = t.checked_sub(length)?;
+            let is_known = |label: u32| one.weights[token] != 0.0 || label == read;
+            Some(one.labels[token]).filter(|&label| label != IGNORED && is_known(label))
         };
         let known = changed.iter().filter(|of| before(of).is_some()).count();
         let wrapped = changed.iter().filter(|of| before(of) == Some(of.2)).count();

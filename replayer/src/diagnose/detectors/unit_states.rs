@@ -213,13 +213,13 @@ impl Part {
     }
 
     /// Entries of dlogits, `[tokens, classes]`, as a policy rounds them.
-    pub fn entries(&self, of: &Policy) -> Vec<f64> {
+    pub fn entries(&self, policy: &Policy) -> Vec<f64> {
         let head = self.head();
         let (rows, width) = (head.q.rows, head.k.rows);
         let mut entries = vec![0.0; rows * width];
         let [lse, label, smooth] = &self.cotangents;
         let cotangents = Cotangents { lse, label, smooth };
-        let plain = Policy { path: Path::Plain, ..*of };
+        let plain = Policy { path: Path::Plain, ..*policy };
         let (tiles, progress) = (Tiles::default(), &NoProgress);
         policy::plane(&plain, &head, &self.lse, &cotangents, tiles, progress, &mut |tile| {
             let columns = tile.cols.len().max(1);

@@ -73,9 +73,9 @@ impl Reproduction<'_> {
         let mut open: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
         for policy in plausible_policies::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
-            let Some(of) = self.search.confirming(&[&rounded]) else { continue };
+            let Some(residuals) = self.search.confirming(&[&rounded]) else { continue };
             for (key, least) in &mut open {
-                let other = Left::of(&of, key);
+                let other = Left::of(&residuals, key);
                 *least = if other.energy < least.energy { other } else { *least };
             }
         }
@@ -90,10 +90,10 @@ impl Reproduction<'_> {
     fn tokens(&self, key: &Key) -> f64 {
         let is_of_microbatch = |inputs: &&MicrobatchInputs| inputs.microbatch == key.microbatch;
         let (inputs, step) = (self.evidence.inputs, self.evidence.step);
-        let Some(own) = inputs.iter().find(is_of_microbatch) else { return 0.0 };
+        let Some(inputs_of_key) = inputs.iter().find(is_of_microbatch) else { return 0.0 };
         let Some(unit) = unit(step, inputs, *key) else { return 0.0 };
-        let counts = unit.rows.iter().filter(|&&token| own.labels[token] != IGNORED);
-        counts.map(|&token| 1.0 / own.copies[token]).sum()
+        let counts = unit.rows.iter().filter(|&&token| inputs_of_key.labels[token] != IGNORED);
+        counts.map(|&token| 1.0 / inputs_of_key.copies[token]).sum()
     }
 
     /// The residuals of a hypothesis in f64, where it is no policy itself: the errors that a policy
@@ -126,13 +126,13 @@ impl Reproduction<'_> {
 
     /// Whether a comparison that agrees to f32 precision as declared no longer does in a world:
     /// then the world is not what happened.
-    fn contradicts(&self, of: &Residuals) -> bool {
+    fn contradicts(&self, residuals: &Residuals) -> bool {
         let declared = &self.evidence.residuals;
         let exact = |key: &&Key| {
             let open = self.evidence.failing.contains(key);
             !open && is_emulated(key.stage) && is_exact(declared, key)
         };
-        declared.keys().filter(exact).any(|key| !is_exact(of, key))
+        declared.keys().filter(exact).any(|key| !is_exact(residuals, key))
     }
 
     /// The proof by the best hypothesis that holds against every plausible policy, over all sampled
@@ -206,10 +206,10 @@ impl Reproduction<'_> {
         let times = keys.iter().map(|key| least.energy(key)).sum::<f64>()
             / keys.iter().map(energy).sum::<f64>();
         let mut findings = findings::of_decision(tried, &decision, &keys, self.evidence);
-        for one in &mut findings {
-            let winner_of_id = tried.iter().find(|of| of.cause.id() == one.id);
+        for finding in &mut findings {
+            let winner_of_id = tried.iter().find(|of| of.cause.id() == finding.id);
             let about = winner_of_id.map_or("", |of| of.cause.about());
-            one.evidence = format!("{about}: {}", words(times));
+            finding.evidence = format!("{about}: {}", words(times));
         }
         keys.extend(self.forward(winner));
         let hidden = match plausible_policies::points(&self.roundings).is_empty() {
@@ -221,10 +221,10 @@ impl Reproduction<'_> {
 
     /// Comparisons of the forward pass that are ten times nearer to the head with the proved fault
     /// than to the declared one: the fault is there too, although the bound lets it pass.
-    fn forward(&self, of: &Tried<'_>) -> BTreeSet<Key> {
+    fn forward(&self, trial: &Tried<'_>) -> BTreeSet<Key> {
         let declared = &self.evidence.residuals;
         let nearer = |key: &&Key| {
-            let (Some(before), Some(after)) = (declared.get(key), of.residuals.get(key)) else {
+            let (Some(before), Some(after)) = (declared.get(key), trial.residuals.get(key)) else {
                 return false;
             };
             let told_apart = before.energy > EXACT * before.reference;

@@ -76,15 +76,15 @@ pub(super) fn is_marginal(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> bool
 }
 
 /// Whether roundings below f32 are plausible in a comparison and not declared.
-fn leaves_open(one: &Comparison) -> bool {
-    one.members.len() > 1 && one.floor() > 2.0 * F32
+fn leaves_open(comparison: &Comparison) -> bool {
+    comparison.members.len() > 1 && comparison.floor() > 2.0 * F32
 }
 
 /// Whether a comparison has more error energy than the emulation of the declared roundings, which
 /// are coarser than f32. A right job's errors have other values but the same size.
-fn errs_more(one: &Comparison) -> bool {
-    let [declared] = &one.members[..] else { return false };
-    one.floor() > 2.0 * F32 && one.tally.error_energy > MORE * declared.energy
+fn errs_more(comparison: &Comparison) -> bool {
+    let [declared] = &comparison.members[..] else { return false };
+    comparison.floor() > 2.0 * F32 && comparison.tally.error_energy > MORE * declared.energy
 }
 
 /// A fault that was reproduced.
@@ -209,10 +209,10 @@ pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
         return false;
     }
     let search = &search.only(is_of_head);
-    let Some(of) = emulated(search, evidence) else { return false };
-    let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
-    let Some(fit) = of.fit(first, None) else { return false };
-    if !of.is_explained(&fit) {
+    let Some(reproduction) = emulated(search, evidence) else { return false };
+    let first = Rounded(reproduction.roundings.narrowest, reproduction.roundings.tiles);
+    let Some(fit) = reproduction.fit(first, None) else { return false };
+    if !reproduction.is_explained(&fit) {
         return false;
     }
     let keys = &evidence.failing;
@@ -235,11 +235,11 @@ pub(super) fn is_refuted(
     let keys = evidence.failing.iter().filter(|key| is_emulated(key.stage)).filter(numbers);
     let keys: Vec<&Key> = keys.collect();
     let search = &search.only(is_of_head);
-    let Some(mut of) = Reproduction::new(search, evidence, false) else { return false };
-    of.roundings = roundings;
-    let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
-    let fit = of.fit(first, Some(world));
-    fit.is_some_and(|fit| keys.iter().any(|key| !of.explains(&fit, key)))
+    let Some(mut reproduction) = Reproduction::new(search, evidence, false) else { return false };
+    reproduction.roundings = roundings;
+    let first = Rounded(reproduction.roundings.narrowest, reproduction.roundings.tiles);
+    let fit = reproduction.fit(first, Some(world));
+    fit.is_some_and(|fit| keys.iter().any(|key| !reproduction.explains(&fit, key)))
 }
 
 /// A search for policies, if emulation covers everything that fails.
