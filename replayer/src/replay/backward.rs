@@ -60,9 +60,15 @@ impl Replay<'_> {
                 );
                 from_dlogits = stages;
             }
-            let own = captured.all_but(&from_dlogits);
-            let of = (slice, unit);
-            self.plan.note_uncertain_tokens(of, problem, (&captured, &own), &mut findings, outcome);
+            let judged_stages = captured.all_but(&from_dlogits);
+            let unit_of_slice = (slice, unit);
+            self.plan.note_uncertain_tokens(
+                unit_of_slice,
+                problem,
+                (&captured, &judged_stages),
+                &mut findings,
+                outcome,
+            );
             self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
             Ok(())
         })

@@ -37,8 +37,8 @@ impl Plan<'_> {
             one.excess.is_none() && !one.members.is_empty() && rounds && one.ratio() > LOOSE
         };
         outcome.note_closer(|stage| {
-            let found = stage.comparisons.iter().filter(far);
-            let worst = found.max_by(|a, b| by_size(&a.ratio(), &b.ratio()))?;
+            let loose = stage.comparisons.iter().filter(far);
+            let worst = loose.max_by(|a, b| by_size(&a.ratio(), &b.ratio()))?;
             Some(format!(
                 "its error is {:.1} times that of any policy that was emulated, and passes only because {} may be rounded to the inputs' dtype: declare them (tape.head(dtypes=...)) and replay again",
                 worst.ratio(),
@@ -61,8 +61,8 @@ impl Plan<'_> {
             return;
         }
         outcome.note_closer(|stage| {
-            let of = stage.comparisons.iter().filter(|one| !one.members.is_empty());
-            let near = of.map(|one| (one.tally.error(), one.least()));
+            let with_members = stage.comparisons.iter().filter(|one| !one.members.is_empty());
+            let near = with_members.map(|one| (one.tally.error(), one.least()));
             let near = near.filter(|(error, least)| error * COARSE < *least);
             let (error, least) = near.max_by(|a, b| by_size(&a.1, &b.1))?;
             Some(format!(
@@ -93,9 +93,9 @@ impl Outcome {
     ) {
         self.not_checked.retain(|note| note.what != loosely(stage));
         let outcome = &mut self.stages[stage as usize];
-        let of = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
-        if let Some(one) = outcome.comparisons.iter_mut().find(of) {
-            one.excess = Some(words.into());
+        let is_of_unit = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
+        if let Some(comparison) = outcome.comparisons.iter_mut().find(is_of_unit) {
+            comparison.excess = Some(words.into());
         }
         (outcome.status, outcome.reason) = (Status::Fail, words.into());
     }
@@ -107,9 +107,9 @@ impl Outcome {
         (microbatch, rank): (Option<Microbatch>, Option<Rank>),
     ) {
         let outcome = &mut self.stages[stage as usize];
-        let of = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
-        if let Some(one) = outcome.comparisons.iter_mut().find(of) {
-            one.excess = None;
+        let is_of_unit = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
+        if let Some(comparison) = outcome.comparisons.iter_mut().find(is_of_unit) {
+            comparison.excess = None;
         }
         if outcome.failing().next().is_none() {
             outcome.status = Status::Pass;
@@ -129,8 +129,8 @@ fn loosely(stage: Stage) -> String {
 }
 
 /// Rounding points that the job leaves open, by their names in the declaration.
-fn open(of: &Roundings) -> Vec<&'static str> {
-    let (wide, narrow) = (&of.widest, &of.narrowest);
+fn open(roundings: &Roundings) -> Vec<&'static str> {
+    let (wide, narrow) = (&roundings.widest, &roundings.narrowest);
     let fused = wide.path == Path::Fused;
     let points: [(&str, bool, Precision, Precision); 5] = [
         ("logits", true, wide.logits, narrow.logits),

@@ -69,15 +69,15 @@ impl Gradient {
 
     /// Its rows: of tokens or of the vocabulary.
     pub(super) fn matrix(&self) -> Matrix<'_> {
-        let found = match &self.values {
+        let values = match &self.values {
             Held::Whole(tensor) => matrix(tensor).expect("checked when it was captured"),
             Held::Picked(rows) => rows.matrix(),
             Held::Summed(added) => added.matrix(),
         };
         // The bias's `[V]` is a column: one number a row of the vocabulary.
         match self.stage {
-            Stage::Dbias => Matrix { rows: found.len(), cols: 1, ..found },
-            _ => found,
+            Stage::Dbias => Matrix { rows: values.len(), cols: 1, ..values },
+            _ => values,
         }
     }
 
@@ -113,30 +113,30 @@ impl Gradient {
     }
 
     /// Variance of storing element `at`, whose value should be `x`.
-    pub(super) fn storage(&self, at: usize, x: f64) -> f64 {
+    pub(super) fn storage(&self, element: usize, x: f64) -> f64 {
         match &self.values {
             Held::Whole(_) | Held::Picked(_) => stored(self.stored, x) + stored(self.rounded, x),
-            Held::Summed(added) => added.storage[at],
+            Held::Summed(added) => added.storage[element],
         }
     }
 
     /// What storing element `at`, which should be `x` and errs within `inner` so far, adds
     /// to it; `again`: as the product with a factor, which was stored before, and the factor
     /// is rounded too, alike for all.
-    pub(super) fn storing(&self, at: usize, x: f64, again: bool, inner: Allowed) -> Allowed {
-        self.storing_joined(at, x, (again, 0.0), inner)
+    pub(super) fn storing(&self, element: usize, x: f64, again: bool, inner: Allowed) -> Allowed {
+        self.storing_joined(element, x, (again, 0.0), inner)
     }
 
     /// The same where ranks joined parts of their own, which brought such a variance.
     pub(super) fn storing_joined(
         &self,
-        at: usize,
+        element: usize,
         x: f64,
         (again, joined): (bool, f64),
         inner: Allowed,
     ) -> Allowed {
         let (times, alike) = if again { (2.0, 1.0) } else { (1.0, 0.0) };
-        let storage = self.storage(at, x) + joined;
+        let storage = self.storage(element, x) + joined;
         let inner = Allowed { shared: inner.shared + alike * storage, ..inner };
         match self.values {
             Held::Summed(_) => Allowed { own: inner.own + times * storage, ..inner },
@@ -156,8 +156,8 @@ impl Gradient {
 
     /// What its elements were rounded to when they were stored, in numbers.
     pub(super) fn rounding(&self) -> Rounding {
-        let of = |to: Option<Precision>| to.map_or(Rounding::default(), Rounding::to);
-        of(self.stored).and(of(self.rounded))
+        let rounding_to = |to: Option<Precision>| to.map_or(Rounding::default(), Rounding::to);
+        rounding_to(self.stored).and(rounding_to(self.rounded))
     }
 }
 
@@ -185,26 +185,26 @@ impl Captured {
 
     /// All gradients, those of k and of the bias at some classes only.
     pub(super) fn with_classes(mut self, classes: &[usize]) -> Captured {
-        for one in self.gradients.iter_mut().filter(|one| one.stage.is_of_k()) {
-            *one = one.picked(classes);
+        for gradient in self.gradients.iter_mut().filter(|gradient| gradient.stage.is_of_k()) {
+            *gradient = gradient.picked(classes);
         }
         self
     }
 
     /// Bytes of all values.
     pub(super) fn bytes(&self) -> usize {
-        let of = |gradient: &Gradient| match &gradient.values {
+        let bytes_of = |gradient: &Gradient| match &gradient.values {
             Held::Whole(tensor) => tensor.bytes().len(),
             Held::Picked(_) => gradient.matrix().len() * size_of::<f32>(),
             Held::Summed(added) => 3 * added.total.len() * size_of::<f64>(),
         };
-        self.gradients.iter().map(of).sum()
+        self.gradients.iter().map(bytes_of).sum()
     }
 
     /// The stages of all that are not among these.
     pub(super) fn all_but(&self, others: &[Stage]) -> Vec<Stage> {
-        let own = self.gradients.iter().map(|gradient| gradient.stage);
-        own.filter(|stage| !others.contains(stage)).collect()
+        let stages = self.gradients.iter().map(|gradient| gradient.stage);
+        stages.filter(|stage| !others.contains(stage)).collect()
     }
 
     pub(super) fn stage(&self, stage: Stage) -> Option<&Gradient> {
@@ -213,7 +213,7 @@ impl Captured {
 
     /// Both captured parts of some rows, when both are there.
     pub(super) fn parts(&self, stages: &[Stage; 3], rows: Range<usize>) -> Option<Parts> {
-        let (one, other) = self.stage(stages[0]).zip(self.stage(stages[1]))?;
+        let (lse_part, other) = self.stage(stages[0]).zip(self.stage(stages[1]))?;
         let wide = |gradient: &Gradient| {
             let part = rows_of(&gradient.matrix(), rows.clone());
             let first = rows.start * part.cols;
@@ -222,7 +222,7 @@ impl Captured {
             let storage = values.iter().enumerate().map(storage).collect::<Vec<f64>>();
             (values, storage, gradient.squares(first..first + part.len()))
         };
-        let ((lse, mut storage, a), (label, more, b)) = (wide(one), wide(other));
+        let ((lse, mut storage, a), (label, more, b)) = (wide(lse_part), wide(other));
         storage.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
         Some(Parts { lse, label, storage, squares: a.zip(b) })
     }
@@ -231,14 +231,14 @@ impl Captured {
 impl Parts {
     /// The job may have added the parts before it rounded them to what was
     /// captured, or after.
-    pub(super) fn allowed(&self, joined: &Joined, at: usize) -> Allowed {
-        let own = self.storage[at];
+    pub(super) fn allowed(&self, joined: &Joined, element: usize) -> Allowed {
+        let own = self.storage[element];
         let joined = match &self.squares {
             // Each rank has added its own parts.
             Some(((n, lse), (m, label))) if n.max(*m) > 1.0 => {
-                joined.of_addends(n.max(*m), [lse[at], label[at]])
+                joined.of_addends(n.max(*m), [lse[element], label[element]])
             }
-            _ => joined.of(self.lse[at], self.label[at]),
+            _ => joined.of(self.lse[element], self.label[element]),
         };
         joined + Allowed { own, ..Allowed::default() }
     }
@@ -277,9 +277,9 @@ pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
 
 /// Squared error of emulated values once they are stored as what was captured is.
 pub(super) fn error_energy(values: &[f64], reference: &[f64], stored: Option<Precision>) -> f64 {
-    let one = |(&x, r): (&f64, &f64)| {
+    let squared_error = |(&x, r): (&f64, &f64)| {
         let x = stored.map_or(x, |precision| precision.round64(x));
         (x - r).powi(2)
     };
-    values.iter().zip(reference).map(one).sum()
+    values.iter().zip(reference).map(squared_error).sum()
 }

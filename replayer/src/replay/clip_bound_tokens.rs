@@ -55,8 +55,8 @@ impl Plan<'_> {
         let reads = Some(Reads { q: read.matrix(), k, q_product: false, k_product: false, scores });
         let head = HeadInputs { q: of_size, labels: &labels, copies: None, reads, ..*head };
         let [of_lse, label, smooth] = &problem.of_unsure;
-        let of = [pick(of_lse), pick(label), pick(smooth)];
-        let cotangents = Cotangents { lse: &of[0], label: &of[1], smooth: &of[2] };
+        let values = [pick(of_lse), pick(label), pick(smooth)];
+        let cotangents = Cotangents { lse: &values[0], label: &values[1], smooth: &values[2] };
         let noise = &problem.noise;
         let mut dq = reference::Backward::zeros(&head, noise);
         let mut sums = DkSums::zeros(&head, noise, self.tiles);
@@ -64,8 +64,8 @@ impl Plan<'_> {
         let (given, progress): (_, &dyn Progress) = ((&lse[..], &cotangents, noise), &NoProgress);
         let walking = (self.tiles, Keep::Dk, progress);
         reference::backward_onto((&mut dq, &mut sums), (&head, 0), given, walking);
-        let found = Slab::completed(problem, (&head, range), sums);
-        slab.take_uncertain(&found);
+        let bounds_slab = Slab::completed(problem, (&head, range), sums);
+        slab.take_uncertain(&bounds_slab);
     }
 
     /// The same of dlogits: true where no row of them can be judged.
@@ -107,16 +107,16 @@ impl Plan<'_> {
         }
         let microbatch = slice.inputs.microbatch;
         let why = said(&open, unit.rows.len());
-        let of = super::microbatch::words(microbatch);
+        let name = super::microbatch::words(microbatch);
         for gradient in captured.gradients.iter().filter(|one| stages.contains(&one.stage)) {
             let stage = gradient.stage;
             let all = open.len() == unit.rows.len();
             match findings.uncertain_share(stage) {
                 _ if stage.is_of_q() && !all => {
-                    outcome.narrow(stage, format!("rows of {stage} of {of}"), why.clone());
+                    outcome.narrow(stage, format!("rows of {stage} of {name}"), why.clone());
                 }
                 Some(share) if stage.is_of_k() && share < MOST => {
-                    let what = format!("{:.2} % of the norm of {stage} of {of}", 100.0 * share);
+                    let what = format!("{:.2} % of the norm of {stage} of {name}", 100.0 * share);
                     outcome.narrow(stage, what, why.clone());
                 }
                 // Made of captured parts, none of which is missing.
@@ -131,10 +131,10 @@ impl Plan<'_> {
 }
 
 /// Why the gradients of some tokens are not known.
-fn said(open: &[usize], of: usize) -> String {
+fn said(open: &[usize], count: usize) -> String {
     let (n, named) = (open.len(), named(open));
     format!(
-        "the ratios of {n} of {of} tokens ({named}) lie within rounding of a clip bound, so that their gradients may be there or not: record dlogprobs to have them judged"
+        "the ratios of {n} of {count} tokens ({named}) lie within rounding of a clip bound, so that their gradients may be there or not: record dlogprobs to have them judged"
     )
 }
 

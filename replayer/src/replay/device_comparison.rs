@@ -46,9 +46,10 @@ impl Judge<'_> {
         let mut looked = Looked::new();
         for gradient in captured.of(&Stage::OF_K).filter(|of| of.stage != Stage::Dk || !forced) {
             let allowances = self.of_dk(problem, slab, gradient.stage);
-            let of = (gradient, slab.range.clone(), self.joined_by_ranks(slab, captured, gradient));
-            let found = compare_there(of, allowances, (label, side), bound, kept)?;
-            looked.push((gradient.stage, found));
+            let compared =
+                (gradient, slab.range.clone(), self.joined_by_ranks(slab, captured, gradient));
+            let comparison = compare_there(compared, allowances, (label, side), bound, kept)?;
+            looked.push((gradient.stage, comparison));
         }
         Ok(looked)
     }
@@ -68,9 +69,10 @@ impl Judge<'_> {
         let mut looked = Looked::new();
         for gradient in captured.of(&Stage::OF_Q).filter(|of| of.stage != Stage::Dq || !forced) {
             let allowances = self.of_dq(problem, (dq, problem.head.copies), gradient.stage);
-            let of = (gradient, 0..tokens, Vec::new());
-            let found = compare_there(of, allowances, (label, problem.head.q), bound, kept)?;
-            looked.push((gradient.stage, found));
+            let compared = (gradient, 0..tokens, Vec::new());
+            let comparison =
+                compare_there(compared, allowances, (label, problem.head.q), bound, kept)?;
+            looked.push((gradient.stage, comparison));
         }
         Ok(looked)
     }

@@ -52,17 +52,17 @@ impl Judge<'_> {
                 None => slab.range.start + row,
             };
             let allowed = |row: usize, column: usize, x: f64| {
-                let at = row * d + column;
+                let element = row * d + column;
                 let inner = match &parts {
-                    Some(parts) if forced => parts.allowed(&adding, at),
-                    _ => allowances.of(row, column, &slab.sums(&problem.head, at)),
+                    Some(parts) if forced => parts.allowed(&adding, element),
+                    _ => allowances.of(row, column, &slab.sums(&problem.head, element)),
                 };
-                let lost = if forced { 0.0 } else { slab.lost(stage, at) };
+                let lost = if forced { 0.0 } else { slab.lost(stage, element) };
                 let noise = self.world.noise(at_stage, class(row), column);
                 let (own, certain) = (inner.own + noise, inner.certain + lost);
                 let inner = Allowed { own, certain, ..inner }.times(factor);
-                let joined = joined.get(at).copied().unwrap_or(0.0);
-                gradient.storing_joined(first + at, x, (again, joined), inner)
+                let joined = joined.get(element).copied().unwrap_or(0.0);
+                gradient.storing_joined(first + element, x, (again, joined), inner)
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
@@ -135,14 +135,14 @@ impl Judge<'_> {
         let range: Vec<usize> = slab.range.clone().collect();
         let rows = slab.classes.as_deref().unwrap_or(&range);
         let columns = values.len() / rows.len().max(1);
-        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let place = At { stage, microbatch: problem.microbatch, rank: problem.rank };
         if let Some((_, emulated)) = emulated {
-            self.put_emulated((at, rows), emulated, &mut values);
+            self.put_emulated((place, rows), emulated, &mut values);
             values.iter_mut().for_each(|x| *x = store(x));
         }
-        let factor = self.world.scale(at);
+        let factor = self.world.scale(place);
         scale(&mut values, factor);
-        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { at: place, rows, columns, values: &mut values });
         values
     }
 

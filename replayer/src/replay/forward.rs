@@ -80,8 +80,8 @@ impl Replay<'_> {
         self.plan.check_inputs(inputs, outcome);
         let column = |stage: Stage, outcome: &mut Outcome| {
             let role = stage.role().expect("columns have roles");
-            let found = self.judge.column(role, slice);
-            outcome.spared(found, (&[stage], inputs.microbatch)).map(Option::flatten)
+            let column = self.judge.column(role, slice);
+            outcome.spared(column, (&[stage], inputs.microbatch)).map(Option::flatten)
         };
         let logprobs = column(Stage::Logprobs, outcome)?;
         let Some(head) = inputs.head(self.plan.step) else {
@@ -93,10 +93,10 @@ impl Replay<'_> {
         self.judge.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
         self.judge.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
         self.judge.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
-        for (stage, of) in
+        for (stage, column) in
             [(Stage::Lse, &mut variance.lse), (Stage::LabelLogits, &mut variance.label)]
         {
-            of.certain = self.judge.world.ties(stage, inputs).unwrap_or_default();
+            column.certain = self.judge.world.ties(stage, inputs).unwrap_or_default();
         }
         let captured = (column(Stage::Lse, outcome)?, column(Stage::LabelLogits, outcome)?);
         let emulated = self.emulate(
@@ -111,15 +111,16 @@ impl Replay<'_> {
             let Some(captured) = captured.as_ref().filter(|_| self.plan.wants(stage)) else {
                 continue;
             };
-            let error = |one: &Emulated| {
-                let values = if stage == Stage::Lse { &one.lse } else { &one.label };
+            let error = |emulated: &Emulated| {
+                let values = if stage == Stage::Lse { &emulated.lse } else { &emulated.label };
                 let pairs = values.iter().zip(&expected.values);
                 let energy = pairs.map(|(x, r)| (x - r).powi(2)).sum();
-                MemberError { name: one.name.clone(), energy }
+                MemberError { name: emulated.name.clone(), energy }
             };
             let members = emulated.iter().map(error).collect();
-            let of = if stage == Stage::Lse { Tokens::All } else { Tokens::Followed };
-            outcome.add(stage, self.judge.judge_column(inputs, captured, expected, of, members));
+            let tokens = if stage == Stage::Lse { Tokens::All } else { Tokens::Followed };
+            outcome
+                .add(stage, self.judge.judge_column(inputs, captured, expected, tokens, members));
         }
         let trusts = |stage| self.judge.world.trusts(stage, inputs.microbatch);
         let (lse, label) = captured;
@@ -131,9 +132,10 @@ impl Replay<'_> {
         self.judge.world.lse(Pass::Backward, inputs, &mut state.lse);
         if let Some(captured) = &logprobs {
             if self.plan.wants(Stage::Logprobs) {
-                let (of, expected) = (Tokens::Followed, &state.logprobs);
-                let found = self.judge.judge_column(inputs, captured, expected, of, Vec::new());
-                outcome.add(Stage::Logprobs, found);
+                let (tokens, expected) = (Tokens::Followed, &state.logprobs);
+                let comparison =
+                    self.judge.judge_column(inputs, captured, expected, tokens, Vec::new());
+                outcome.add(Stage::Logprobs, comparison);
             }
             if trusts(Stage::Logprobs) {
                 state.logprobs = captured_expectation(captured);
@@ -147,8 +149,8 @@ impl Judge<'_> {
     /// What the world makes of one number a token.
     fn expect_column(&self, stage: Stage, inputs: &MicrobatchInputs, values: &mut [f64]) {
         let rows: Vec<usize> = (0..values.len()).collect();
-        let at = At { stage, microbatch: inputs.microbatch, rank: None };
-        self.world.expected(&mut Expectation { at, rows: &rows, columns: 1, values });
+        let place = At { stage, microbatch: inputs.microbatch, rank: None };
+        self.world.expected(&mut Expectation { at: place, rows: &rows, columns: 1, values });
     }
 }
 
@@ -406,8 +408,8 @@ impl Judge<'_> {
 impl ForwardState {
     /// Probability of the label of each of a unit's tokens.
     pub(super) fn confidence(&self, unit: &Unit) -> Vec<f64> {
-        let of = |&t: &usize| probability(self.label.values[t], self.lse[t]);
-        unit.rows.iter().map(of).collect()
+        let probability_of = |&t: &usize| probability(self.label.values[t], self.lse[t]);
+        unit.rows.iter().map(probability_of).collect()
     }
 
     /// A head that starts from log-probabilities: nothing before them is known.

@@ -56,8 +56,8 @@ struct Operands {
 }
 
 impl Operands {
-    fn head<'h>(&'h self, of: &HeadInputs<'h>) -> HeadInputs<'h> {
-        HeadInputs { q: self.q.matrix(), k: self.k.matrix(), ..*of }
+    fn head<'h>(&'h self, head: &HeadInputs<'h>) -> HeadInputs<'h> {
+        HeadInputs { q: self.q.matrix(), k: self.k.matrix(), ..*head }
     }
 }
 
@@ -74,9 +74,9 @@ impl Wide {
 }
 
 /// A matrix whose values are rounded to a format.
-fn narrowed(of: &Matrix<'_>, precision: Precision) -> Wide {
-    let values = (0..of.len()).map(|at| precision.round64(of.get_f64(at))).collect();
-    Wide { rows: of.rows, cols: of.cols, values }
+fn narrowed(matrix: &Matrix<'_>, precision: Precision) -> Wide {
+    let values = (0..matrix.len()).map(|at| precision.round64(matrix.get_f64(at))).collect();
+    Wide { rows: matrix.rows, cols: matrix.cols, values }
 }
 
 /// The format of few bits that holds all of these entries exactly, whatever they are stored in: a
@@ -98,7 +98,7 @@ impl Judge<'_> {
     ) -> Result<Option<Dlogits>, StepError> {
         match self.dlogits(slice, unit) {
             Err(error) if error.is_of_dump() => Ok(None),
-            found => found,
+            dlogits => dlogits,
         }
     }
 
@@ -134,8 +134,8 @@ impl Replay<'_> {
     ) {
         use Stage::{Dbias, Dk, Dq};
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
-        let at = At { stage: Dq, microbatch: problem.microbatch, rank: problem.rank };
-        let whole = unit.rows.iter().all(|&row| self.judge.world.emulates(at, row));
+        let place = At { stage: Dq, microbatch: problem.microbatch, rank: problem.rank };
+        let whole = unit.rows.iter().all(|&row| self.judge.world.emulates(place, row));
         let policy =
             self.judge.world.policy_of(&self.plan.roundings, problem.unit()).filter(|_| whole);
         let supposed = policy.map(|(of, _)| Operands {
@@ -213,11 +213,11 @@ impl Judge<'_> {
         exact: &[f64],
     ) -> Vec<f64> {
         let mut values = exact.to_vec();
-        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let place = At { stage, microbatch: problem.microbatch, rank: problem.rank };
         let columns = values.len() / rows.len().max(1);
-        let factor = self.world.scale(at);
+        let factor = self.world.scale(place);
         values.iter_mut().for_each(|x| *x *= factor);
-        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { at: place, rows, columns, values: &mut values });
         values
     }
 
@@ -247,9 +247,9 @@ impl Judge<'_> {
         let length = product.length as f64;
         let (factor, again) = product.factor;
         let allowed = |row: usize, column: usize, supposed: f64| {
-            let at = row * columns + column;
+            let element = row * columns + column;
             let x = if factor == 0.0 { 0.0 } else { supposed / factor };
-            let squares = product.squares[at];
+            let squares = product.squares[element];
             let joined = self.joined(parts, product.tokens && path == Path::Chunked, x, squares);
             // The label's entry is the largest: met first, every later sum carries it.
             let label = carried(sum, length, squares);
@@ -261,13 +261,14 @@ impl Judge<'_> {
             let shared = self.narrowing() * squares + product.alike.shared * x * x;
             let certain = product.alike.certain * x.abs();
             let inner = Allowed { own, shared, certain, ..Allowed::default() }.times(factor);
-            gradient.storing(product.first * columns + at, supposed, again, inner)
+            gradient.storing(product.first * columns + element, supposed, again, inner)
         };
         let captured = rows_of(&whole, product.first..product.first + rows);
         let place = |row: usize| index(product.first + row);
         let bound = self.bound(whole.rows, columns);
-        let one = |row: usize| copies.map_or(1.0, |copies| copies[row]);
-        let compared = Rows { captured, reference: product.values, index: &place, repeats: &one };
+        let repeats = |row: usize| copies.map_or(1.0, |copies| copies[row]);
+        let compared =
+            Rows { captured, reference: product.values, index: &place, repeats: &repeats };
         let stage = gradient.stage;
         let mut tally = Tally::of(&compared, allowed, &bound);
         if let Some(stored) = gradient.stored {

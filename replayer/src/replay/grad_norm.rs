@@ -97,7 +97,7 @@ impl Plan<'_> {
         if addends.len() != units || units < 2 {
             return Ok(Vec::new());
         }
-        let mut found: Vec<(Option<Microbatch>, Vec<Rank>, f64)> = Vec::new();
+        let mut gaps: Vec<(Option<Microbatch>, Vec<Rank>, f64)> = Vec::new();
         for addend in addends {
             let Some(key) = self.step.find(Role::Dk, addend.microbatch) else {
                 return Ok(Vec::new());
@@ -114,13 +114,13 @@ impl Plan<'_> {
             let along = captured.iter().zip(&addend.reference).zip(cut.both());
             let along: f64 =
                 along.map(|((c, r), (ours, theirs))| (c - r) / divisor * (ours + theirs)).sum();
-            found.push((addend.microbatch, addend.ranks, along / cut.norms));
+            gaps.push((addend.microbatch, addend.ranks, along / cut.norms));
         }
         let mut shares = Vec::new();
-        let ranks = found.iter().map(|(_, ranks, gap)| (name_of_ranks(ranks), *gap));
+        let ranks = gaps.iter().map(|(_, ranks, gap)| (name_of_ranks(ranks), *gap));
         shares.extend(cut.grouped("rank", ranks));
         let microbatches =
-            found.iter().filter_map(|(mb, _, gap)| Some((mb.as_ref()?.to_string(), *gap)));
+            gaps.iter().filter_map(|(mb, _, gap)| Some((mb.as_ref()?.to_string(), *gap)));
         shares.extend(cut.grouped("microbatch", microbatches));
         Ok(shares)
     }
@@ -143,8 +143,8 @@ impl SumsOfSquares {
     /// Adds a gradient; one after the other in few bits only where that is asked for.
     fn add(&mut self, values: &Matrix<'_>, in_few_bits: bool) {
         self.exact += values.energy();
-        for at in 0..if in_few_bits { values.len() } else { 0 } {
-            let x = values.get_f64(at) as f32;
+        for element in 0..if in_few_bits { values.len() } else { 0 } {
+            let x = values.get_f64(element) as f32;
             self.f32 += x * x;
             self.bf16 = Precision::Bf16.round(self.bf16 + Precision::Bf16.round(x * x));
         }

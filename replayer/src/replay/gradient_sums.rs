@@ -55,12 +55,12 @@ impl Replay<'_> {
     pub(super) fn sums(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
         let several = slices.iter().any(|slice| slice.inputs.microbatch.is_some());
         if several && self.plan.wants(Stage::Accumulate) {
-            let found = self.accumulate(slices, outcome);
-            outcome.spared(found, (&[Stage::Accumulate], None))?;
+            let result = self.accumulate(slices, outcome);
+            outcome.spared(result, (&[Stage::Accumulate], None))?;
         }
         if self.plan.wants(Stage::Reduce) {
-            let found = self.reduce(slices, outcome);
-            outcome.spared(found, (&[Stage::Reduce], None))?;
+            let result = self.reduce(slices, outcome);
+            outcome.spared(result, (&[Stage::Reduce], None))?;
         }
         Ok(())
     }
@@ -81,11 +81,11 @@ impl Replay<'_> {
                 return Ok(());
             }
         };
-        let of = |slice: &Slice| {
+        let addend_of = |slice: &Slice| {
             let microbatch = slice.inputs.microbatch;
             self.plan.step.find(Role::Dk, microbatch).map(|key| (microbatch, key))
         };
-        let Some(addends) = slices.iter().map(of).collect::<Option<Vec<_>>>() else {
+        let Some(addends) = slices.iter().map(addend_of).collect::<Option<Vec<_>>>() else {
             let why = "dk of some microbatch was not captured";
             return self.judge.judge_sum_without_addends(slices, (stage, key, why), outcome);
         };
@@ -139,8 +139,8 @@ impl Replay<'_> {
                 return Ok(());
             }
             let addends = &self.weighted(&tensor.shape, &[(None, local)])?;
-            let found = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
-            return self.judge_sum(slices, found, outcome);
+            let judged = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
+            return self.judge_sum(slices, judged, outcome);
         }
         let mut parts = Vec::new();
         for slice in slices {
@@ -154,8 +154,8 @@ impl Replay<'_> {
         let addends = &self.weighted(&tensor.shape, &parts)?;
         match self.plan.divisor(slices) {
             Ok(divisor) => {
-                let found = Judged { stage, key, rank: None, captured, addends, divisor };
-                self.judge_sum(slices, found, outcome)?;
+                let judged = Judged { stage, key, rank: None, captured, addends, divisor };
+                self.judge_sum(slices, judged, outcome)?;
             }
             Err(why) => outcome.skip(stage, why),
         }
@@ -170,8 +170,8 @@ impl Replay<'_> {
     ) -> Result<Arc<Sum>, StepError> {
         let stage = Stage::Reduce;
         let of_part = |&(microbatch, key): &(Option<Microbatch>, &TensorKey)| {
-            let of = |rank| self.judge.world.weight(stage, microbatch, rank);
-            self.plan.holders(key).into_iter().map(of).collect::<Vec<f64>>()
+            let weight_of = |rank| self.judge.world.weight(stage, microbatch, rank);
+            self.plan.holders(key).into_iter().map(weight_of).collect::<Vec<f64>>()
         };
         let weights: Vec<Vec<f64>> = parts.iter().map(of_part).collect();
         self.executor.sum(&(stage, weights), &mut || {
@@ -201,13 +201,13 @@ impl Replay<'_> {
         let in_chains = chained.is_some();
         let mut reference = chained.unwrap_or_else(|| wide.clone());
         let every: Vec<usize> = (0..captured.rows).collect();
-        let at = At { stage, microbatch: None, rank };
-        let factor = self.judge.world.scale(at);
+        let place = At { stage, microbatch: None, rank };
+        let factor = self.judge.world.scale(place);
         reference.iter_mut().for_each(|x| *x *= factor);
         let divisor = divisor / factor;
-        let judged_at = at;
+        let judged_at = place;
         let (rows, columns, values) = (&every[..], captured.cols, &mut reference[..]);
-        self.judge.world.expected(&mut Expectation { at, rows, columns, values });
+        self.judge.world.expected(&mut Expectation { at: place, rows, columns, values });
         let (precision, reduce) = (precision_of(tensor.dtype), self.plan.roundings.reduce);
         let bound = self.judge.bound(captured.rows, captured.cols);
         let columns = captured.cols;
@@ -215,9 +215,9 @@ impl Replay<'_> {
         // A mean over three multiplies all by one rounded third.
         let constant = addends.rounds || super::elementwise::rounds(divisor);
         let allowed = |row: usize, column: usize, x: f64| {
-            let at = row * columns + column;
-            let sum = sum.variance(addends.count, addends.total[at], addends.squares[at]);
-            let inner = (sum + addends.storage[at]) / (divisor * divisor);
+            let element = row * columns + column;
+            let sum = sum.variance(addends.count, addends.total[element], addends.squares[element]);
+            let inner = (sum + addends.storage[element]) / (divisor * divisor);
             let noise = self.judge.world.noise(judged_at, row, column);
             let own = inner + rounded(reduce, x) + noise;
             let again = super::elementwise::rounds(factor);
@@ -231,23 +231,24 @@ impl Replay<'_> {
             Comparison::new(None, rank, key.to_string(), tally, &bound)
         };
         let which = (stage, rank, divisor, &self.plan.roundings, bound);
-        let of = (addends, &reference[..]);
-        let mut found = self.executor.comparison(&which, of, &mut judge);
+        let sum_and_expected = (addends, &reference[..]);
+        let mut comparison = self.executor.comparison(&which, sum_and_expected, &mut judge);
         let (first, all) = (0, captured.rows);
         let (rows, allowed) = (&rows, &allowed);
         let chart = self.plan.chart(&Drawn { stage, first, all, rows, allowed, bound: &bound });
-        if found.excess.is_none() {
+        if comparison.excess.is_none() {
             // What a hypothesis says of the sum is what one rounding of it is a rounding of.
             let wide = if in_chains { &wide } else { &reference };
-            found.excess = self.judge.chain_excess(slices, &Whole { wide, ..whole }, &bound)?;
+            comparison.excess =
+                self.judge.chain_excess(slices, &Whole { wide, ..whole }, &bound)?;
         }
-        if found.excess.is_some() && self.plan.step.options.declared.tied_embedding {
+        if comparison.excess.is_some() && self.plan.step.options.declared.tied_embedding {
             // The lookup's part may have been added after the addends were recorded.
             let why = "tied_embedding=True: the sum is not that of the recorded dk; it may hold the input embedding's part, which the head does not know";
             outcome.skip(stage, why);
             return Ok(());
         }
-        outcome.add(stage, found);
+        outcome.add(stage, comparison);
         if let Some(chart) = chart {
             self.plan.take_chart(stage, chart, (None, rank), outcome);
         }

@@ -64,22 +64,22 @@ impl Judge<'_> {
         let inputs = &slice.inputs;
         let tokens = inputs.tokens();
         let zeros = || vec![0.0; tokens];
-        let mut found = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
+        let mut upstream = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
         if self.plan.step.is_policy_loss() {
-            self.policy_upstream(slice, state, &mut found, outcome)?;
-            let declared = found.g.clone();
-            self.world.upstream(inputs, &mut found.g);
-            found.keep_errors_of(&declared);
-            return Ok(found);
+            self.policy_upstream(slice, state, &mut upstream, outcome)?;
+            let declared = upstream.g.clone();
+            self.world.upstream(inputs, &mut upstream.g);
+            upstream.keep_errors_of(&declared);
+            return Ok(upstream);
         }
         for (unit, denominator) in &slice.denominators {
             for &t in unit.rows.iter().filter(|&&t| inputs.labels[t] != IGNORED) {
                 let weight = inputs.weights[t] * inputs.cotangent[t];
-                found.g[t] = self.plan.step.options.cotangent * share(weight, *denominator);
+                upstream.g[t] = self.plan.step.options.cotangent * share(weight, *denominator);
             }
         }
-        self.world.upstream(inputs, &mut found.g);
-        Ok(found)
+        self.world.upstream(inputs, &mut upstream.g);
+        Ok(upstream)
     }
 
     /// The policy loss of the microbatch: its gradient by each log-probability.
@@ -87,22 +87,22 @@ impl Judge<'_> {
         &self,
         slice: &Slice,
         state: &ForwardState,
-        found: &mut Upstream,
+        upstream: &mut Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let inputs = &slice.inputs;
         let (exact, expected) = self.policy_gradient(slice, state)?;
-        let at = At { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
-        let mut supposed = expected.clone().times(self.world.scale(at));
+        let place = At { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
+        let mut supposed = expected.clone().times(self.world.scale(place));
         let (rows, values) = ((0..inputs.tokens()).collect::<Vec<_>>(), &mut supposed.values[..]);
-        self.world.expected(&mut Expectation { at, rows: &rows, columns: 1, values });
+        self.world.expected(&mut Expectation { at: place, rows: &rows, columns: 1, values });
         let captured = self.column(Role::Dlogprobs, slice);
         let captured =
             outcome.spared(captured, (&[Stage::Dlogprobs], inputs.microbatch))?.flatten();
         if let Some(captured) = captured.as_ref().filter(|_| self.plan.wants(Stage::Dlogprobs)) {
-            let found =
+            let comparison =
                 self.judge_column(inputs, captured, &supposed, Tokens::Labelled, Vec::new());
-            outcome.add(Stage::Dlogprobs, found);
+            outcome.add(Stage::Dlogprobs, comparison);
         }
         let captured = captured.filter(|_| self.world.trusts(Stage::Dlogprobs, inputs.microbatch));
         for t in 0..inputs.tokens() {
@@ -110,11 +110,11 @@ impl Judge<'_> {
                 Some(column) => column.at(t),
                 None => (expected.values[t], expected.variance[t]),
             };
-            found.g[t] = -dlogp;
+            upstream.g[t] = -dlogp;
             let squared = dlogp * dlogp;
-            found.variance[t] = if squared > 0.0 { variance / squared } else { 0.0 };
+            upstream.variance[t] = if squared > 0.0 { variance / squared } else { 0.0 };
             let jumps = captured.is_none() && exact.at_kink[t];
-            found.certain[t] = if jumps { expected.certain[t] } else { 0.0 };
+            upstream.certain[t] = if jumps { expected.certain[t] } else { 0.0 };
         }
         self.policy_loss_value(slice, &exact, &expected, state, outcome)
     }
@@ -138,9 +138,9 @@ impl Judge<'_> {
         let mut reference =
             if options.kl_beta == 0.0 { None } else { Some(need(Role::RefLogprobs)?) };
         self.world.policy_column(Role::Advantages, inputs, &mut advantages);
-        for (of, column) in [(Role::OldLogprobs, &mut old), (Role::RefLogprobs, &mut reference)] {
+        for (role, column) in [(Role::OldLogprobs, &mut old), (Role::RefLogprobs, &mut reference)] {
             if let Some(values) = column {
-                self.world.policy_column(of, inputs, values);
+                self.world.policy_column(role, inputs, values);
             }
         }
         let counted = |t: usize| if inputs.labels[t] == IGNORED { 0.0 } else { inputs.weights[t] };
@@ -153,7 +153,7 @@ impl Judge<'_> {
         let mut divided = zeros();
         for (unit, denominator) in &slice.denominators {
             // The tokens of other denominators are masked, and stay zero.
-            let own = masked(&weights, &unit.rows);
+            let own_weights = masked(&weights, &unit.rows);
             let part = policy_loss(
                 options,
                 &PolicyInputs {
@@ -161,7 +161,7 @@ impl Judge<'_> {
                     old: old.as_deref(),
                     advantages: &advantages,
                     reference: reference.as_deref(),
-                    weights: &own,
+                    weights: &own_weights,
                     sequences: &sequences,
                     denominator: *denominator,
                     kink_tolerance,
@@ -229,8 +229,8 @@ impl Judge<'_> {
         {
             return Ok(());
         }
-        let of = self.plan.step.options.reported_loss(inputs.valid_vocab);
-        let (s, lambda, k) = (of.smoothing, of.z_loss, inputs.valid_vocab as f64);
+        let loss = self.plan.step.options.reported_loss(inputs.valid_vocab);
+        let (s, lambda, k) = (loss.smoothing, loss.z_loss, inputs.valid_vocab as f64);
         let divided = divisors(slice);
         let noise = self.term_noise(inputs.head(self.plan.step).map_or(0, |head| head.q.cols));
         let compute = self.plan.roundings.compute();
@@ -252,7 +252,7 @@ impl Judge<'_> {
             let (total, squares) = (state.logit_sum[t], state.logit_squares[t]);
             let sum =
                 self.plan.roundings.widest.sums.lse.variance(k, total, squares) / (k * k).max(1.0);
-            let variance = of.by_lse(lse).powi(2) * state.lse_variance[t]
+            let variance = loss.by_lse(lse).powi(2) * state.lse_variance[t]
                 + (1.0 - s).powi(2) * state.label.variance[t]
                 + s * s * (logits + sum)
                 + relative(2.0 * compute, size);
@@ -272,10 +272,10 @@ impl Judge<'_> {
         });
         let shared = shared.collect();
         let certain = (0..inputs.tokens()).map(|t| {
-            let of = |ties: &[f64]| ties.get(t).copied().unwrap_or(0.0);
-            let read = of(&state.lse_ties) + of(&state.label.certain);
+            let tie = |ties: &[f64]| ties.get(t).copied().unwrap_or(0.0);
+            let read = tie(&state.lse_ties) + tie(&state.label.certain);
             // What the world says of a loss counts what it reads.
-            weight(t).abs() * if ties.is_empty() { read } else { of(&ties) }
+            weight(t).abs() * if ties.is_empty() { read } else { tie(&ties) }
         });
         let certain = certain.collect();
         let terms = Expected { shared, certain, ..Expected::new(values, variance) };
@@ -286,11 +286,11 @@ impl Judge<'_> {
     pub(super) fn nll(&self, inputs: &MicrobatchInputs, state: &ForwardState) -> Vec<f64> {
         let loss = self.plan.step.options.reported_loss(inputs.valid_vocab);
         let classes = inputs.valid_vocab.max(1) as f64;
-        let of = |t: usize| {
+        let value = |t: usize| {
             let (lse, label) = (state.loss_lse[t], state.label.values[t]);
             loss.value(lse, label, || state.logit_sum[t] / classes)
         };
-        (0..inputs.tokens()).map(of).collect()
+        (0..inputs.tokens()).map(value).collect()
     }
 }
 
@@ -305,7 +305,7 @@ pub(super) fn divisors(slice: &Slice) -> Vec<f64> {
 
 /// The weights of some tokens, 0 for all others.
 fn masked(weights: &[f64], rows: &[usize]) -> Vec<f64> {
-    let mut own = vec![0.0; weights.len()];
-    rows.iter().for_each(|&t| own[t] = weights[t]);
-    own
+    let mut masked = vec![0.0; weights.len()];
+    rows.iter().for_each(|&t| masked[t] = weights[t]);
+    masked
 }

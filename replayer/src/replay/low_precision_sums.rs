@@ -21,10 +21,13 @@ const NARROW: [Precision; 2] = [Precision::Bf16, Precision::F16];
 impl Judge<'_> {
     /// The chains of the world, if it has one that bears on a stage.
     fn supposed_chains(&self, stage: Stage) -> Option<[Option<Chain>; 2]> {
-        let [own, ranks] = Stage::SUMS.map(|of| self.world.chain(of));
-        let bears =
-            if stage == Stage::Reduce { own.is_some() || ranks.is_some() } else { own.is_some() };
-        bears.then_some([own, ranks])
+        let [microbatches, ranks] = Stage::SUMS.map(|of| self.world.chain(of));
+        let bears = if stage == Stage::Reduce {
+            microbatches.is_some() || ranks.is_some()
+        } else {
+            microbatches.is_some()
+        };
+        bears.then_some([microbatches, ranks])
     }
 
     /// What the world's chains make of a sum; `None` where it has none, or where the
@@ -32,10 +35,10 @@ impl Judge<'_> {
     pub(super) fn chained(
         &self,
         slices: &[Slice],
-        of: &Whole<'_>,
+        whole: &Whole<'_>,
     ) -> Result<Option<Vec<f64>>, StepError> {
-        match self.supposed_chains(of.stage) {
-            Some(chains) => self.plan.chain(slices, of, chains),
+        match self.supposed_chains(whole.stage) {
+            Some(chains) => self.plan.chain(slices, whole, chains),
             None => Ok(None),
         }
     }
@@ -45,30 +48,31 @@ impl Judge<'_> {
     pub(super) fn chain_excess(
         &self,
         slices: &[Slice],
-        of: &Whole<'_>,
+        whole: &Whole<'_>,
         bound: &Bound,
     ) -> Result<Option<String>, StepError> {
         if self.plan.roundings.reduce.unit_roundoff() > crate::head::roundings::F32 {
             return Ok(None); // It declares as much.
         }
         let lies = |precision: Precision| {
-            let at = |at: usize| of.captured.get_f64(at);
-            (0..of.captured.len()).all(|i| !at(i).is_finite() || precision.round64(at(i)) == at(i))
+            let value = |i: usize| whole.captured.get_f64(i);
+            (0..whole.captured.len())
+                .all(|i| !value(i).is_finite() || precision.round64(value(i)) == value(i))
         };
         let narrow = |chain: Option<Chain>| chain.map(|chain| chain.precision);
-        if let Some(chains) = self.supposed_chains(of.stage) {
+        if let Some(chains) = self.supposed_chains(whole.stage) {
             let precision = chains.into_iter().find_map(narrow).unwrap_or(Precision::F32);
-            let Some(chained) = self.plan.chain(slices, of, chains)? else { return Ok(None) };
-            let votes = Votes::of(&of.captured, of.wide, &chained, precision);
+            let Some(chained) = self.plan.chain(slices, whole, chains)? else { return Ok(None) };
+            let votes = Votes::of(&whole.captured, whole.wide, &chained, precision);
             let why = "the sum is not that of partial sums in few bits";
             return Ok((!votes.is_chained(bound)).then(|| why.into()));
         }
         // Numbers of bf16 are mostly numbers of f16 too, and not the other way round.
         let narrowest = NARROW.into_iter().find(|&precision| lies(precision));
         if let Some(precision) = narrowest {
-            for chains in likely(of.stage, precision) {
-                let Some(chained) = self.plan.chain(slices, of, chains)? else { continue };
-                let votes = Votes::of(&of.captured, of.wide, &chained, precision);
+            for chains in likely(whole.stage, precision) {
+                let Some(chained) = self.plan.chain(slices, whole, chains)? else { continue };
+                let votes = Votes::of(&whole.captured, whole.wide, &chained, precision);
                 if votes.is_chained(bound) {
                     let Votes { chained, rounded_once } = votes;
                     return Ok(Some(format!(
@@ -78,7 +82,7 @@ impl Judge<'_> {
                 }
             }
         }
-        Ok(narrowest.and_then(|precision| self.plan.in_another_order(slices, of, precision)))
+        Ok(narrowest.and_then(|precision| self.plan.in_another_order(slices, whole, precision)))
     }
 }
 
@@ -88,11 +92,11 @@ impl Plan<'_> {
     fn chain(
         &self,
         slices: &[Slice],
-        of: &Whole<'_>,
-        [own, ranks]: [Option<Chain>; 2],
+        whole: &Whole<'_>,
+        [microbatches, ranks]: [Option<Chain>; 2],
     ) -> Result<Option<Vec<f64>>, StepError> {
-        if of.stage == Stage::Accumulate {
-            return self.over_microbatches(slices, of.rank, of.shape, own);
+        if whole.stage == Stage::Accumulate {
+            return self.over_microbatches(slices, whole.rank, whole.shape, microbatches);
         }
         let local = self.step.find_reduced(Role::Dk, false);
         let first = slices.first().and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
@@ -102,8 +106,8 @@ impl Plan<'_> {
         sum.order(&mut holders);
         for rank in holders {
             let addend = match local {
-                Some(local) => self.addend_of(local, rank, of.shape)?,
-                None => self.over_microbatches(slices, rank, of.shape, own)?,
+                Some(local) => self.addend_of(local, rank, whole.shape)?,
+                None => self.over_microbatches(slices, rank, whole.shape, microbatches)?,
             };
             match addend {
                 Some(addend) => sum.add(addend),
@@ -151,7 +155,7 @@ impl Plan<'_> {
 
 /// What jobs do that sum in few bits: over microbatches, over ranks, over both.
 fn likely(stage: Stage, precision: Precision) -> Vec<[Option<Chain>; 2]> {
-    let of = |rounds_addends: bool| {
+    let chains = |rounds_addends: bool| {
         let chain =
             Some(Chain { precision, descending: false, divides_first: false, rounds_addends });
         match stage {
@@ -159,7 +163,7 @@ fn likely(stage: Stage, precision: Precision) -> Vec<[Option<Chain>; 2]> {
             _ => vec![[chain, None], [None, chain], [chain, chain]],
         }
     };
-    [of(true), of(false)].concat()
+    [chains(true), chains(false)].concat()
 }
 
 /// A sum of addends over a divisor; without a chain in f64.

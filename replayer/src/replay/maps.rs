@@ -83,8 +83,8 @@ impl Map {
         let like = self.strips.iter_mut().find(|strip| strip.chart.shape == chart.shape);
         match like.filter(|_| !self.of_tokens) {
             Some(strip) => {
-                let of = strip.sources.len() as u32;
-                strip.chart.merge(&chart, of);
+                let source_index = strip.sources.len() as u32;
+                strip.chart.merge(&chart, source_index);
                 strip.sources.push(source);
             }
             None => self.strips.push(Strip { sources: vec![source], chart }),
@@ -97,13 +97,13 @@ impl Map {
     /// Drops the strip whose worst element is the least, the last of equals.
     fn drop_least(&mut self) {
         let mut least = self.strips.len() - 1;
-        for at in (0..least).rev() {
-            let pair = (self.strips[least].chart.worst(), self.strips[at].chart.worst());
+        for index in (0..least).rev() {
+            let pair = (self.strips[least].chart.worst(), self.strips[index].chart.worst());
             let less = match pair {
                 (Some(least), Some(this)) => least.is_worse_than(this),
                 (least, this) => least.is_some() && this.is_none(),
             };
-            least = if less { at } else { least };
+            least = if less { index } else { least };
         }
         self.strips.remove(least);
         self.left_out += 1;

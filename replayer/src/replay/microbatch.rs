@@ -39,18 +39,18 @@ pub(super) fn slices<'a>(
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(gather).collect::<Result<_, StepError>>()?;
     let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
-    let counted = |one: &MicrobatchInputs| {
-        if matches!(one.scores, Scores::Lost(_)) {
+    let counted = |inputs: &MicrobatchInputs| {
+        if matches!(inputs.scores, Scores::Lost(_)) {
             return Ok(Vec::new());
         }
-        let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
-            key: one.rows_key.clone(),
+        let counted = step.denominators(&all, inputs).map_err(|why| StepError::Unfit {
+            key: inputs.rows_key.clone(),
             found: "of ranks that cannot be counted as declared".into(),
             wanted: format!("tokens counted over {}: {why}", step.options.scope),
         });
-        found.map(|mut found| {
-            world.denominators(step, &all, one, &mut found);
-            found
+        counted.map(|mut denominators| {
+            world.denominators(step, &all, inputs, &mut denominators);
+            denominators
         })
     };
     let counted: Vec<_> = inputs.iter().map(counted).collect::<Result<_, _>>()?;

@@ -48,8 +48,8 @@ impl Replay<'_> {
         self.judge.loss(slice, &state, outcome)?;
         self.plane(slice, &state, &upstream, outcome)?;
         for unit in &slice.units {
-            let found = backward(unit, (&state, &upstream), outcome);
-            outcome.spared(found, (&AFTER_FORWARD[4..], microbatch))?;
+            let result = backward(unit, (&state, &upstream), outcome);
+            outcome.spared(result, (&AFTER_FORWARD[4..], microbatch))?;
         }
         Ok(())
     }

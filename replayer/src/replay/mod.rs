@@ -177,8 +177,8 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
 
 /// The captured stages that serve the comparison; refuses a role that is not there.
 fn wanted(step: &HeadStep<'_>, compare: &[Role]) -> Result<BTreeSet<Stage>, StepError> {
-    let held = |role: Role| step.dump.tensors().values().any(|info| info.role == Some(role));
-    if let Some(&role) = compare.iter().find(|&&role| !held(role)) {
+    let is_recorded = |role: Role| step.dump.tensors().values().any(|info| info.role == Some(role));
+    if let Some(&role) = compare.iter().find(|&&role| !is_recorded(role)) {
         return Err(step.missing(role, None));
     }
     let serves = |stage: Stage| {

@@ -19,7 +19,7 @@ pub(crate) fn members(roundings: &Roundings) -> Vec<Member> {
     if roundings.declared {
         return vec![Member { name: "the declared policy".into(), policy }];
     }
-    let mut found = vec![Member { name: "nothing rounded before the output".into(), policy }];
+    let mut members = vec![Member { name: "nothing rounded before the output".into(), policy }];
     let mut rounded: Vec<&str> = Vec::new();
     let fused = policy.path == Path::Fused;
     type Point = fn(&mut Policy) -> &mut Precision;
@@ -40,10 +40,10 @@ pub(crate) fn members(roundings: &Roundings) -> Vec<Member> {
         if there && to.unit_roundoff() > from.unit_roundoff() {
             *point(&mut policy) = to;
             rounded.push(name);
-            found.push(Member { name: format!("{} rounded", rounded.join(", ")), policy });
+            members.push(Member { name: format!("{} rounded", rounded.join(", ")), policy });
         }
     }
-    found
+    members
 }
 
 /// A point at which a job may round.
@@ -93,11 +93,11 @@ pub(crate) fn open(roundings: &Roundings) -> Vec<&'static str> {
 
 /// A policy with the open points of another, where it has the narrowest.
 pub(crate) fn joined(policy: Policy, with: Policy, roundings: &Roundings) -> Policy {
-    points(roundings).into_iter().fold(policy, |mut found, point| {
-        if point.in_policy(found) == point.in_policy(roundings.narrowest) {
-            *(point.of)(&mut found) = point.in_policy(with);
+    points(roundings).into_iter().fold(policy, |mut joined, point| {
+        if point.in_policy(joined) == point.in_policy(roundings.narrowest) {
+            *(point.of)(&mut joined) = point.in_policy(with);
         }
-        found
+        joined
     })
 }
 
@@ -109,10 +109,10 @@ pub(crate) fn contradicts(policy: &Policy, roundings: &Roundings) -> bool {
 
 /// Every plausible policy: each point that the job leaves open, rounded or not.
 pub(crate) fn all(roundings: &Roundings) -> Vec<Policy> {
-    points(roundings).into_iter().fold(vec![roundings.narrowest], |mut found, point| {
-        let other: Vec<Policy> = found.iter().map(|&of| point.switched(of, roundings)).collect();
-        found.extend(other);
-        found
+    points(roundings).into_iter().fold(vec![roundings.narrowest], |mut policies, point| {
+        let other: Vec<Policy> = policies.iter().map(|&of| point.switched(of, roundings)).collect();
+        policies.extend(other);
+        policies
     })
 }
 

@@ -167,13 +167,9 @@ impl SumsWithoutAddends {
         let by_rank = local.is_some() && step.tensors[sum].partial.is_some();
         let groups = if by_rank { together(slices) } else { Vec::new() };
         let elements = step.tensors[sum].shape.iter().product::<u64>() as usize;
-        let found = SumsWithoutAddends { groups };
+        let sums = SumsWithoutAddends { groups };
         // Where not each rank's sum can be kept, the sum of all is judged.
-        Some(if found.bytes(elements) <= KEPT_BYTES {
-            found
-        } else {
-            SumsWithoutAddends::default()
-        })
+        Some(if sums.bytes(elements) <= KEPT_BYTES { sums } else { SumsWithoutAddends::default() })
     }
 
     /// The ranks of each sum; a sum of all ranks names none.
@@ -198,15 +194,15 @@ fn together(slices: &[Slice]) -> Vec<Vec<Rank>> {
         if unit.ranks.is_empty() {
             return Vec::new();
         }
-        let mut own: BTreeSet<Rank> = unit.ranks.iter().copied().collect();
+        let mut ranks: BTreeSet<Rank> = unit.ranks.iter().copied().collect();
         groups.retain_mut(|group| {
-            let apart = group.is_disjoint(&own);
+            let apart = group.is_disjoint(&ranks);
             if !apart {
-                own.append(group);
+                ranks.append(group);
             }
             apart
         });
-        groups.push(own);
+        groups.push(ranks);
     }
     groups.sort();
     groups.into_iter().map(|group| group.into_iter().collect()).collect()

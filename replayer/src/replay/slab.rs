@@ -83,12 +83,12 @@ impl Slab {
             let entry_var = copies * slopes[t].1 * g_label[t].powi(2);
             slab.hits[row] += 1;
             for i in 0..d {
-                let (at, q) = (row * d + i, head.q.get_f64(t * d + i));
-                slab.label[at] += entry * q;
-                slab.label_sq[at] += (entry * q).powi(2);
-                slab.label_whole[at] += entry * q;
-                slab.label_alike[at] += copies * (entry * q).powi(2);
-                slab.label_var[at] += entry_var * q * q;
+                let (element, q) = (row * d + i, head.q.get_f64(t * d + i));
+                slab.label[element] += entry * q;
+                slab.label_sq[element] += (entry * q).powi(2);
+                slab.label_whole[element] += entry * q;
+                slab.label_alike[element] += copies * (entry * q).powi(2);
+                slab.label_var[element] += entry_var * q * q;
             }
         }
         slab
@@ -155,7 +155,7 @@ impl Slab {
     }
 
     fn append(&mut self, more: Slab) {
-        let (held, all) = (self.hits.len(), self.range.len());
+        let (rows_held, all) = (self.hits.len(), self.range.len());
         for (to, from) in [
             (&mut self.lse, more.lse),
             (&mut self.label, more.label),
@@ -172,7 +172,7 @@ impl Slab {
             (&mut self.dbias_sq, more.dbias_sq),
         ] {
             // The first time for all rows, so that later blocks move nothing.
-            to.reserve_exact((to.len() / held * all).saturating_sub(to.len()));
+            to.reserve_exact((to.len() / rows_held * all).saturating_sub(to.len()));
             to.extend(from);
         }
         self.hits.extend(more.hits);
@@ -206,12 +206,12 @@ impl Slab {
     /// What some rows of a stage should be.
     pub(super) fn reference(&self, stage: Stage, rows: Range<usize>) -> Vec<f64> {
         let d = self.lse.len() / self.range.len().max(1);
-        let at = rows.start * d..rows.end * d;
+        let span = rows.start * d..rows.end * d;
         match stage {
-            Stage::DkLse => self.lse[at].to_vec(),
-            Stage::DkLabel => self.label[at].to_vec(),
+            Stage::DkLse => self.lse[span].to_vec(),
+            Stage::DkLabel => self.label[span].to_vec(),
             Stage::Dbias => self.dbias[rows].to_vec(),
-            _ => sum(&self.lse[at.clone()], &self.label[at]),
+            _ => sum(&self.lse[span.clone()], &self.label[span]),
         }
     }
 
@@ -228,21 +228,21 @@ impl Slab {
     }
 
     /// Takes the backward of those tokens, of the sizes of their q.
-    pub(super) fn take_uncertain(&mut self, found: &Slab) {
+    pub(super) fn take_uncertain(&mut self, uncertain: &Slab) {
         let sizes = |values: &[f64]| values.iter().map(|x| x.abs()).collect::<Vec<f64>>();
-        let (lse, label) = (sizes(&found.lse), sizes(&found.label));
+        let (lse, label) = (sizes(&uncertain.lse), sizes(&uncertain.label));
         let both = sum(&lse, &label);
         self.open = vec![
             (Stage::DkLse, lse),
             (Stage::DkLabel, label),
             (Stage::Dk, both),
-            (Stage::Dbias, sizes(&found.dbias)),
+            (Stage::Dbias, sizes(&uncertain.dbias)),
         ];
     }
 
     /// What the job certainly loses of an element, or may lack of it.
-    pub(super) fn lost(&self, stage: Stage, at: usize) -> f64 {
-        value_of(&self.lost, stage, at) + value_of(&self.open, stage, at)
+    pub(super) fn lost(&self, stage: Stage, element: usize) -> f64 {
+        value_of(&self.lost, stage, element) + value_of(&self.open, stage, element)
     }
 
     pub(super) fn uncertain_squares(&self, stage: Stage) -> Option<f64> {

@@ -68,8 +68,8 @@ impl Steps {
     fn all(divisor: f64) -> impl Iterator<Item = Steps> {
         let kinds = [(Precision::Bf16, false), (Precision::F16, false), (Precision::Bf16, true)];
         kinds.into_iter().flat_map(move |(precision, truncates)| {
-            let of = |rounds_addends| Steps { precision, truncates, rounds_addends, divisor };
-            [of(true), of(false)]
+            let steps = |rounds_addends| Steps { precision, truncates, rounds_addends, divisor };
+            [steps(true), steps(false)]
         })
     }
 
@@ -163,8 +163,8 @@ impl Steps {
 
 impl Order {
     fn rotations(n: usize) -> Vec<Order> {
-        let of = |first| [false, true].map(|back| Order::From { first, back });
-        (0..n).flat_map(of).collect()
+        let rotation = |first| [false, true].map(|back| Order::From { first, back });
+        (0..n).flat_map(rotation).collect()
     }
 
     fn all(n: usize) -> Vec<Order> {
@@ -220,8 +220,8 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
 }
 
 impl Summed<'_> {
-    fn of(&self, at: usize) -> Vec<f64> {
-        self.addends.iter().map(|one| one[at]).collect()
+    fn of(&self, element: usize) -> Vec<f64> {
+        self.addends.iter().map(|one| one[element]).collect()
     }
 
     fn is_sound(&self) -> bool {
@@ -276,8 +276,8 @@ impl Summed<'_> {
         let n = self.addends.len();
         let rotations = Order::rotations(n);
         let mut pieces: Vec<(usize, Vec<Order>)> = Vec::new();
-        for (at, &seen) in self.captured.iter().enumerate() {
-            let addends = self.of(at);
+        for (element, &seen) in self.captured.iter().enumerate() {
+            let addends = self.of(element);
             let fits = |order: &Order| steps.finished(*order, &addends, narrow) == seen;
             match pieces.last_mut() {
                 Some((_, left)) if left.iter().any(fits) => left.retain(fits),
@@ -286,17 +286,17 @@ impl Summed<'_> {
                     if left.is_empty() || pieces.len() == PIECES * n {
                         return None;
                     }
-                    pieces.push((at, left));
+                    pieces.push((element, left));
                 }
             }
         }
         let ends = pieces.iter().skip(1).map(|(at, _)| *at).chain([self.captured.len()]);
-        let told = pieces.iter().zip(ends).take(n).map(|((at, left), end)| {
+        let told = pieces.iter().zip(ends).take(n).map(|((element, left), end)| {
             let first = match left[0] {
                 Order::From { first, .. } => first + 1,
                 _ => 1,
             };
-            format!("elements {at} to {} begin with addend {first}", end - 1)
+            format!("elements {element} to {} begin with addend {first}", end - 1)
         });
         let told = told.collect::<Vec<_>>().join(", ");
         let order = format!("a ring of {} pieces: {told}", pieces.len());
@@ -313,20 +313,20 @@ mod tests {
 
     fn addends() -> Vec<Vec<f64>> {
         let mut draw = Draw::new(5);
-        let one =
+        let addend =
             |draw: &mut Draw| (0..900).map(|_| Precision::F32.round64(draw.normal())).collect();
-        (0..N).map(|_| one(&mut draw)).collect()
+        (0..N).map(|_| addend(&mut draw)).collect()
     }
 
-    fn column(all: &[Vec<f64>], at: usize) -> Vec<f64> {
-        all.iter().map(|one| one[at]).collect()
+    fn column(all: &[Vec<f64>], element: usize) -> Vec<f64> {
+        all.iter().map(|one| one[element]).collect()
     }
 
     fn found(captured: &[f64], all: &[Vec<f64>]) -> Option<Found> {
         let wide: Vec<f64> = (0..captured.len()).map(|at| column(all, at).iter().sum()).collect();
         let divisors = &[1.0, 6.0];
-        let of = Summed { captured, addends: all, wide: &wide, divisors, ring: true };
-        of.in_few_bits()
+        let summed = Summed { captured, addends: all, wide: &wide, divisors, ring: true };
+        summed.in_few_bits()
     }
 
     #[test]
@@ -334,12 +334,12 @@ mod tests {
         let all = addends();
         for steps in [1.0, 6.0].into_iter().flat_map(Steps::all) {
             for order in Order::all(N) {
-                let of = |at| steps.finished(order, &column(&all, at), true);
-                let captured: Vec<f64> = (0..900).map(of).collect();
-                let found = found(&captured, &all).unwrap();
-                assert_eq!(found.values, captured, "{steps:?} {order:?} taken for {}", found.order);
-                let format = found.steps.format();
-                assert_eq!(format, steps.format(), "{order:?} taken for {}", found.order);
+                let sum = |at| steps.finished(order, &column(&all, at), true);
+                let captured: Vec<f64> = (0..900).map(sum).collect();
+                let sum = found(&captured, &all).unwrap();
+                assert_eq!(sum.values, captured, "{steps:?} {order:?} taken for {}", sum.order);
+                let format = sum.steps.format();
+                assert_eq!(format, steps.format(), "{order:?} taken for {}", sum.order);
             }
         }
     }
@@ -350,8 +350,8 @@ mod tests {
         let order = |at: usize| Order::From { first: (at + 70) / 160 % N, back: false };
         let captured: Vec<f64> =
             (0..900).map(|at| steps.sum(order(at), &column(&all, at))).collect();
-        let found = found(&captured, &all).unwrap();
-        assert!((6..=8).contains(&found.pieces), "{}", found.order);
+        let sum = found(&captured, &all).unwrap();
+        assert!((6..=8).contains(&sum.pieces), "{}", sum.order);
     }
 
     #[test]

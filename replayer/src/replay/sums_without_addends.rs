@@ -46,10 +46,10 @@ impl Judge<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let told = slices.iter().all(|slice| slice.blocked.is_none());
-        let own =
+        let is_whole =
             self.plan.step.lacking.is_nothing() && !self.plan.step.options.declared.tied_embedding;
         let all = outcome.reference_dk.as_ref();
-        let judged = all.is_some_and(|kept| !kept.sums[0].allowed.is_empty()) && told && own;
+        let judged = all.is_some_and(|kept| !kept.sums[0].allowed.is_empty()) && told && is_whole;
         let (true, Ok(divisor)) = (judged, self.plan.divisor(slices)) else {
             outcome.skip(stage, why);
             return Ok(());
@@ -75,11 +75,11 @@ impl Judge<'_> {
             };
             let ranks = if sum.ranks.is_empty() { self.plan.ranks_of_tokens(slices) } else { 1.0 };
             let count = slices.len() as f64 * ranks;
-            let one = Judged { stage, key, sum, classes, captured, ranks, count };
-            let (found, averaged) = self.compare_sum_or_mean(&one, divisor);
+            let judged = Judged { stage, key, sum, classes, captured, ranks, count };
+            let (comparison, averaged) = self.compare_sum_or_mean(&judged, divisor);
             averages = averages.max(averaged);
-            wrong |= found.excess.is_some();
-            outcome.add(stage, found);
+            wrong |= comparison.excess.is_some();
+            outcome.add(stage, comparison);
         }
         if wrong && !self.plan.trial {
             outcome.unrecorded = unrecorded(slices, std::mem::take(&mut kept.addends));
@@ -91,44 +91,48 @@ impl Judge<'_> {
 
     /// The comparison, and 1; where the ranks may have been averaged, that of the mean if it
     /// agrees, and over how many it is.
-    fn compare_sum_or_mean(&self, of: &Judged<'_>, divisor: f64) -> (Comparison, f64) {
-        let found = self.compare_sum(of, divisor);
-        if found.excess.is_some() && of.ranks > 1.0 && self.plan.may_average_ranks(of.ranks) {
-            let mean = self.compare_sum(of, divisor * of.ranks);
+    fn compare_sum_or_mean(&self, judged: &Judged<'_>, divisor: f64) -> (Comparison, f64) {
+        let comparison = self.compare_sum(judged, divisor);
+        if comparison.excess.is_some()
+            && judged.ranks > 1.0
+            && self.plan.may_average_ranks(judged.ranks)
+        {
+            let mean = self.compare_sum(judged, divisor * judged.ranks);
             if mean.excess.is_none() {
-                return (mean, of.ranks);
+                return (mean, judged.ranks);
             }
         }
-        (found, 1.0)
+        (comparison, 1.0)
     }
 
-    fn compare_sum(&self, of: &Judged<'_>, divisor: f64) -> Comparison {
-        let (rows, columns) = (of.classes.len(), of.sum.total.len() / of.classes.len().max(1));
-        let captured = Matrix { rows, cols: columns, values: Values::F64(&of.captured.values) };
+    fn compare_sum(&self, judged: &Judged<'_>, divisor: f64) -> Comparison {
+        let (rows, columns) =
+            (judged.classes.len(), judged.sum.total.len() / judged.classes.len().max(1));
+        let captured = Matrix { rows, cols: columns, values: Values::F64(&judged.captured.values) };
         let reduce = self.plan.roundings.reduce;
         let sum = policy::Sum::of(reduce);
         let bound = self.bound(rows, columns);
-        let rank = of.sum.ranks.first().copied();
-        let at = At { stage: of.stage, microbatch: None, rank };
-        let by = divisor / self.world.scale(at);
-        let mut reference: Vec<f64> = of.sum.total.iter().map(|x| x / by).collect();
+        let rank = judged.sum.ranks.first().copied();
+        let place = At { stage: judged.stage, microbatch: None, rank };
+        let by = divisor / self.world.scale(place);
+        let mut reference: Vec<f64> = judged.sum.total.iter().map(|x| x / by).collect();
         let values = &mut reference[..];
-        self.world.expected(&mut Expectation { at, rows: of.classes, columns, values });
+        self.world.expected(&mut Expectation { at: place, rows: judged.classes, columns, values });
         let constant = super::elementwise::rounds(by);
         let allowed = |row: usize, column: usize, x: f64| {
-            let at = row * columns + column;
-            let element = &of.sum.allowed[at];
+            let index = row * columns + column;
+            let element = &judged.sum.allowed[index];
             let inner = element.allowed();
-            let summing = sum.variance(of.count, of.sum.total[at], element.squares());
+            let summing = sum.variance(judged.count, judged.sum.total[index], element.squares());
             let inner = Allowed { own: inner.own + summing, ..inner }.times(1.0 / by);
             let once = rounded(reduce, x);
             let shared = inner.shared + if constant { once } else { 0.0 };
-            Allowed { own: inner.own + once + of.captured.stored(at, x), shared, ..inner }
+            Allowed { own: inner.own + once + judged.captured.stored(index, x), shared, ..inner }
         };
-        let index = |row: usize| of.classes[row] as u64;
+        let index = |row: usize| judged.classes[row] as u64;
         let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
         let tally = Tally::of(&rows, allowed, &bound);
-        Comparison::new(None, rank, of.key.to_string(), tally, &bound)
+        Comparison::new(None, rank, judged.key.to_string(), tally, &bound)
     }
 }
 
@@ -164,8 +168,9 @@ impl Plan<'_> {
 
     /// Groups of ranks with tokens of their own, in the microbatch that has most.
     fn ranks_of_tokens(&self, slices: &[Slice]) -> f64 {
-        let of = |slice: &Slice| self.step.rank_rows(&slice.inputs).map_or(1, |units| units.len());
-        slices.iter().map(of).max().unwrap_or(1).max(1) as f64
+        let units_of =
+            |slice: &Slice| self.step.rank_rows(&slice.inputs).map_or(1, |units| units.len());
+        slices.iter().map(units_of).max().unwrap_or(1).max(1) as f64
     }
 
     /// Whether the job may have averaged its ranks and not added them. No option says so of a sum
@@ -201,8 +206,8 @@ impl Values64 {
     }
 
     /// Variance of an element that storing brought.
-    fn stored(&self, at: usize, x: f64) -> f64 {
-        self.storage.as_ref().map_or(stored(self.precision, x), |storage| storage[at])
+    fn stored(&self, element: usize, x: f64) -> f64 {
+        self.storage.as_ref().map_or(stored(self.precision, x), |storage| storage[element])
     }
 }
 
@@ -212,6 +217,7 @@ fn unrecorded(slices: &[Slice], kept: Vec<Addend>) -> Vec<Read> {
     if kept.len() != units {
         return Vec::new();
     }
-    let one = |of: Addend| (of.microbatch, of.ranks.first().copied(), of.reference);
-    kept.into_iter().map(one).collect()
+    let read =
+        |addend: Addend| (addend.microbatch, addend.ranks.first().copied(), addend.reference);
+    kept.into_iter().map(read).collect()
 }

@@ -81,9 +81,9 @@ impl Judge<'_> {
     pub(super) fn column(&self, role: Role, slice: &Slice) -> Result<Option<Column>, StepError> {
         let microbatch = slice.inputs.microbatch;
         if let Some(stage) = Stage::of_role(role)
-            && let Some(own) = self.world.captured(&At { stage, microbatch, rank: None })
+            && let Some(supplied) = self.world.captured(&At { stage, microbatch, rank: None })
         {
-            let (values, stored) = (own.values.clone(), own.precision);
+            let (values, stored) = (supplied.values.clone(), supplied.precision);
             return Ok(Some(Column { source: format!("a variant's {stage}"), values, stored }));
         }
         let Some(key) = self.plan.step.find(role, microbatch) else {
@@ -112,13 +112,13 @@ impl Judge<'_> {
         inputs: &MicrobatchInputs,
         captured: &Column,
         expected: &Expected,
-        of: Tokens,
+        tokens: Tokens,
         members: Vec<MemberError>,
     ) -> Comparison {
         let judged = self.plan.step.judged(inputs);
         let counted = |t: &usize| {
-            let own = judged.as_ref().is_none_or(|judged| judged[*t]);
-            own && of.has(inputs, *t)
+            let is_judged = judged.as_ref().is_none_or(|judged| judged[*t]);
+            is_judged && tokens.has(inputs, *t)
         };
         let kept: Vec<usize> = (0..expected.values.len()).filter(counted).collect();
         let values: Vec<f64> = kept.iter().map(|&t| captured.values[t]).collect();

@@ -71,9 +71,9 @@ impl Replay<'_> {
                 Stage::DkLabel => (cotangents.lse, cotangents.smooth) = (&none, &none),
                 _ => {}
             }
-            let of = Estimated::new(problem.head, &problem.lse, cotangents);
-            let found = of.against(&gradient.matrix(), sample, self.executor.progress());
-            outcome.estimated(gradient.stage, found);
+            let estimated = Estimated::new(problem.head, &problem.lse, cotangents);
+            let sampled = estimated.against(&gradient.matrix(), sample, self.executor.progress());
+            outcome.estimated(gradient.stage, sampled);
         }
     }
 }

@@ -61,7 +61,7 @@ pub fn counted_trial(
     world: &dyn World,
     (rows, cache, progress): (Option<&Rows>, Option<&PassCache>, &dyn Progress),
 ) -> Result<Outcome, StepError> {
-    let mut found = None;
+    let mut judged = None;
     counted_in_world(step, compared, (world, cache, progress), &mut |replay, slices| {
         let mut outcome = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
         for slice in slices {
@@ -72,10 +72,10 @@ pub fn counted_trial(
         replay.judge.step_loss(slices, &mut outcome)?;
         replay.sums(slices, &mut outcome)?;
         outcome.finish(replay.plan.step, &BTreeSet::new());
-        found = Some(outcome);
+        judged = Some(outcome);
         Ok(())
     })?;
-    Ok(found.expect("set where no error was returned"))
+    Ok(judged.expect("set where no error was returned"))
 }
 
 impl Replay<'_> {
@@ -105,9 +105,9 @@ impl Replay<'_> {
         let both = rows.is_none() && dk && dq && one_slab;
         let only = |one| if both { Keep::Both } else { one };
         if dk {
-            let of = (rows, classes.is_some(), only(Keep::Dk));
+            let sampled = (rows, classes.is_some(), only(Keep::Dk));
             self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                self.try_dk(problem, (slice, unit), &captured, of, (&mut findings, outcome));
+                self.try_dk(problem, (slice, unit), &captured, sampled, (&mut findings, outcome));
             });
         }
         if dq {
@@ -127,24 +127,42 @@ impl Replay<'_> {
             let (of_q, of_k): (Vec<Stage>, Vec<Stage>) =
                 stages.into_iter().partition(|&stage| stage == Stage::Dq);
             self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                let of = (dlogits, &of_k[..]);
-                self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
+                let dlogits_and_stages = (dlogits, &of_k[..]);
+                self.judge_from_dlogits(
+                    problem,
+                    dlogits_and_stages,
+                    &captured,
+                    unit,
+                    &mut findings,
+                );
             });
             let from = self.judge.sources(slice, unit);
             if let Some(dlogits) =
                 self.judge.usable_dlogits(slice, &from)?.filter(|_| !of_q.is_empty())
             {
                 self.with_problem(slice, &from, state, upstream, &mut |problem| {
-                    let of = (&dlogits, &of_q[..]);
-                    self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
+                    let dlogits_and_stages = (&dlogits, &of_q[..]);
+                    self.judge_from_dlogits(
+                        problem,
+                        dlogits_and_stages,
+                        &captured,
+                        unit,
+                        &mut findings,
+                    );
                 });
             }
         }
-        let own = captured.all_but(&from_dlogits);
+        let judged_stages = captured.all_but(&from_dlogits);
         if upstream.any_uncertain(&unit.rows) {
             self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                let (of, stages) = ((slice, unit), (&*captured, &own[..]));
-                self.plan.note_uncertain_tokens(of, problem, stages, &mut findings, outcome);
+                let (unit_of_slice, stages) = ((slice, unit), (&*captured, &judged_stages[..]));
+                self.plan.note_uncertain_tokens(
+                    unit_of_slice,
+                    problem,
+                    stages,
+                    &mut findings,
+                    outcome,
+                );
             });
         }
         self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
@@ -166,14 +184,14 @@ impl Replay<'_> {
                 None => all,
             })
         };
-        let of = |stage| At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
-        let own = |&stage: &Stage| self.judge.world.captured(&of(stage)).is_some();
+        let place_of = |stage| At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let is_supplied = |&stage: &Stage| self.judge.world.captured(&place_of(stage)).is_some();
         // What is left out of a tied embedding is said in each outcome.
-        let each =
-            self.plan.step.options.declared.tied_embedding || self.plan.wanted.iter().any(own);
+        let each = self.plan.step.options.declared.tied_embedding
+            || self.plan.wanted.iter().any(is_supplied);
         let read_as = (self.plan.roundings.widest.output, self.plan.step.options.transposed());
-        let of = (slice.inputs.microbatch, &unit.ranks, &self.plan.wanted);
-        let which = (of, read_as, classes);
+        let read_for = (slice.inputs.microbatch, &unit.ranks, &self.plan.wanted);
+        let which = (read_for, read_as, classes);
         let shared = (!each).then_some(&which as &dyn Debug);
         self.executor.captured(shared, &mut read)
     }
@@ -182,8 +200,8 @@ impl Replay<'_> {
 impl Judge<'_> {
     /// The tokens whose gradients the rows of dq hold in this world.
     fn sources(&self, slice: &Slice, unit: &Unit) -> Unit {
-        let at = At { stage: Stage::Dq, microbatch: slice.inputs.microbatch, rank: unit.rank() };
-        let from = |&t: &usize| self.world.token(at, t).min(slice.inputs.tokens() - 1);
+        let place = At { stage: Stage::Dq, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let from = |&t: &usize| self.world.token(place, t).min(slice.inputs.tokens() - 1);
         Unit { ranks: unit.ranks.clone(), rows: unit.rows.iter().map(from).collect() }
     }
 }
@@ -192,7 +210,7 @@ impl Replay<'_> {
     fn try_dk(
         &self,
         problem: &Problem<'_>,
-        of: (&Slice, &Unit),
+        unit_of_slice: (&Slice, &Unit),
         captured: &Captured,
         (rows, picked, keep): (Option<&Rows>, bool, Keep),
         (findings, outcome): (&mut Findings, &mut Outcome),
@@ -209,7 +227,7 @@ impl Replay<'_> {
                 self.plan.allow_uncertain_tokens(problem, (&head, range), &mut slab);
                 self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), findings);
                 self.judge.judge_dbias(problem, &slab, captured, findings);
-                self.judge.keep_sum_without_addends(problem, &slab, of, outcome);
+                self.judge.keep_sum_without_addends(problem, &slab, unit_of_slice, outcome);
             }
             return;
         };
@@ -225,30 +243,31 @@ impl Replay<'_> {
         let captured = chosen.as_ref().unwrap_or(captured);
         self.judge.judge_dk(&problem, &slab, (captured, &Stage::OF_K), findings);
         self.judge.judge_dbias(&problem, &slab, captured, findings);
-        self.judge.keep_sum_without_addends(&problem, &slab, of, outcome);
+        self.judge.keep_sum_without_addends(&problem, &slab, unit_of_slice, outcome);
     }
 
     /// dk as the world's policy has it, in place of the reference.
     fn emulate_dk(&self, problem: &Problem<'_>, head: &HeadInputs<'_>, slab: &mut Slab) {
-        let Some((of, tiles)) = self.judge.world.policy_of(&self.plan.roundings, problem.unit())
+        let Some((policy, tiles)) =
+            self.judge.world.policy_of(&self.plan.roundings, problem.unit())
         else {
             return;
         };
         let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
-            let mut found: ValuesByStage = Vec::new();
+            let mut values: ValuesByStage = Vec::new();
             let progress = self.executor.progress();
-            let take = &mut |block: policy::DkParts<'_>| put_block(&mut found, &block);
-            policy::backward(&of, head, lse, cotangents, tiles, progress, take);
-            found
+            let take = &mut |block: policy::DkParts<'_>| put_block(&mut values, &block);
+            policy::backward(&policy, head, lse, cotangents, tiles, progress, take);
+            values
         };
         slab.instead = run(head, &problem.lse, &problem.cotangents());
         if !self.judge.world.at_ties() {
             return;
         }
         let ends = near_ties(self.plan.roundings.compute(), head, &problem.lse);
-        let flips = self.flips(&of, tiles, &ends, &problem.cotangents());
+        let flips = self.flips(&policy, tiles, &ends, &problem.cotangents());
         let flipped = flips.of_dk(head);
-        let [one, other] = ends.map(|end| {
+        let [low, high] = ends.map(|end| {
             let [lse, label, smooth] = &end.cotangents(&problem.cotangents());
             run(&end.head, &end.lse, &Cotangents { lse, label, smooth })
         });
@@ -256,7 +275,7 @@ impl Replay<'_> {
             let apart = distance(a, b);
             (*stage, if *stage == Stage::DkLabel { apart } else { sum(&apart, &flipped) })
         };
-        slab.lost = one.iter().zip(&other).map(lost).collect();
+        slab.lost = low.iter().zip(&high).map(lost).collect();
     }
 
     fn try_dq(
@@ -279,16 +298,17 @@ impl Replay<'_> {
             }
         }
         dq.once_a_row(problem.head.copies);
-        if let Some((of, tiles)) = self.judge.world.policy_of(&self.plan.roundings, problem.unit())
+        if let Some((policy, tiles)) =
+            self.judge.world.policy_of(&self.plan.roundings, problem.unit())
         {
             let progress = self.executor.progress();
             let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
-                policy::backward(&of, head, lse, cotangents, tiles, progress, &mut |_| {})
+                policy::backward(&policy, head, lse, cotangents, tiles, progress, &mut |_| {})
             };
             dq.instead = Some(run(&problem.head, &problem.lse, &problem.cotangents()));
             if self.judge.world.at_ties() {
                 let ends = near_ties(self.plan.roundings.compute(), &problem.head, &problem.lse);
-                let flips = self.flips(&of, tiles, &ends, &problem.cotangents());
+                let flips = self.flips(&policy, tiles, &ends, &problem.cotangents());
                 let flipped = flips.of_dq(&problem.head);
                 let [a, b] = ends.map(|end| {
                     let [lse, label, smooth] = &end.cotangents(&problem.cotangents());

@@ -22,15 +22,15 @@ impl Judge<'_> {
         unit: &Unit,
         outcome: &mut Outcome,
     ) -> Result<Captured, StepError> {
-        let mut found = Captured::default();
+        let mut captured = Captured::default();
         let stages = Stage::OF_Q.into_iter().chain(Stage::OF_K).chain([Stage::Dbias]);
         for stage in stages.filter(|&stage| self.plan.wants(stage)) {
             // What cannot be used of one gradient says nothing of the others.
             let gradient = self.captured_of(stage, (slice, unit), outcome);
             let gradient = outcome.spared(gradient, (&[stage], slice.inputs.microbatch))?;
-            found.gradients.extend(gradient.flatten());
+            captured.gradients.extend(gradient.flatten());
         }
-        Ok(found)
+        Ok(captured)
     }
 
     /// What the dump holds of one of this unit's gradients, if it holds any that can be
@@ -42,9 +42,9 @@ impl Judge<'_> {
         outcome: &mut Outcome,
     ) -> Result<Option<Gradient>, StepError> {
         let role = stage.role().expect("gradients have roles");
-        let at = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let place = At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
         let columns = if stage == Stage::Dbias { 1 } else { slice.inputs.width() };
-        if let Some((values, stored)) = self.stand_in(&at, columns) {
+        if let Some((values, stored)) = self.stand_in(&place, columns) {
             let source = format!("a variant's {stage}");
             let (rounded, apart) = (None, None);
             return Ok(Some(Gradient { stage, values, stored, rounded, apart, source }));
@@ -120,12 +120,12 @@ impl Plan<'_> {
 impl Judge<'_> {
     /// What stands in for a captured gradient, where something does.
     pub(super) fn stand_in(&self, at: &At, columns: usize) -> Option<(Held, Option<Precision>)> {
-        let own = self.world.captured(at)?;
-        let storage = |&x: &f64| super::rounding_variance::stored(own.precision, x);
-        let storage = own.values.iter().map(storage).collect();
-        let squares = own.values.iter().map(|x| x * x).collect();
-        let total = own.values.clone();
+        let supplied = self.world.captured(at)?;
+        let storage = |&x: &f64| super::rounding_variance::stored(supplied.precision, x);
+        let storage = supplied.values.iter().map(storage).collect();
+        let squares = supplied.values.iter().map(|x| x * x).collect();
+        let total = supplied.values.clone();
         let added = Added { cols: columns, total, storage, squares, count: 1.0 };
-        Some((Held::Summed(added), own.precision))
+        Some((Held::Summed(added), supplied.precision))
     }
 }

@@ -38,16 +38,16 @@ pub struct UnitInputs {
 
 /// What functions are called with, unit by unit.
 pub fn unit_inputs(step: &HeadStep<'_>) -> Result<Vec<UnitInputs>, StepError> {
-    let mut found = Vec::new();
+    let mut all_inputs = Vec::new();
     in_world(step, &BTreeSet::new(), (&Declared, None), &mut |replay, slices| {
         for slice in slices {
             let mut unused = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
             let state = replay.forward(slice, &mut unused)?;
             let upstream = replay.judge.upstream(slice, &state, &mut unused)?;
-            let held =
+            let source =
                 |role| Some((role, replay.plan.step.held(role, slice.inputs.microbatch)?.clone()));
-            let sources: Vec<_> = INPUTS.into_iter().filter_map(held).collect();
-            found.extend(slice.units.iter().map(|unit| {
+            let sources: Vec<_> = INPUTS.into_iter().filter_map(source).collect();
+            all_inputs.extend(slice.units.iter().map(|unit| {
                 let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect();
                 let label = |&t: &usize| match slice.inputs.labels[t] {
                     crate::kernels::IGNORED => -1,
@@ -67,5 +67,5 @@ pub fn unit_inputs(step: &HeadStep<'_>) -> Result<Vec<UnitInputs>, StepError> {
         }
         Ok(())
     })?;
-    Ok(found)
+    Ok(all_inputs)
 }

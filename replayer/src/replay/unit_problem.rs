@@ -81,8 +81,8 @@ impl Replay<'_> {
         let (unsure, of_unsure) = match upstream.any_uncertain(&unit.rows) {
             true => {
                 let unsure = pick(&upstream.certain);
-                let of = self.judge.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
-                (unsure, of.map(|of| of.into_iter().map(f64::abs).collect()))
+                let cotangents = self.judge.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
+                (unsure, cotangents.map(|of| of.into_iter().map(f64::abs).collect()))
             }
             false => Default::default(),
         };
@@ -152,16 +152,16 @@ impl Judge<'_> {
             return [0.0; 2];
         }
         let d = head.q.cols;
-        let of = |matrix: &Matrix<'_>, row: usize| -> Vec<f64> {
+        let row_of = |matrix: &Matrix<'_>, row: usize| -> Vec<f64> {
             (row * d..(row + 1) * d).map(|at| matrix.get_f64(at)).collect()
         };
         let of_k = |t: usize| match head.labels[t] {
             IGNORED => Vec::new(),
-            label => of(&head.k, label as usize),
+            label => row_of(&head.k, label as usize),
         };
         [
             of_label_addends(label_grad, g_label, of_k),
-            of_label_addends(label_grad, g_label, |t| of(&head.q, t)),
+            of_label_addends(label_grad, g_label, |t| row_of(&head.q, t)),
         ]
     }
 }

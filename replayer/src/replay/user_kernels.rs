@@ -43,20 +43,21 @@ pub fn run(step: &HeadStep<'_>, device: &dyn Device, kernel: &Kernel) -> Result<
                 let g: Vec<f64> = unit.rows.iter().map(|&t| upstream.g[t]).collect();
                 replay.try_problem(slice, unit, (&state, &upstream), &mut |problem| {
                     let (head, lse) = (problem.head, &problem.lse[..]);
-                    let of = Unit { head, lse, g: &g, stage: kernel.stage };
-                    let given = device.own(kernel, &of).map_err(|why| wrong(why.to_string()))?;
+                    let unit_operands = Unit { head, lse, g: &g, stage: kernel.stage };
+                    let given =
+                        device.own(kernel, &unit_operands).map_err(|why| wrong(why.to_string()))?;
                     let rank = unit.rank().map_or(String::new(), |rank| format!(", rank {rank}"));
                     let place = format!("{}{rank}", words(slice.inputs.microbatch));
                     let told = given.findings.iter().map(|found| format!("{place}: {found}"));
                     ran.findings.extend(told);
-                    let at = At {
+                    let place = At {
                         stage: kernel.stage,
                         microbatch: slice.inputs.microbatch,
                         rank: unit.rank(),
                     };
                     match of_tokens(kernel.stage) {
-                        true => place_rows(&mut whole, slice, (at, &unit.rows), given),
-                        false => ran.variant.supplied.push(supplied(at, given)),
+                        true => place_rows(&mut whole, slice, (place, &unit.rows), given),
+                        false => ran.variant.supplied.push(supplied(place, given)),
                     }
                     Ok(())
                 })?;
@@ -76,13 +77,13 @@ fn supplied(at: At, given: Given) -> Supplied {
 fn place_rows(
     whole: &mut BTreeMap<Option<Microbatch>, Supplied>,
     slice: &Slice,
-    (at, rows): (At, &[usize]),
+    (place, rows): (At, &[usize]),
     given: Given,
 ) {
     let columns = given.values.len() / rows.len().max(1);
-    let all = whole.entry(at.microbatch).or_insert_with(|| {
+    let all = whole.entry(place.microbatch).or_insert_with(|| {
         let values = vec![0.0; slice.inputs.tokens() * columns];
-        supplied(At { rank: None, ..at }, Given { values, ..given.clone() })
+        supplied(At { rank: None, ..place }, Given { values, ..given.clone() })
     });
     for (&row, values) in rows.iter().zip(given.values.chunks(columns.max(1))) {
         all.values[row * columns..][..columns].copy_from_slice(values);

@@ -51,12 +51,14 @@ impl Variant {
 pub struct Explains(pub Arc<Variant>);
 
 impl World for Explains {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let Some(own) = self.0.of(&of.at) else { return };
-        for (&row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
-            let from = row * of.columns;
-            if let Some(own) = own.values.get(from..from + of.columns) {
-                values.copy_from_slice(own);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let Some(supplied) = self.0.of(&expectation.at) else { return };
+        for (&row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
+            let from = row * expectation.columns;
+            if let Some(row_values) = supplied.values.get(from..from + expectation.columns) {
+                values.copy_from_slice(row_values);
             }
         }
     }

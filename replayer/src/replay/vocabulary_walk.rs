@@ -49,8 +49,8 @@ impl Replay<'_> {
             match &mut findings.floors {
                 Some(floors) => floors.of_slab(&mut slab, captured),
                 None => {
-                    let found = (&mut slab, &mut dq, &mut findings);
-                    self.emulate_slab((&mut walk, &head), &members, captured, found)?;
+                    let results = (&mut slab, &mut dq, &mut findings);
+                    self.emulate_slab((&mut walk, &head), &members, captured, results)?;
                 }
             }
             self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), &mut findings);
@@ -67,8 +67,8 @@ impl Replay<'_> {
         dq.looked = walk.finish(&mut dq.exact, look_at_dq)?;
         dq.once_a_row(problem.head.copies);
         self.judge.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, &mut findings);
-        let of = (&dq.exact, captured);
-        self.finish_floors((slice, unit), before, &members, of, &mut findings)?;
+        let exact_and_captured = (&dq.exact, captured);
+        self.finish_floors((slice, unit), before, &members, exact_and_captured, &mut findings)?;
         Ok(findings)
     }
 
@@ -88,8 +88,8 @@ impl Replay<'_> {
             let mut lost: Vec<(Stage, Vec<f64>)> = Vec::new();
             let mut take = |block: policy::DkParts<'_>| {
                 if widest {
-                    let at = block.rows.start * depth..block.rows.end * depth;
-                    most[at].copy_from_slice(block.dk);
+                    let span = block.rows.start * depth..block.rows.end * depth;
+                    most[span].copy_from_slice(block.dk);
                 }
                 for gradient in captured.of(&Stage::OF_CLASSES) {
                     let stage = gradient.stage;
@@ -104,8 +104,8 @@ impl Replay<'_> {
                     findings.emulated(stage, number, energy);
                     if self.plan.roundings.swamps() {
                         let width = reference.len() / block.rows.len().max(1);
-                        let at = block.rows.start * width;
-                        note_lost(&mut lost, stage, at, values, &reference);
+                        let offset = block.rows.start * width;
+                        note_lost(&mut lost, stage, offset, values, &reference);
                     }
                 }
             };
@@ -129,7 +129,7 @@ impl Replay<'_> {
 fn note_lost(
     lost: &mut Vec<(Stage, Vec<f64>)>,
     stage: Stage,
-    at: usize,
+    offset: usize,
     values: &[f64],
     reference: &[f64],
 ) {
@@ -137,9 +137,9 @@ fn note_lost(
         lost.push((stage, Vec::new()));
         lost.len() - 1
     });
-    let of = &mut lost[index].1;
-    of.resize(of.len().max(at + values.len()), 0.0);
-    for (to, (x, r)) in of[at..].iter_mut().zip(values.iter().zip(reference)) {
+    let lost_values = &mut lost[index].1;
+    lost_values.resize(lost_values.len().max(offset + values.len()), 0.0);
+    for (to, (x, r)) in lost_values[offset..].iter_mut().zip(values.iter().zip(reference)) {
         *to = (x - r).abs();
     }
 }

@@ -13,7 +13,7 @@ impl Replay<'_> {
     /// Multiply-adds of the whole replay, for the progress bar.
     pub(super) fn work(&self, slices: &[Slice], effort: Effort) -> u64 {
         let members = members(&self.plan.roundings).len() as u64;
-        let one = |slice: &Slice| {
+        let work_of = |slice: &Slice| {
             let Some(head) = slice.inputs.head(self.plan.step) else { return 0 };
             let forward = reference::forward_work(&head) + 2 * policy::forward_work(&head);
             let emulated = (members * policy::backward_work(&head)) as f64;
@@ -31,7 +31,7 @@ impl Replay<'_> {
             };
             forward + if head.given.is_none() { backward } else { 0 }
         };
-        slices.iter().map(one).sum()
+        slices.iter().map(work_of).sum()
     }
 
     /// Says what the effort left out, and what that saved.

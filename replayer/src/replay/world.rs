@@ -97,8 +97,8 @@ pub trait World: Send + Sync {
         &self,
         _step: &HeadStep<'_>,
         _all: &[&MicrobatchInputs],
-        _own: &MicrobatchInputs,
-        _of: &mut Vec<(Unit, f64)>,
+        _inputs: &MicrobatchInputs,
+        _denominators: &mut Vec<(Unit, f64)>,
     ) {
     }
 
@@ -154,7 +154,7 @@ pub trait World: Send + Sync {
     }
 
     /// Last: other values than the stage would have.
-    fn expected(&self, _of: &mut Expectation<'_>) {}
+    fn expected(&self, _expectation: &mut Expectation<'_>) {}
 
     /// More variance of an element of a gradient of k, where this world puts a value that the
     /// declared head has elsewhere or not at all: its roundings are not those that are allowed
@@ -238,18 +238,18 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().for_each(|world| world.inputs(step, inputs));
     }
 
-    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
-        self.iter().for_each(|world| world.policy_column(of, inputs, values));
+    fn policy_column(&self, role: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        self.iter().for_each(|world| world.policy_column(role, inputs, values));
     }
 
     fn denominators(
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        denominators: &mut Vec<(Unit, f64)>,
     ) {
-        self.iter().for_each(|world| world.denominators(step, all, own, of));
+        self.iter().for_each(|world| world.denominators(step, all, inputs, denominators));
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
@@ -260,8 +260,8 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().for_each(|world| world.upstream(inputs, g));
     }
 
-    fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
-        let [lse, label, smooth] = of;
+    fn cotangents(&self, tokens: &UnitTokens<'_>, cotangents: [&mut [f64]; 3]) {
+        let [lse, label, smooth] = cotangents;
         for world in self {
             world.cotangents(tokens, [&mut *lse, &mut *label, &mut *smooth]);
         }
@@ -295,8 +295,8 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().any(|world| world.has_nan())
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.iter().for_each(|world| world.expected(of));
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.iter().for_each(|world| world.expected(expectation));
     }
 
     fn noise(&self, at: At, row: usize, column: usize) -> f64 {
@@ -318,8 +318,8 @@ impl<W: World + ?Sized> World for Vec<&W> {
     fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
         let mut ties = Vec::new();
         for world in self {
-            let own = world.nll(inputs, read, nll);
-            ties = if own.is_empty() { ties } else { own };
+            let world_ties = world.nll(inputs, read, nll);
+            ties = if world_ties.is_empty() { ties } else { world_ties };
         }
         ties
     }

@@ -81,15 +81,15 @@ impl Executor<'_> {
         head: &HeadInputs<'_>,
         (number, member): (usize, &Member),
     ) -> Result<(Vec<f64>, Vec<f64>), StepError> {
-        let (of, tiles) = (&member.policy, self.plan.roundings.tiles);
-        let found = match &self.place {
+        let (policy, tiles) = (&member.policy, self.plan.roundings.tiles);
+        let pass = match &self.place {
             Place::Cluster(driver) => return driver.emulated_forward(slice, head, number),
             Place::Device(device) => {
-                device.policy_forward(of, head, (tiles, self.progress)).map_err(failed)?
+                device.policy_forward(policy, head, (tiles, self.progress)).map_err(failed)?
             }
-            Place::Here | Place::Cached(_) => policy::forward(of, head, tiles, self.progress),
+            Place::Here | Place::Cached(_) => policy::forward(policy, head, tiles, self.progress),
         };
-        Ok((found.lse, found.label_logits))
+        Ok((pass.lse, pass.label_logits))
     }
 
     /// Room for the products of a microbatch whose gradients this process recomputes, if it is

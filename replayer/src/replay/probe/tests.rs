@@ -165,11 +165,11 @@ fn gradients_with_bf16_terms_pass_where_that_is_declared_and_fail_where_it_is_no
     let (dq, dk) = head.coarse();
     for seed in 0..50 {
         let [of_dq, of_dk] = head.check(&dq, &dk, 8, seed, true);
-        for one in [of_dq, of_dk] {
-            assert_eq!(one.tally.excess(&one.bound), None, "seed {seed} {:?}", one.stage);
+        for probed in [of_dq, of_dk] {
+            assert_eq!(probed.tally.excess(&probed.bound), None, "seed {seed} {:?}", probed.stage);
             // The floor is the error that there is, within the spread of rounding.
-            let ratio = one.tally.error() / one.tally.expected();
-            assert!((0.3..1.5).contains(&ratio), "{:?}: {ratio}", one.stage);
+            let ratio = probed.tally.error() / probed.tally.expected();
+            assert!((0.3..1.5).contains(&ratio), "{:?}: {ratio}", probed.stage);
         }
         assert_eq!(head.found(&dq, &dk, 8, seed), [true, true], "seed {seed}");
     }
@@ -189,8 +189,8 @@ fn an_error_of_a_row_at_the_stated_limit_is_never_missed() {
         let size = error.iter().map(|x| x * x).sum::<f64>().sqrt();
         let wanted = limits[row] / theta(40).unwrap();
         let mut wrong = dk.clone();
-        let own = wrong[row * D..(row + 1) * D].iter_mut();
-        own.zip(&error).for_each(|(x, e)| *x += e * wanted / size);
+        let wrong_row = wrong[row * D..(row + 1) * D].iter_mut();
+        wrong_row.zip(&error).for_each(|(x, e)| *x += e * wanted / size);
         assert_eq!(head.found(&dq, &wrong, 40, seed), [false, true], "row {row}, seed {seed}");
         let mut single = dk.clone();
         single[row * D + 3] += limits[row];

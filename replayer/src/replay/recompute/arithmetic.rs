@@ -28,15 +28,15 @@ impl Replay<'_> {
         stage: Stage,
         member: Option<&Member>,
     ) -> Option<Vec<f64>> {
-        let mut found = Vec::new();
+        let mut gradient = Vec::new();
         self.with_problem(slice, unit, state, upstream, &mut |problem| {
-            found = match member {
+            gradient = match member {
                 None => self.exact_gradient(problem, stage),
                 Some(member) => self.emulated_gradient(problem, stage, member),
             };
         });
         let empty = slice.inputs.tokens() * slice.inputs.width() == 0;
-        (!found.is_empty() || empty).then_some(found)
+        (!gradient.is_empty() || empty).then_some(gradient)
     }
 
     fn exact_gradient(&self, problem: &Problem<'_>, stage: Stage) -> Vec<f64> {
@@ -86,9 +86,9 @@ impl Replay<'_> {
                 Stage::Dbias => (block.dbias, 1),
                 _ => return,
             };
-            let at = block.rows.start * width..block.rows.end * width;
-            match values.len() == at.len() {
-                true => of_k[at].copy_from_slice(values),
+            let span = block.rows.start * width..block.rows.end * width;
+            match values.len() == span.len() {
+                true => of_k[span].copy_from_slice(values),
                 false => told_apart = false,
             }
         };
@@ -132,17 +132,18 @@ impl Replay<'_> {
         let inputs = &slice.inputs;
         let head = inputs.head(self.plan.step).expect("log-probabilities were refused");
         let [g_lse, g_label, g_smooth] = self.judge.cotangents_of(inputs, state, upstream);
-        let of = |values: &[f64]| values[tokens.clone()].to_vec();
-        let (lse, a, b, c) = (of(&state.lse), of(&g_lse), of(&g_label), of(&g_smooth));
+        let select = |values: &[f64]| values[tokens.clone()].to_vec();
+        let (lse, a, b, c) =
+            (select(&state.lse), select(&g_lse), select(&g_label), select(&g_smooth));
         let cotangents = Cotangents { lse: &a, label: &b, smooth: &c };
         let part = span_of(&head, tokens.clone());
         let width = head.k.rows;
-        let mut found = vec![0.0; tokens.len() * width];
+        let mut values = vec![0.0; tokens.len() * width];
         let mut put =
             |rows: &Range<usize>, cols: &Range<usize>, logits: &[f64], dlogits: &[f64]| {
-                for (at, row) in rows.clone().enumerate() {
-                    let from = at * cols.len()..(at + 1) * cols.len();
-                    let to = &mut found[row * width + cols.start..row * width + cols.end];
+                for (index, row) in rows.clone().enumerate() {
+                    let from = index * cols.len()..(index + 1) * cols.len();
+                    let to = &mut values[row * width + cols.start..row * width + cols.end];
                     match stage {
                         Stage::Logits => to.copy_from_slice(&logits[from]),
                         Stage::Dlogits => to.copy_from_slice(&dlogits[from]),
@@ -170,6 +171,6 @@ impl Replay<'_> {
                 policy::plane(policy, &part, &lse, &cotangents, tiles, progress, take);
             }
         }
-        found
+        values
     }
 }

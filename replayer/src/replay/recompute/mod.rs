@@ -87,12 +87,12 @@ pub fn recompute(step: &HeadStep<'_>, asked: &Asked) -> Result<Recomputed, Recom
     let world = Before { stage, from_captured: asked.from_captured };
     // Captured logits are read where they are compared.
     let compared = BTreeSet::from([Stage::Logits]);
-    let mut found = None;
+    let mut recomputed = None;
     in_world(step, &compared, (&world, None), &mut |replay, slices| {
-        found = Some(replay.recomputed(slices, asked));
+        recomputed = Some(replay.recomputed(slices, asked));
         Ok(())
     })?;
-    found.expect("set where no error was returned")
+    recomputed.expect("set where no error was returned")
 }
 
 impl Replay<'_> {
@@ -118,9 +118,9 @@ impl Replay<'_> {
     fn member(&self, asked: &str) -> Result<Member, RecomputeError> {
         let all = members(&self.plan.roundings);
         let known: Vec<String> = all.iter().map(|one| format!("{:?}", one.name)).collect();
-        let found = all.into_iter().find(|one| one.name == asked);
+        let member = all.into_iter().find(|one| one.name == asked);
         let known = known.join(", ");
-        found.ok_or_else(|| RecomputeError::Policy { asked: asked.into(), known })
+        member.ok_or_else(|| RecomputeError::Policy { asked: asked.into(), known })
     }
 
     /// dk over the microbatches, of one rank or of all.
@@ -203,12 +203,12 @@ impl Replay<'_> {
             .filter(|_| matches!(stage, Stage::Lse | Stage::LabelLogits | Stage::Logprobs));
         if let Some((member, head)) = emulated {
             let (policy, tiles) = (&member.policy, self.plan.roundings.tiles);
-            let found =
+            let forward =
                 crate::kernels::policy::forward(policy, head, tiles, self.executor.progress());
             return Ok(Some(match stage {
-                Stage::Lse => found.lse,
-                Stage::LabelLogits => found.label_logits,
-                _ => found.label_logits.iter().zip(&found.lse).map(|(a, b)| a - b).collect(),
+                Stage::Lse => forward.lse,
+                Stage::LabelLogits => forward.label_logits,
+                _ => forward.label_logits.iter().zip(&forward.lse).map(|(a, b)| a - b).collect(),
             }));
         }
         Ok(match stage {
@@ -256,8 +256,8 @@ impl Replay<'_> {
         if let Some(why) = &slice.blocked {
             return Err(wrong(why.clone()));
         }
-        let found = slice.units.iter().find(|unit| unit.ranks.contains(&rank));
-        found.cloned().ok_or_else(|| {
+        let unit_of_rank = slice.units.iter().find(|unit| unit.ranks.contains(&rank));
+        unit_of_rank.cloned().ok_or_else(|| {
             let ranks: Vec<Rank> = slice.units.iter().flat_map(|unit| unit.ranks.clone()).collect();
             wrong(match ranks.is_empty() {
                 true => "dk was recorded whole, not as addends: leave rank= out".into(),
@@ -329,10 +329,10 @@ impl Replay<'_> {
 
     fn shaped(&self, slice: &Slice, asked: &Asked, values: Vec<f64>) -> Recomputed {
         let (inputs, stage) = (&slice.inputs, asked.stage);
-        let own = &self.plan.step.tensors[&inputs.rows_key].shape;
+        let rows_shape = &self.plan.step.tensors[&inputs.rows_key].shape;
         let leading = match inputs.scores {
-            Scores::Logprobs | Scores::Lost(_) => &own[..],
-            _ => &own[..own.len().saturating_sub(1)],
+            Scores::Logprobs | Scores::Lost(_) => &rows_shape[..],
+            _ => &rows_shape[..rows_shape.len().saturating_sub(1)],
         };
         if let (Some(tokens), true) = (&asked.tokens, (stage.kind() == Kind::Plane)) {
             let shape = vec![tokens.len() as u64, self.classes(inputs) as u64];
@@ -363,12 +363,13 @@ impl Replay<'_> {
 /// The microbatch that is meant.
 fn one<'s>(slices: &'s [Slice], asked: &Asked) -> Result<&'s Slice, RecomputeError> {
     let stage = asked.stage;
-    let held: Vec<String> = slices
+    let names: Vec<String> = slices
         .iter()
         .filter_map(|slice| slice.inputs.microbatch.map(|mb| mb.to_string()))
         .collect();
-    let held = if held.is_empty() { "none".into() } else { held.join(", ") };
-    let wrong = |asked: String, todo| RecomputeError::Microbatch { stage, asked, held, todo };
+    let recorded = if names.is_empty() { "none".into() } else { names.join(", ") };
+    let wrong =
+        |asked: String, todo| RecomputeError::Microbatch { stage, asked, held: recorded, todo };
     match asked.microbatch {
         None => match slices {
             [only] => Ok(only),
@@ -382,6 +383,6 @@ fn one<'s>(slices: &'s [Slice], asked: &Asked) -> Result<&'s Slice, RecomputeErr
 }
 
 fn transposed(values: &[f64], rows: usize, columns: usize) -> Vec<f64> {
-    let at = |i: usize| values[(i % rows) * columns + i / rows];
-    (0..rows * columns).map(at).collect()
+    let value = |i: usize| values[(i % rows) * columns + i / rows];
+    (0..rows * columns).map(value).collect()
 }

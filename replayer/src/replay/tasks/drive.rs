@@ -94,8 +94,8 @@ impl Driver<'_> {
         }
     }
 
-    fn fetch<T: Parcel>(&self, of: Handle) -> Result<T, StepError> {
-        let bytes = self.cluster.workers.fetch(of).map_err(|why| StepError::Task { why })?;
+    fn fetch<T: Parcel>(&self, handle: Handle) -> Result<T, StepError> {
+        let bytes = self.cluster.workers.fetch(handle).map_err(|why| StepError::Task { why })?;
         T::of_parcel(&bytes).map_err(|error| StepError::Task { why: error.to_string() })
     }
 
@@ -120,14 +120,14 @@ fn part(sources: &Sources, head: &HeadInputs<'_>, rows: &[usize], classes: Range
     let mut labels = Vec::new();
     let slab = vocabulary_slab(head, classes.clone(), &mut labels);
     let (valid, bias) = (slab.valid_vocab, slab.bias.map(<[f64]>::to_vec));
-    let of = |key: &Option<String>| {
+    let rows_of = |key: &Option<String>| {
         key.as_ref().map(|key| RowsOf::new(key.clone(), rows.iter().copied()))
     };
     let k = sources.k.as_ref().map(|key| RowsOf { key: key.clone(), runs: vec![classes.clone()] });
     Part {
-        q: of(&sources.q),
+        q: rows_of(&sources.q),
         k,
-        given: of(&sources.given),
+        given: rows_of(&sources.given),
         classes: classes.len(),
         valid,
         labels,
