@@ -51,16 +51,16 @@ pub(crate) fn cut() -> impl Strategy<Value = Cut> {
     (shape, splits, holders, dtype, any::<u64>())
         .prop_map(|(shape, splits, holders, dtype, seed)| {
             let mut boxes = vec![IndexBox::whole(&shape)];
-            for (which, dim, at) in splits {
+            for (which, dim, position) in splits {
                 if shape.is_empty() {
                     break;
                 }
                 let (which, dim) = (which % boxes.len(), dim % shape.len());
                 let (lo, hi) = boxes[which].0[dim];
-                let at = lo + at % (hi - lo + 1);
+                let middle = lo + position % (hi - lo + 1);
                 let mut rest = boxes[which].clone();
-                boxes[which].0[dim] = (lo, at);
-                rest.0[dim] = (at, hi);
+                boxes[which].0[dim] = (lo, middle);
+                rest.0[dim] = (middle, hi);
                 boxes.push(rest);
             }
             boxes.sort();
@@ -81,14 +81,14 @@ pub(crate) fn cut() -> impl Strategy<Value = Cut> {
 impl Cut {
     pub(crate) fn held(&self, name: &str) -> Vec<Held> {
         let width = self.dtype.width();
-        let one = |(place, rank, replica): &(IndexBox, u32, u32)| {
+        let held_shard = |(place, rank, replica): &(IndexBox, u32, u32)| {
             let bytes = naive_cut(&self.shape, &self.whole, place, width);
             let global = (self.dtype, self.shape.as_slice());
             let mut shard = held(&key(name), global, place.clone(), *rank, bytes);
             shard.record.replica = *replica;
             shard
         };
-        self.shards.iter().map(one).collect()
+        self.shards.iter().map(held_shard).collect()
     }
 }
 

@@ -165,8 +165,8 @@ impl Checked {
     /// Sets how each check ended from its findings.
     pub fn settle(&mut self) {
         for check in &mut self.checks {
-            let own = self.findings.iter().filter(|finding| finding.check == check.check);
-            check.status = match own.map(|finding| finding.severity).min() {
+            let findings = self.findings.iter().filter(|finding| finding.check == check.check);
+            check.status = match findings.map(|finding| finding.severity).min() {
                 Some(Severity::Fail) => Status::Fail,
                 Some(Severity::Warn) => Status::Warn,
                 _ if check.looked_at == 0 => Status::NotChecked,
@@ -198,20 +198,20 @@ fn run(checks: &[&Check], subjects: &[Subject<'_>]) -> Checked {
     // checks would report as faults: only `damage` looks at it.
     let whole = |one: &&Subject<'_>| one.dump.is_whole();
     let whole: Vec<Subject<'_>> = subjects.iter().filter(whole).copied().collect();
-    let one = |check: &&Check| {
-        let mut found = Found::new(check.name);
-        let of = if check.name == "damage" { subjects } else { &whole[..] };
-        (check.run)(of, &mut found);
-        found
+    let results_of = |check: &&Check| {
+        let mut results = Found::new(check.name);
+        let subjects_checked = if check.name == "damage" { subjects } else { &whole[..] };
+        (check.run)(subjects_checked, &mut results);
+        results
     };
-    let all: Vec<Found> = checks.par_iter().map(one).collect();
+    let all: Vec<Found> = checks.par_iter().map(results_of).collect();
     let mut checked = Checked::default();
-    for (check, found) in checks.iter().zip(all) {
+    for (check, results) in checks.iter().zip(all) {
         let Check { name, about, .. } = **check;
-        let (status, looked_at) = (Status::NotChecked, found.looked_at);
+        let (status, looked_at) = (Status::NotChecked, results.looked_at);
         checked.checks.push(CheckSummary { check: name, about, status, looked_at });
-        checked.findings.extend(found.findings);
-        let skipped = found.not_checked.into_iter();
+        checked.findings.extend(results.findings);
+        let skipped = results.not_checked.into_iter();
         checked.not_checked.extend(skipped.map(|item| CheckSkipped { check: name, item }));
     }
     // The sort is stable, so that each check's findings stay in their order.

@@ -40,15 +40,15 @@ pub(crate) fn group(dump: &StepDump, info: &TensorInfo) -> BTreeMap<Addend, Vec<
     };
     let by_mesh = !axes.is_empty() && records().all(same);
     let mut groups: BTreeMap<Addend, Vec<ShardRef>> = BTreeMap::new();
-    for at in &info.shards {
-        let record = dump.record(at);
+    for shard in &info.shards {
+        let record = dump.record(shard);
         let addend = if by_mesh {
             let coordinate = |axis: &&str| ((*axis).to_string(), record.mesh[*axis]);
             Addend::Mesh(axes.iter().map(coordinate).collect())
         } else {
             Addend::Rank(record.rank)
         };
-        groups.entry(addend).or_default().push(*at);
+        groups.entry(addend).or_default().push(*shard);
     }
     groups
 }

@@ -66,8 +66,8 @@ pub(crate) fn naive_cut(shape: &[u64], whole: &[u8], place: &IndexBox, width: us
             inside &= place.0[dim].0 <= index && index < place.0[dim].1;
         }
         if inside {
-            let at = flat as usize * width;
-            out.extend_from_slice(&whole[at..at + width]);
+            let offset = flat as usize * width;
+            out.extend_from_slice(&whole[offset..offset + width]);
         }
     }
     out

@@ -324,13 +324,15 @@ fn read_manifest<T>(
     };
     let manifest = match parse(&bytes) {
         Ok(manifest) => manifest,
-        Err(ManifestError::Newer(found)) => return Err(OpenError::Newer { path, found }),
+        Err(ManifestError::Newer(version)) => {
+            return Err(OpenError::Newer { path, found: version });
+        }
         Err(error) => return Ok(Err(format!("its manifest {} is damaged: {error}", named()))),
     };
-    let (found, lies) = (says(&manifest), (attempt, step.step));
-    if found != lies {
-        let of = |(attempt, step): (Attempt, Step)| format!("attempt {attempt} step {step}");
-        return Err(OpenError::Misplaced { path, says: of(found), lies: of(lies) });
+    let (says_here, lies) = (says(&manifest), (attempt, step.step));
+    if says_here != lies {
+        let words = |(attempt, step): (Attempt, Step)| format!("attempt {attempt} step {step}");
+        return Err(OpenError::Misplaced { path, says: words(says_here), lies: words(lies) });
     }
     Ok(Ok(manifest))
 }
@@ -374,11 +376,11 @@ pub(crate) fn name_ranks(ranks: &[Rank]) -> String {
     let mut devices: BTreeMap<Rank, usize> = BTreeMap::new();
     ranks.iter().for_each(|&rank| *devices.entry(rank).or_default() += 1);
     if devices.len() < ranks.len() {
-        let of = |(rank, count): (&Rank, &usize)| match count {
+        let name_of = |(rank, count): (&Rank, &usize)| match count {
             1 => format!("rank {rank}"),
             count => format!("{count} devices of rank {rank}"),
         };
-        return devices.iter().map(of).collect::<Vec<_>>().join(" and ");
+        return devices.iter().map(name_of).collect::<Vec<_>>().join(" and ");
     }
     let shown: Vec<String> = ranks.iter().take(SHOWN).map(Rank::to_string).collect();
     match ranks {

@@ -74,8 +74,8 @@ pub(super) fn index(
     for (file, (record, opened)) in manifest.files.iter().zip(files).enumerate() {
         for (index, shard) in record.shards.iter().enumerate() {
             if opened.believed(index) {
-                let held = gathered.entry(&shard.key).or_default();
-                held.push((shard, ShardRef { file, index }));
+                let shards_of_key = gathered.entry(&shard.key).or_default();
+                shards_of_key.push((shard, ShardRef { file, index }));
             }
         }
     }
@@ -132,12 +132,12 @@ fn most<'a, T: PartialEq>(
     let mut versions: Vec<(T, usize, Vec<Rank>)> = Vec::new();
     for (shard, _) in shards {
         let value = read(shard);
-        let at = versions.iter().position(|(known, ..)| *known == value);
-        let at = at.unwrap_or_else(|| {
+        let index = versions.iter().position(|(known, ..)| *known == value);
+        let index = index.unwrap_or_else(|| {
             versions.push((value, 0, Vec::new()));
             versions.len() - 1
         });
-        let (_, count, ranks) = &mut versions[at];
+        let (_, count, ranks) = &mut versions[index];
         *count += 1;
         if ranks.last() != Some(&shard.rank) {
             ranks.push(shard.rank);

@@ -26,8 +26,8 @@ pub(super) fn findings(
     contents: &Contents,
 ) -> Vec<VerifyFinding> {
     let mut by_box: BTreeMap<&IndexBox, Vec<ShardRef>> = BTreeMap::new();
-    for at in shards {
-        by_box.entry(&dump.record(at).place).or_default().push(*at);
+    for shard in shards {
+        by_box.entry(&dump.record(shard).place).or_default().push(*shard);
     }
     let mut all_findings = Vec::new();
     for (place, replicas) in &by_box {
@@ -147,13 +147,13 @@ fn overlapping_pairs(boxes: &[&IndexBox]) -> Vec<(usize, usize)> {
     };
     let mut order: Vec<usize> = (0..boxes.len()).collect();
     order.sort_by_key(|&i| boxes[i].0[along].0);
-    let (mut open, mut found) = (Vec::<usize>::new(), Vec::new());
+    let (mut open, mut pairs) = (Vec::<usize>::new(), Vec::new());
     for i in order {
         open.retain(|&j| boxes[j].0[along].1 > boxes[i].0[along].0);
         let sharing = open.iter().filter(|&&j| intersect(boxes[i], boxes[j]));
-        found.extend(sharing.map(|&j| (i.min(j), i.max(j))));
+        pairs.extend(sharing.map(|&j| (i.min(j), i.max(j))));
         open.push(i);
     }
-    found.sort_unstable();
-    found
+    pairs.sort_unstable();
+    pairs
 }

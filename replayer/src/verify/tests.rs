@@ -22,16 +22,16 @@ fn check(dumped: &Dumped) -> Verification {
 
 /// The kinds of the faults, each once.
 fn faults(verification: &Verification) -> Vec<FindingKind> {
-    let found = verification.findings.iter();
+    let findings = verification.findings.iter();
     let mut kinds: Vec<_> =
-        found.filter(|f| f.severity == Severity::Fault).map(|f| f.kind).collect();
+        findings.filter(|f| f.severity == Severity::Fault).map(|f| f.kind).collect();
     kinds.dedup();
     kinds
 }
 
 fn sentences(verification: &Verification, kind: FindingKind) -> Vec<&str> {
-    let found = verification.findings.iter().filter(|f| f.kind == kind);
-    found.map(|f| f.sentence.as_str()).collect()
+    let findings = verification.findings.iter().filter(|f| f.kind == kind);
+    findings.map(|f| f.sentence.as_str()).collect()
 }
 
 /// q of 8 rows by 3 on 4 ranks, two rows each.
@@ -43,13 +43,13 @@ fn four_slabs() -> Vec<Held> {
 fn replicas(ranks: u32) -> Vec<Held> {
     let whole = noise(5, 96);
     let place = || IndexBox::whole(&[8, 3]);
-    let one = |rank| {
+    let replica = |rank| {
         let global = (Dtype::F32, &[8, 3][..]);
         let mut shard = held(&key("k"), global, place(), rank, whole.clone());
         shard.record.replica = rank;
         shard
     };
-    (0..ranks).map(one).collect()
+    (0..ranks).map(replica).collect()
 }
 
 /// Gives a shard other bytes, as if the rank had held them.
@@ -124,18 +124,19 @@ fn a_flip_of_any_byte_of_a_shard_file_is_found_and_its_file_named() {
     let start = dumped.data_start(1);
     let text = clean[..start].iter().rposition(|b| *b == b'}').unwrap() + 2;
     let padding = (text..start).step_by(61);
-    for at in (0..text).chain(padding).chain(start..clean.len()) {
+    for offset in (0..text).chain(padding).chain(start..clean.len()) {
         let mut bytes = clean.clone();
-        bytes[at] ^= 1 << (at % 8);
+        bytes[offset] ^= 1 << (offset % 8);
         std::fs::write(&path, &bytes).unwrap();
         let verification = check(&dumped);
-        let kind = [FindingKind::DamagedFile, FindingKind::BytesAltered][usize::from(at >= start)];
+        let kind =
+            [FindingKind::DamagedFile, FindingKind::BytesAltered][usize::from(offset >= start)];
         let finding = verification.findings.iter().find(|f| f.kind == kind);
-        let finding = finding.unwrap_or_else(|| panic!("byte {at}: nothing found"));
+        let finding = finding.unwrap_or_else(|| panic!("byte {offset}: nothing found"));
         assert_eq!((finding.path.as_ref(), &finding.ranks[..]), (Some(&path), &[Rank(1)][..]));
         // Shards whose bytes match their hash can be read although the header is damaged.
         let usable = verification.unusable(&key("q")).is_none();
-        assert_eq!(usable, at < start, "byte {at}");
+        assert_eq!(usable, offset < start, "byte {offset}");
     }
 }
 
@@ -144,14 +145,14 @@ fn a_flip_of_any_byte_of_the_manifest_is_found() {
     let dumped = commit(replicas(1), 1);
     let path = dumped.step.manifest();
     let clean = std::fs::read(&path).unwrap();
-    for at in 0..clean.len() {
+    for offset in 0..clean.len() {
         let mut bytes = clean.clone();
-        bytes[at] ^= 1 << (at % 8);
+        bytes[offset] ^= 1 << (offset % 8);
         std::fs::write(&path, &bytes).unwrap();
         match open(&dumped.run, &Selection::default()) {
-            Ok(dump) => assert!(!verify(&dump, &|_| ()).intact(), "byte {at}: nothing found"),
+            Ok(dump) => assert!(!verify(&dump, &|_| ()).intact(), "byte {offset}: nothing found"),
             Err(OpenError::Newer { .. }) => {}
-            Err(error) => panic!("byte {at}: {error}"),
+            Err(error) => panic!("byte {offset}: {error}"),
         }
     }
 }
