@@ -94,8 +94,8 @@ impl Chart {
         };
         let filled: Vec<_> = bands.clone().into_par_iter().map(of_band).collect();
         for (band, cells) in bands.zip(filled) {
-            let at = band * self.size.1;
-            self.cells[at..].iter_mut().zip(&cells).for_each(|(to, from)| put(to, from));
+            let start = band * self.size.1;
+            self.cells[start..].iter_mut().zip(&cells).for_each(|(to, from)| put(to, from));
         }
     }
 
@@ -123,9 +123,9 @@ impl Chart {
 
     /// Adds the chart of another comparison of the same shape; its cells are marked as those of
     /// comparison `of`.
-    pub fn merge(&mut self, other: &Chart, of: u32) {
+    pub fn merge(&mut self, other: &Chart, source: u32) {
         for (to, from) in self.cells.iter_mut().zip(&other.cells) {
-            put(to, &from.clone().map(|cell| Cell { of, ..cell }));
+            put(to, &from.clone().map(|cell| Cell { of: source, ..cell }));
         }
     }
 
@@ -149,8 +149,8 @@ impl Chart {
             cells: vec![None; half.0 * half.1],
             ..*self
         };
-        for (at, cell) in self.cells.iter().enumerate() {
-            let (row, column) = (at / self.size.1, at % self.size.1);
+        for (index, cell) in self.cells.iter().enumerate() {
+            let (row, column) = (index / self.size.1, index % self.size.1);
             put(&mut chart.cells[row / 2 * half.1 + column / 2], cell);
         }
         chart
@@ -208,10 +208,10 @@ mod tests {
         part: Range<usize>,
         index: &'a (dyn Fn(usize) -> u64 + Sync),
     ) -> Rows<'a> {
-        let at = part.start * COLUMNS..part.end * COLUMNS;
-        let values = Values::F64(&captured[at.clone()]);
+        let span = part.start * COLUMNS..part.end * COLUMNS;
+        let values = Values::F64(&captured[span.clone()]);
         let captured = Matrix { rows: part.len(), cols: COLUMNS, values };
-        Rows { captured, reference: &reference[at], index, repeats: &once }
+        Rows { captured, reference: &reference[span], index, repeats: &once }
     }
 
     fn allowed(_: usize, _: usize, _: f64) -> Allowed {
@@ -247,10 +247,10 @@ mod tests {
         assert_eq!(sum(|cell| cell.elements), tally.elements);
         assert_eq!(sum(|cell| cell.exceeding), tally.exceeding);
         // Every block names an element of its own.
-        for (at, cell) in chart.cells.iter().enumerate() {
+        for (index, cell) in chart.cells.iter().enumerate() {
             let (row, column) = cell.as_ref().unwrap().worst.index;
             let place = (row as usize / chart.block.0, column as usize / chart.block.1);
-            assert_eq!(place, (at / chart.size.1, at % chart.size.1));
+            assert_eq!(place, (index / chart.size.1, index % chart.size.1));
         }
     }
 
@@ -299,10 +299,10 @@ mod tests {
 
     #[test]
     fn merging_says_whose_the_worst_element_is() {
-        let one = values();
+        let values_of_one = values();
         let mut two = values();
         two.0[7] += 3.0;
-        let (a, b) = (whole(&one), whole(&two));
+        let (a, b) = (whole(&values_of_one), whole(&two));
         let mut both = a.clone();
         both.merge(&b, 1);
         assert_eq!((both.worst().unwrap().worst.index, both.worst().unwrap().of), ((0, 7), 1));

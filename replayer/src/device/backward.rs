@@ -241,7 +241,7 @@ impl<'a, M: Machine> Slab<'a, M> {
         asked: [bool; SUMS],
     ) -> Result<Self, DeviceError> {
         let (rows, tokens) = (inputs.k.rows, inputs.q.rows);
-        let held = OnDevice::backward(machine, inputs, upstream)?;
+        let buffers = OnDevice::backward(machine, inputs, upstream)?;
         let sums = Sums::zeros(machine, rows * inputs.q.cols, asked)?;
         let [mut biases, mut labels] = [(); 2].map(|()| [(); 3].map(|()| Room::default()));
         for (room, values) in biases.iter_mut().map(|room| (room, rows)) {
@@ -250,7 +250,7 @@ impl<'a, M: Machine> Slab<'a, M> {
         for (room, values) in labels.iter_mut().map(|room| (room, tokens)) {
             room.of(machine, values)?;
         }
-        Ok(Slab { inputs, noise: upstream.noise, held, sums, biases, labels })
+        Ok(Slab { inputs, noise: upstream.noise, held: buffers, sums, biases, labels })
     }
 
     /// Its sums of k's rows: `[rows, D]`, then those of the bias, `[rows]`.
@@ -351,11 +351,11 @@ impl<M: Machine> Tile<M> {
         depth: usize,
     ) -> Result<(), DeviceError> {
         let (height, width) = (query.rows.len(), key.rows.len());
-        let of = |side: &Panel<M>| {
+        let addresses = |side: &Panel<M>| {
             let Panel { values, squared, magnitudes, .. } = side;
             [values, squared, squared, magnitudes, values].map(|room| room.address(machine))
         };
-        let (queries, keys) = (of(query), of(key));
+        let (queries, keys) = (addresses(query), addresses(key));
         for (sum, terms) in self.terms.iter().enumerate() {
             let (Some(dq), Some(dk)) = (to_dq[sum], to_dk[sum]) else { continue };
             let product = Product {

@@ -313,10 +313,10 @@ impl Launches for Cuda {
         launch: Launch,
         arguments: &[Passed],
     ) -> Result<(), DeviceError> {
-        let of = |[x, y, z]: [u32; 3]| (x, y, z);
+        let dimensions = |[x, y, z]: [u32; 3]| (x, y, z);
         let config = LaunchConfig {
-            grid_dim: of(launch.grid),
-            block_dim: of(launch.block),
+            grid_dim: dimensions(launch.grid),
+            block_dim: dimensions(launch.block),
             shared_mem_bytes: launch.shared,
         };
         let mut builder = self.stream.launch_builder(kernel);

@@ -206,9 +206,9 @@ impl<M: Launches> Device for M {
         &'a self,
         inputs: &HeadInputs,
         upstream: Upstream,
-        of: (PlaneStage, &dyn Progress),
+        stage_and_progress: (PlaneStage, &dyn Progress),
     ) -> Result<Box<dyn KeptPlane + 'a>, DeviceError> {
-        Ok(Box::new(plane::plane(self, inputs, upstream, of)?))
+        Ok(Box::new(plane::plane(self, inputs, upstream, stage_and_progress)?))
     }
 
     fn policy_forward(

@@ -127,9 +127,9 @@ mod on_it {
         };
         Cuda::count().unwrap();
         use_it(0);
-        let own = CudaContext::new(1).unwrap();
-        assert_eq!(current(), own.cu_ctx() as usize);
-        use_it(own.cu_ctx() as usize);
+        let own_context = CudaContext::new(1).unwrap();
+        assert_eq!(current(), own_context.cu_ctx() as usize);
+        use_it(own_context.cu_ctx() as usize);
         // SAFETY: none is current from here on.
         unsafe { result::ctx::set_current(std::ptr::null_mut()) }.unwrap();
     }
@@ -219,12 +219,12 @@ mod on_it {
             let mut walk = device.backward(&inputs, inputs.k.rows, &NOISE)?;
             let sums = walk.slab(&inputs, upstream, tiles(), &mut dq)?;
             walk.finish(&mut dq)?;
-            let of = super::super::tests::flat(&dq, sums, &inputs, &NOISE);
-            Ok((of, forward.sum, policy.lse))
+            let values = super::super::tests::flat(&dq, sums, &inputs, &NOISE);
+            Ok((values, forward.sum, policy.lse))
         };
         let bits = |(of, sums, lse): (super::super::tests::Named, Vec<f64>, Vec<f64>)| {
-            let of = of.into_iter().map(|(_, values)| values).chain([sums, lse]);
-            of.flatten().map(f64::to_bits).collect::<Vec<_>>()
+            let all_values = of.into_iter().map(|(_, values)| values).chain([sums, lse]);
+            all_values.flatten().map(f64::to_bits).collect::<Vec<_>>()
         };
         let right = bits(all().unwrap());
         let mut tried = 0;

@@ -114,6 +114,6 @@ fn why_none(step: u64, refused: Option<&str>) -> String {
 }
 
 pub(crate) fn unfit(tensor: &Tensor, wanted: &str) -> StepError {
-    let found = format!("{} {:?}", tensor.dtype, tensor.shape);
-    StepError::Unfit { key: tensor.key.clone(), found, wanted: wanted.into() }
+    let dtype_and_shape = format!("{} {:?}", tensor.dtype, tensor.shape);
+    StepError::Unfit { key: tensor.key.clone(), found: dtype_and_shape, wanted: wanted.into() }
 }

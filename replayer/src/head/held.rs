@@ -51,10 +51,10 @@ impl Assembled {
         }
         // Without the lock: assembling takes long, and doing it twice does no harm.
         let made = make()?;
-        let mut held = self.held();
-        if held.bytes + made.bytes().len() <= MOST {
-            held.bytes += made.bytes().len();
-            held.tensors.insert(which, made.clone());
+        let mut cache = self.held();
+        if cache.bytes + made.bytes().len() <= MOST {
+            cache.bytes += made.bytes().len();
+            cache.tensors.insert(which, made.clone());
         }
         Ok(made)
     }

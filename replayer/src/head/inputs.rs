@@ -268,16 +268,16 @@ impl HeadStep<'_> {
     }
 
     /// The labels of a microbatch as they were recorded, before the head shifts them, `[T]`.
-    pub(crate) fn recorded_labels(&self, of: &MicrobatchInputs) -> Option<Vec<u32>> {
-        let key = self.held(Role::Labels, of.microbatch)?;
-        let (labels, ..) = self.labels(key, of.tokens(), of.valid_vocab).ok()?;
+    pub(crate) fn recorded_labels(&self, inputs: &MicrobatchInputs) -> Option<Vec<u32>> {
+        let key = self.held(Role::Labels, inputs.microbatch)?;
+        let (labels, ..) = self.labels(key, inputs.tokens(), inputs.valid_vocab).ok()?;
         Some(labels)
     }
 
     /// The weights of a microbatch as they were recorded, `[T]`: 1 where there are none.
-    pub(crate) fn recorded_weights(&self, of: &MicrobatchInputs) -> Option<Vec<f64>> {
-        let weights = self.optional(Role::Weights, of.microbatch, of.tokens()).ok()?;
-        Some(weights.unwrap_or_else(|| vec![1.0; of.tokens()]))
+    pub(crate) fn recorded_weights(&self, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
+        let weights = self.optional(Role::Weights, inputs.microbatch, inputs.tokens()).ok()?;
+        Some(weights.unwrap_or_else(|| vec![1.0; inputs.tokens()]))
     }
 
     /// The tensor of a role in the microbatch, or the one that all microbatches share.
@@ -407,9 +407,9 @@ impl HeadStep<'_> {
         }
         let key = self.held(Role::Advantages, mb);
         let key = key.ok_or_else(|| self.missing(Role::Advantages, mb))?;
-        let held: u64 = self.tensors[key].shape.iter().product();
+        let count: u64 = self.tensors[key].shape.iter().product();
         let sequences = tokens / inputs.sequence.max(1);
-        if held == sequences as u64 && held != tokens as u64 {
+        if count == sequences as u64 && count != tokens as u64 {
             let each = self.optional(Role::Advantages, mb, sequences)?.unwrap_or_default();
             return Ok((0..tokens).map(|t| each[t / inputs.sequence]).collect());
         }
@@ -424,10 +424,10 @@ impl HeadStep<'_> {
 
 /// The matrix that is read in place of `own`, if any, and whether the gradient is multiplied with
 /// it too.
-fn read<'t>(misread: &'t Option<(Tensor, bool)>, own: Matrix<'t>) -> (Matrix<'t>, bool) {
+fn read<'t>(misread: &'t Option<(Tensor, bool)>, recorded: Matrix<'t>) -> (Matrix<'t>, bool) {
     match misread {
-        Some((tensor, product)) => (matrix(tensor).unwrap_or(own), *product),
-        None => (own, true),
+        Some((tensor, product)) => (matrix(tensor).unwrap_or(recorded), *product),
+        None => (recorded, true),
     }
 }
 

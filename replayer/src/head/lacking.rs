@@ -103,17 +103,18 @@ impl HeadStep<'_> {
             let why = format!("microbatch {microbatch} was recorded without {scores}");
             lacking.microbatches.push(self.unselected(scores, Some(*microbatch), why));
         }
-        let (declared, held) = (self.options.declared.microbatches as usize, &self.microbatches);
-        if declared > held.len() + absent.len() {
+        let (declared, recorded) =
+            (self.options.declared.microbatches as usize, &self.microbatches);
+        if declared > recorded.len() + absent.len() {
             let why = format!(
                 "the head declares microbatches={declared}, the dump holds {} ({}): record every microbatch",
-                held.len() + absent.len(),
-                named(held)
+                recorded.len() + absent.len(),
+                named(recorded)
             );
-            let first = (0..).map(Microbatch).find(|mb| !held.contains(&Some(*mb)));
+            let first = (0..).map(Microbatch).find(|mb| !recorded.contains(&Some(*mb)));
             lacking.microbatches.push(self.unselected(scores, first, why));
         }
-        for &microbatch in held {
+        for &microbatch in recorded {
             for role in self.inputs_read() {
                 let lost = self.lost(role, microbatch).zip(Stage::of_role(role));
                 let input = |((key, why), stage)| LostInput { stage, microbatch, key, why };

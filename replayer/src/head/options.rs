@@ -394,7 +394,7 @@ mod tests {
     #[test]
     fn every_contradiction_names_both_options() {
         let grpo = || HeadDeclaration { loss: Loss::Grpo, ..head() };
-        for (head, one, other) in [
+        for (head, first, other) in [
             (
                 HeadDeclaration { temperature: 0.7, logit_scale: 2.0, ..head() },
                 "temperature=0.7",
@@ -438,20 +438,20 @@ mod tests {
             ),
         ] {
             let text = HeadOptions::new(&head).unwrap_err().to_string();
-            assert!(text.contains(one) && text.contains(other), "{text}");
+            assert!(text.contains(first) && text.contains(other), "{text}");
         }
     }
 
     #[test]
     fn megatrons_smoothing_is_the_uniform_one_with_a_larger_share() {
-        let of = |formula| HeadDeclaration {
+        let smoothed = |formula| HeadDeclaration {
             label_smoothing: 0.1,
             smoothing_formula: formula,
             ..head()
         };
         let share = |head: &HeadDeclaration| HeadOptions::new(head).unwrap().smoothing(5);
-        assert_eq!(share(&of(SmoothingFormula::Uniform)), 0.1);
-        assert!((share(&of(SmoothingFormula::Megatron)) - 0.125).abs() < 1e-15);
+        assert_eq!(share(&smoothed(SmoothingFormula::Uniform)), 0.1);
+        assert!((share(&smoothed(SmoothingFormula::Megatron)) - 0.125).abs() < 1e-15);
     }
 
     #[test]

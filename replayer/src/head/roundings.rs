@@ -118,8 +118,8 @@ impl Roundings {
             narrowed: false,
             declared: false,
         };
-        if let Some(own) = &options.declared.policy {
-            let (policy, tiles) = policy_of(own, roundings.narrowest)?;
+        if let Some(declared) = &options.declared.policy {
+            let (policy, tiles) = policy_of(declared, roundings.narrowest)?;
             (roundings.widest, roundings.narrowest) = (policy, policy);
             (roundings.tiles, roundings.declared) = (tiles, true);
         }

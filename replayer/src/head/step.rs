@@ -175,7 +175,7 @@ impl<'a> HeadStep<'a> {
     /// The tensor of a role in a microbatch; the one captured before the reduction over ranks is
     /// preferred.
     pub fn find(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
-        let at = |microbatch: Option<Microbatch>| {
+        let key_at = |microbatch: Option<Microbatch>| {
             let is_wanted = |(key, info): &(&TensorKey, &TensorInfo)| {
                 info.role == Some(role) && key.microbatch == microbatch
             };
@@ -187,7 +187,7 @@ impl<'a> HeadStep<'a> {
         let of_step = role == Role::Loss && self.options.reduction != LossReduction::None;
         let sums = of_step || matches!(role, Role::Dk | Role::DkLse | Role::DkLabel);
         let only = microbatch.is_some() && self.microbatches == [microbatch] && !sums;
-        at(microbatch).or_else(|| at(None).filter(|_| only))
+        key_at(microbatch).or_else(|| key_at(None).filter(|_| only))
     }
 
     /// The tensor of a role without a microbatch, captured after (`reduced`) or before the

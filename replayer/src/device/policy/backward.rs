@@ -26,15 +26,15 @@ pub(in crate::device) fn backward<M: Machine>(
     policy: &Policy,
     inputs: &HeadInputs,
     (lse, cotangents): (&[f64], &Cotangents<f64>),
-    (own, progress): (Tiles, &dyn Progress),
+    (own_tiles, progress): (Tiles, &dyn Progress),
     on_dk: &mut dyn FnMut(DkParts),
 ) -> Result<DqParts, DeviceError> {
     if !policy.is_fast() {
-        return Ok(policy::backward(policy, inputs, lse, cotangents, own, progress, on_dk));
+        return Ok(policy::backward(policy, inputs, lse, cotangents, own_tiles, progress, on_dk));
     }
     policy::check_backward(inputs, lse, cotangents);
     let narrow = Narrow::new(lse, cotangents);
-    let tiles = tiles(machine, (policy, inputs), own)?;
+    let tiles = tiles(machine, (policy, inputs), own_tiles)?;
     let elements = inputs.q.rows * inputs.q.cols;
     let fits = elements * size_of::<f32>() <= machine.free()? / SHARE;
     let there = There {
@@ -181,16 +181,16 @@ impl Sum {
     fn join<M: Machine>(
         &self,
         machine: &M,
-        own: &mut Room<M>,
+        room_of_part: &mut Room<M>,
         adds: bool,
         add: impl FnOnce(u64, bool) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let Some((part, total)) = self.rounding else { return add(self.target, adds) };
-        let own = own.of(machine, halves(self.elements))?;
-        add(own, false)?;
+        let part_address = room_of_part.of(machine, halves(self.elements))?;
+        add(part_address, false)?;
         let joined = Joined {
             threads: self.elements as i64,
-            own,
+            own: part_address,
             target: self.target,
             part: format(part),
             total: format(total),
@@ -215,11 +215,11 @@ impl<M: Machine> Queries<M> {
         chunk: usize,
         span: Range<usize>,
     ) -> Result<&Operands<M>, DeviceError> {
-        let at = if self.all { chunk } else { 0 };
-        if self.held.len() <= at {
+        let index = if self.all { chunk } else { 0 };
+        if self.held.len() <= index {
             self.held.push(Operands::default());
         }
-        let query = &mut self.held[at];
+        let query = &mut self.held[index];
         if query.rows != span {
             query.load(head.machine, head.policy, (&head.inputs.q, span), true)?;
         }

@@ -94,9 +94,9 @@ fn slab_after_slab_gives_what_one_machine_gives() {
         walk.finish(&mut dq).unwrap();
         dq
     };
-    let (three, one) = (walked(&hosts(3)), walked(&Host::new()));
+    let (three, single) = (walked(&hosts(3)), walked(&Host::new()));
     // A token's sums are over the vocabulary alone: nobody else has a part in them.
-    assert_eq!((three.dq_lse, three.dq_label), (one.dq_lse, one.dq_label));
+    assert_eq!((three.dq_lse, three.dq_label), (single.dq_lse, single.dq_label));
 }
 
 #[test]

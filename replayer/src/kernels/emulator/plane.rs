@@ -129,10 +129,13 @@ impl<'a> Elements<'a> {
         rows.enumerate().for_each(|(index, (row, token, label_g))| {
             let label = self.inputs.label(token).filter(|label| cols.contains(label));
             let label = label.map(|label| label - cols.start);
-            let at = |values: &[f64]| self.register.round64(values[index]);
-            let (lse, of) = (at(upstream.lse), upstream.cotangents);
-            let cotangents =
-                TokenCotangents { lse: at(of.lse), label: at(of.label), smooth: at(of.smooth) };
+            let value = |values: &[f64]| self.register.round64(values[index]);
+            let (lse, declared) = (value(upstream.lse), upstream.cotangents);
+            let cotangents = TokenCotangents {
+                lse: value(declared.lse),
+                label: value(declared.label),
+                smooth: value(declared.smooth),
+            };
             if let Some(col) = label {
                 *label_g = self.one(cotangents.label * self.slope(row[col]));
             }
@@ -175,10 +178,16 @@ pub(in crate::kernels) fn plane(
             let keys = transposed(&elements.panel(&inputs.k, cols.clone()), inputs.k.cols);
             out.logits.clear();
             out.logits.resize(span.len() * cols.len(), 0.0);
-            let at = (span.clone(), cols.clone());
-            elements.logits(&q, &keys, at.clone(), &mut out.logits);
+            let place = (span.clone(), cols.clone());
+            elements.logits(&q, &keys, place.clone(), &mut out.logits);
             out.dlogits.clone_from(&out.logits);
-            elements.dlogits(true, &mut out.dlogits, at, upstream.of(span.clone()), &mut label_g);
+            elements.dlogits(
+                true,
+                &mut out.dlogits,
+                place,
+                upstream.of(span.clone()),
+                &mut label_g,
+            );
             progress.advance((span.len() * cols.len() * inputs.q.cols) as u64);
             out.emit(span.clone(), cols, on_tile);
         }
