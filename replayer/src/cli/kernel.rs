@@ -39,8 +39,8 @@ impl FromStr for AskedKernel {
         });
         let (stage, file, entry) =
             parts.ok_or("it is STAGE=FILE:ENTRY, as in dk=my_kernel.cu:dk_kernel")?;
-        let found = STAGES.into_iter().find(|of| of.name() == stage);
-        let stage = found.ok_or_else(|| {
+        let known_stage = STAGES.into_iter().find(|of| of.name() == stage);
+        let stage = known_stage.ok_or_else(|| {
             let known: Vec<_> = STAGES.iter().map(|stage| stage.name()).collect();
             format!("{stage:?} is no stage that a kernel may give: known are {}", known.join(", "))
         })?;

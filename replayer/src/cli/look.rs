@@ -76,10 +76,10 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), Comma
     let mut wanted = Vec::new();
     for name in &arguments.names {
         // Weights have no microbatch, and are asked for beside what has one.
-        let found = dump.find(name, asked.microbatch, asked.when);
-        let key = match (found, asked.microbatch) {
+        let in_dump = dump.find(name, asked.microbatch, asked.when);
+        let key = match (in_dump, asked.microbatch) {
             (Err(dump::FindError::Absent { .. }), Some(_)) => dump.find(name, None, asked.when)?,
-            (found, _) => found?,
+            (key, _) => key?,
         };
         wanted.push(Wanted { key, rank: asked.rank.map(Rank), name: name.clone() });
     }
@@ -131,8 +131,8 @@ fn parse(text: &str, shape: &[u64]) -> Result<IndexBox, CommandError> {
         let range = match word.split_once(':') {
             Some((lo, hi)) => (number(lo, 0)?, number(hi, size)?),
             None => {
-                let at = number(word, 0)?;
-                (at, at.saturating_add(1))
+                let index = number(word, 0)?;
+                (index, index.saturating_add(1))
             }
         };
         ranges.push(range);

@@ -84,8 +84,8 @@ pub fn trajectory_report(
         place.bring_scalars(attempt)?;
     }
     let holds = |attempt: &&AttemptDir| attempt.path.join(scalars::DIRECTORY).is_dir();
-    let held: Vec<&AttemptDir> = attempts.iter().filter(holds).collect();
-    let attempt = match held.as_slice() {
+    let attempts_with_scalars: Vec<&AttemptDir> = attempts.iter().filter(holds).collect();
+    let attempt = match attempts_with_scalars.as_slice() {
         [one] => *one,
         [] => return Err(ReadError::None { path: place.given(&run) }.into()),
         several => {

@@ -90,13 +90,13 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     };
     let mut drawn: Vec<RankDrawn> = (0..world).map(drawn_rank).collect();
     for file in &dump.manifest.files {
-        let Some(of) = drawn.get_mut(file.rank.0 as usize) else { continue };
-        of.held = Held::Recorded;
+        let Some(rank) = drawn.get_mut(file.rank.0 as usize) else { continue };
+        rank.held = Held::Recorded;
         for shard in &file.shards {
-            of.shards += 1;
-            of.bytes += shard.length;
-            if of.host.is_empty() {
-                of.host = shard.host.to_string();
+            rank.shards += 1;
+            rank.bytes += shard.length;
+            if rank.host.is_empty() {
+                rank.host = shard.host.to_string();
             }
         }
     }
@@ -104,8 +104,8 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     for finding in proof.findings.iter().filter(|of| of.severity == Severity::Fault) {
         let Some(kind) = kind(finding.kind) else { continue };
         for rank in &finding.ranks {
-            if let Some(of) = drawn.get_mut(rank.0 as usize) {
-                of.faults[kind] += 1;
+            if let Some(drawn_rank) = drawn.get_mut(rank.0 as usize) {
+                drawn_rank.faults[kind] += 1;
             }
         }
     }

@@ -11,10 +11,10 @@ const INDENT: &str = "             ";
 const BUCKETS: usize = 5;
 
 /// Writes the measures in three lines, each of which may wrap.
-pub(super) fn render(out: &mut String, found: &ComparisonReport) {
-    wrap(out, INDENT, &sizes(&found.measures, found.elements));
-    wrap(out, INDENT, &ulps(&found.measures));
-    wrap(out, INDENT, &scores(&found.scores));
+pub(super) fn render(out: &mut String, comparison: &ComparisonReport) {
+    wrap(out, INDENT, &sizes(&comparison.measures, comparison.elements));
+    wrap(out, INDENT, &ulps(&comparison.measures));
+    wrap(out, INDENT, &scores(&comparison.scores));
 }
 
 /// Writes the line that gradient checks of cross-entropy kernels print; for heads that start from
@@ -54,8 +54,8 @@ pub(super) fn sizes(summary: &Summary, elements: u64) -> String {
     if let Some(index) = summary.max_rel_index {
         text += &format!(" at {}", at(index));
     }
-    let (differ, of) = (count(summary.mismatches), count(elements));
-    text += &format!(", cosine {:.9}; {differ} of {of} elements differ", summary.cosine);
+    let (differ, all) = (count(summary.mismatches), count(elements));
+    text += &format!(", cosine {:.9}; {differ} of {all} elements differ", summary.cosine);
     if let Some(first) = summary.first_mismatch {
         let (x, y) = (short(first.captured), short(first.reference));
         text += &format!(", the first at {}: {x} for {y}", at(first.index));

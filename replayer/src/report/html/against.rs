@@ -68,43 +68,43 @@ impl Page<'_> {
     }
 }
 
-fn pair(found: &Difference) -> Pair {
-    let (index, ours, theirs) = match found.worst {
+fn pair(difference: &Difference) -> Pair {
+    let (index, ours, theirs) = match difference.worst {
         Some((at, x, y)) => (format!("[{}, {}]", at.0, at.1), short(x), short(y)),
-        None if found.difference == 0.0 => {
+        None if difference.difference == 0.0 => {
             ("equal bit for bit".into(), String::new(), String::new())
         }
         None => Default::default(),
     };
-    let status = match found.status {
+    let status = match difference.status {
         Status::Skip => "– not judged".into(),
         of => format!("{} {}", glyph(of, false), word(of)),
     };
-    let mut remarks = vec![found.reason.as_str(), found.aligned.as_str()];
+    let mut remarks = vec![difference.reason.as_str(), difference.aligned.as_str()];
     remarks.retain(|text| !text.is_empty());
-    let allowed = found.allowed.map_or("-".into(), error);
+    let allowed = difference.allowed.map_or("-".into(), error);
     Pair {
-        class: class(found.status),
-        name: found.stage.name(),
+        class: class(difference.status),
+        name: difference.stage.name(),
         status,
-        numbers: [error(found.difference), allowed, index, ours, theirs],
-        place: place(found.microbatch.map(|mb| mb.0), None),
+        numbers: [error(difference.difference), allowed, index, ours, theirs],
+        place: place(difference.microbatch.map(|mb| mb.0), None),
         remarks: remarks.join("; "),
     }
 }
 
-fn named(found: &NamedDifference) -> Named<'_> {
+fn named(difference: &NamedDifference) -> Named<'_> {
     Named {
-        class: class(found.status),
-        found,
-        status: format!("{} {}", glyph(found.status, false), word(found.status)),
+        class: class(difference.status),
+        found: difference,
+        status: format!("{} {}", glyph(difference.status, false), word(difference.status)),
         numbers: [
-            error(found.difference),
-            error(found.unit),
-            error(found.expected),
-            found.growth.map_or("-".into(), |growth| format!("{}x", ratio(growth))),
-            error(found.measures.max_abs),
-            format!("{:.8}", found.measures.cosine),
+            error(difference.difference),
+            error(difference.unit),
+            error(difference.expected),
+            difference.growth.map_or("-".into(), |growth| format!("{}x", ratio(growth))),
+            error(difference.measures.max_abs),
+            format!("{:.8}", difference.measures.cosine),
         ],
     }
 }

@@ -46,7 +46,7 @@ impl Page<'_> {
             _ => "Nothing diverges.",
         };
         let other = report.against.as_ref().map(|against| &against.causes[..]).unwrap_or_default();
-        let own = self.shown(&report.causes).iter().map(|found| cause(found, ""));
+        let own_causes = self.shown(&report.causes).iter().map(|found| cause(found, ""));
         let other = self.shown(other).iter().map(|found| cause(found, "the other run: "));
         let mut variants = String::new();
         if !report.variants.is_empty() {
@@ -57,22 +57,29 @@ impl Page<'_> {
             first,
             at: if at.is_empty() { at } else { format!(" ({at})") },
             nothing,
-            causes: own.chain(other).collect(),
+            causes: own_causes.chain(other).collect(),
             variants,
         })
     }
 }
 
-fn cause<'a>(found: &'a Found, whose: &'static str) -> Cause<'a> {
-    let standing = match found.standing {
+fn cause<'a>(cause: &'a Found, whose: &'static str) -> Cause<'a> {
+    let standing = match cause.standing {
         Standing::Named => "named",
         Standing::Tied => "TIED: the captured tensors cannot tell it from another",
         Standing::Unknown => "nothing in the catalogue explains it",
     };
-    let of: Vec<String> =
-        found.parameters.iter().map(|(name, value)| format!("{name}: {value}")).collect();
-    let residuals = residuals(&found.residuals);
-    Cause { whose, found, standing, figures: figures(found), residuals, parameters: of.join("; ") }
+    let parameters: Vec<String> =
+        cause.parameters.iter().map(|(name, value)| format!("{name}: {value}")).collect();
+    let residuals = residuals(&cause.residuals);
+    Cause {
+        whose,
+        found: cause,
+        standing,
+        figures: figures(cause),
+        residuals,
+        parameters: parameters.join("; "),
+    }
 }
 
 /// Two bars a stage: the error that is there, and the error that is left.
@@ -83,17 +90,17 @@ fn residuals(all: &[StageResidual]) -> Option<Drawing> {
     let values = all.iter().flat_map(|of| [of.before, of.after, of.floor]);
     let scale = decades(values);
     let mut bars = Vec::new();
-    for of in all {
+    for residual in all {
         let bar = |label: String, x: f64, class| Bar {
             label,
             from: 0.0,
             to: scale(x),
             class,
-            mark: Some(scale(of.floor)),
+            mark: Some(scale(residual.floor)),
             value: left(x),
         };
-        bars.push(bar(format!("{} before", of.stage), of.before, "bt-plain"));
-        bars.push(bar(format!("{} after", of.stage), of.after, "bt-after"));
+        bars.push(bar(format!("{} before", residual.stage), residual.before, "bt-plain"));
+        bars.push(bar(format!("{} after", residual.stage), residual.after, "bt-after"));
     }
     let comparisons: usize = all.iter().map(|of| of.comparisons).sum();
     let sampled = if all.iter().any(|of| of.sampled) { ", on a sample of the rows" } else { "" };

@@ -98,17 +98,17 @@ struct Figure {
 impl Page<'_> {
     /// The section of the maps, and what the script needs of them.
     pub(super) fn maps(&self) -> (Markup, String) {
-        let own = self.report.drawings.as_ref().map(|drawn| &drawn.maps[..]);
+        let own_maps = self.report.drawings.as_ref().map(|drawn| &drawn.maps[..]);
         let other = self.report.against.as_ref().and_then(|against| against.drawings.as_ref());
         let other = other.map(|drawn| &drawn.maps[..]).unwrap_or_default();
-        let state = match own {
+        let state = match own_maps {
             None => State::NotGathered,
             Some([]) if other.is_empty() => State::Nothing,
             Some(_) => State::Drawn,
         };
         let mut data = Data { maps: Vec::new() };
         let mut maps = Vec::new();
-        for map in own.unwrap_or_default() {
+        for map in own_maps.unwrap_or_default() {
             maps.push(self.map(map, "", &mut data));
         }
         for map in other {
@@ -194,15 +194,15 @@ fn worst_of<'d>(drawn: &'d [Drawn<'d>]) -> Vec<(&'d Drawn<'d>, &'d Cell)> {
 fn caption(map: &Map, drawn: &[Drawn<'_>]) -> String {
     let shape = drawn[0].chart.shape;
     let block = drawn[0].chart.block;
-    let of = format!("a block is {} x {}", count(block.0 as u64), count(block.1 as u64));
+    let size_of_block = format!("a block is {} x {}", count(block.0 as u64), count(block.1 as u64));
     let mut text = match map.of_tokens {
         true => format!(
             "for each microbatch and rank its tokens down, counted from its first, and their {} \
-             columns across; {of}, tiles of {} tokens",
+             columns across; {size_of_block}, tiles of {} tokens",
             shape.1, map.tile
         ),
         false => format!(
-            "{} rows of the vocabulary down, D = {} across, the worst of {}; {of}, tiles of {} rows; \
+            "{} rows of the vocabulary down, D = {} across, the worst of {}; {size_of_block}, tiles of {} rows; \
              {}",
             count(shape.0 as u64),
             shape.1,
@@ -243,9 +243,9 @@ fn sentence(map: &Map, strip: &Strip, cell: &Cell) -> String {
         short(worst.reference),
         off(cell)
     );
-    let at = whose(source_of(strip, cell));
-    if !at.is_empty() {
-        let _ = write!(text, ", {at}");
+    let source = whose(source_of(strip, cell));
+    if !source.is_empty() {
+        let _ = write!(text, ", {source}");
     }
     if let Some(hits) = hits_of(map, cell) {
         let _ = write!(text, ", a label {}", plural(u64::from(hits), "time"));

@@ -64,13 +64,13 @@ struct Tensor<'a> {
 
 impl Page<'_> {
     pub(super) fn ranks(&self) -> Markup {
-        let own = self.report.drawings.as_ref();
+        let own_drawings = self.report.drawings.as_ref();
         let other = self.report.against.as_ref().and_then(|against| against.drawings.as_ref());
-        let both = own.map(|drawn| (drawn, "")).into_iter();
+        let both = own_drawings.map(|drawn| (drawn, "")).into_iter();
         let both = both.chain(other.map(|drawn| (drawn, "other ")));
         markup(&Ranks {
             id: &self.id,
-            gathered: own.is_some(),
+            gathered: own_drawings.is_some(),
             dumps: both.map(|(drawn, whose)| self.dump(drawn, whose)).collect(),
             items: self.detail.items,
         })

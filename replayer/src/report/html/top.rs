@@ -95,11 +95,11 @@ fn said(causes: &[Found]) -> String {
 }
 
 fn facts(label: &'static str, dump: &DumpSummary) -> Vec<(&'static str, String)> {
-    let of = format!("{}, attempt {}, step {}", dump.run, dump.attempt, dump.step);
+    let step = format!("{}, attempt {}, step {}", dump.run, dump.attempt, dump.step);
     let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
     let where_to_look = if dump.proved { "" } else { ": see the ranks below" };
     let mut facts = vec![
-        (label, format!("{of} ({}); read from {}", dump.ranks, dump.path)),
+        (label, format!("{step} ({}); read from {}", dump.ranks, dump.path)),
         ("dump", format!("{}; {size}; {}{where_to_look}", dump.state, dump.proof())),
         ("head", dump.head.clone()),
     ];
