@@ -375,8 +375,8 @@ impl World {
         for ((attempt, step, rank, name), hash) in &self.acknowledged {
             let log = runs.log(&run_name(), *attempt).unwrap();
             log.recall(*step).unwrap();
-            let held = log.state.files(*step, *rank);
-            assert_eq!(held.get(name), Some(hash), "{name} of step {step} is lost");
+            let files = log.state.files(*step, *rank);
+            assert_eq!(files.get(name), Some(hash), "{name} of step {step} is lost");
         }
         for (attempt, step) in &self.committed {
             let run = self.store.path().join("run");
@@ -418,8 +418,8 @@ impl World {
         for file in &manifest.files {
             assert!(file.shards.iter().all(|shard| shard.attempt == manifest.attempt));
             log.recall(manifest.step).unwrap();
-            let held = log.state.files(manifest.step, file.rank);
-            let known = held.get(&file.name) == Some(&file.header_hash);
+            let files = log.state.files(manifest.step, file.rank);
+            let known = files.get(&file.name) == Some(&file.header_hash);
             assert!(known, "{} is in no journal", file.name);
         }
     }
@@ -445,8 +445,8 @@ impl Waiting {
             }
             Waiting::Shards(mut answer) => {
                 let told = answer.try_recv().unwrap();
-                let one = told.and_then(|mut outcomes| outcomes.remove(0));
-                one.map_or_else(refused, |_| Told::Reported(ask.clone()))
+                let single = told.and_then(|mut outcomes| outcomes.remove(0));
+                single.map_or_else(refused, |_| Told::Reported(ask.clone()))
             }
             Waiting::Committed(mut answer) => answer
                 .try_recv()

@@ -223,11 +223,11 @@ mod tests {
 
     #[test]
     fn a_host_has_one_budget_for_its_addresses() {
-        let of = |text: &str| host(text.parse().unwrap());
-        assert_eq!(of("2001:db8::1"), of("2001:db8::ffff:2"));
-        assert_ne!(of("2001:db8::1"), of("2001:db8:0:1::1"));
-        assert_eq!(of("::ffff:10.0.0.1"), of("10.0.0.1"));
-        assert_ne!(of("10.0.0.1"), of("10.0.0.2"));
+        let host_of = |text: &str| host(text.parse().unwrap());
+        assert_eq!(host_of("2001:db8::1"), host_of("2001:db8::ffff:2"));
+        assert_ne!(host_of("2001:db8::1"), host_of("2001:db8:0:1::1"));
+        assert_eq!(host_of("::ffff:10.0.0.1"), host_of("10.0.0.1"));
+        assert_ne!(host_of("10.0.0.1"), host_of("10.0.0.2"));
     }
 
     #[test]

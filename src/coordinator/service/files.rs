@@ -216,7 +216,7 @@ fn weighed(
     member: &Member,
     step: Step,
 ) -> VecDeque<(Task, u64)> {
-    let one = |(claim, admission): (FileClaim, Result<Admission, Refusal>)| match admission {
+    let task_of = |(claim, admission): (FileClaim, Result<Admission, Refusal>)| match admission {
         Err(refusal) => (Err(refusal), 0),
         Ok(Admission::Known(shards)) => (Ok(Err(shards)), 0),
         Ok(Admission::Wanted(attempt, world_size)) => {
@@ -226,7 +226,7 @@ fn weighed(
             (Ok(Ok(claimed)), weight)
         }
     };
-    claims.into_iter().zip(admissions).map(one).collect()
+    claims.into_iter().zip(admissions).map(task_of).collect()
 }
 
 /// Takes the first tasks whose headers together are within the limit of a reservation; returns them
