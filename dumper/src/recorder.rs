@@ -93,8 +93,8 @@ impl Recorder {
         if self.closed || !self.recording.plan.settings.watches() {
             return;
         }
-        let found = lock(&self.watch).judge(loss, grad_norm);
-        if let Some(reason) = found {
+        let trigger = lock(&self.watch).judge(loss, grad_norm);
+        if let Some(reason) = trigger {
             self.recording.found(step, reason);
         }
     }

@@ -81,9 +81,9 @@ impl State {
     }
 
     fn remove(&mut self, step: u64) -> Option<Held> {
-        let held = self.steps.remove(&step)?;
-        self.bytes = self.bytes.saturating_sub(held.bytes);
-        Some(held)
+        let step_held = self.steps.remove(&step)?;
+        self.bytes = self.bytes.saturating_sub(step_held.bytes);
+        Some(step_held)
     }
 
     fn count_dropped(&mut self, step: u64) {
@@ -126,9 +126,9 @@ impl Ring {
             return;
         }
         let (captures, omissions) = (Vec::new(), Omissions::default());
-        let held =
+        let step_held =
             Held { captures, head: None, omissions, selection, bytes: 0, closed, wanted: false };
-        state.steps.insert(step, held);
+        state.steps.insert(step, step_held);
     }
 
     /// Keeps a capture. Never waits: where there is no room, the oldest step is dropped, and where
@@ -144,9 +144,9 @@ impl Ring {
         }
         let fits = state.bytes.saturating_add(cost) <= self.limit_bytes;
         match state.steps.get_mut(&step) {
-            Some(held) if fits => {
-                held.captures.push(capture);
-                held.bytes += cost;
+            Some(step_held) if fits => {
+                step_held.captures.push(capture);
+                step_held.bytes += cost;
                 state.bytes += cost;
             }
             Some(_) => {
@@ -168,9 +168,9 @@ impl Ring {
         omissions: Omissions,
     ) -> bool {
         let mut state = self.lock();
-        let Some(held) = state.steps.get_mut(&step) else { return false };
-        (held.head, held.omissions, held.closed) = (head, omissions, true);
-        held.wanted
+        let Some(step_held) = state.steps.get_mut(&step) else { return false };
+        (step_held.head, step_held.omissions, step_held.closed) = (head, omissions, true);
+        step_held.wanted
     }
 
     /// The step's tape was dropped, so nobody has said that the step is complete: it is not kept.
@@ -205,17 +205,18 @@ impl Ring {
     /// Asks for a step; where the ring holds it, it is not dropped before it is taken.
     pub(crate) fn claim(&self, step: u64) -> Holds {
         let mut state = self.lock();
-        let Some(held) = state.steps.get_mut(&step) else { return Holds::Not };
-        held.wanted = true;
-        if held.closed { Holds::Whole } else { Holds::Open }
+        let Some(step_held) = state.steps.get_mut(&step) else { return Holds::Not };
+        step_held.wanted = true;
+        if step_held.closed { Holds::Whole } else { Holds::Open }
     }
 
     /// Takes a step out to be written.
     pub(crate) fn take(&self, step: u64) -> Option<Taken> {
-        let held = self.lock().steps.remove(&step)?;
-        let (head, omissions, selection) = (held.head, held.omissions, held.selection);
+        let step_held = self.lock().steps.remove(&step)?;
+        let (head, omissions, selection) =
+            (step_held.head, step_held.omissions, step_held.selection);
         let ending = Ending { head, omissions, selection, late: false };
-        Some(Taken { captures: held.captures, ending, bytes: held.bytes })
+        Some(Taken { captures: step_held.captures, ending, bytes: step_held.bytes })
     }
 
     /// A step that was taken is written, and its payloads are dropped: its bytes no longer count.

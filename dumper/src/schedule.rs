@@ -69,9 +69,9 @@ impl State {
 }
 
 impl Schedule {
-    pub(crate) fn new(rank: u32, own: Selection, watching: bool, ring: bool) -> Schedule {
+    pub(crate) fn new(rank: u32, selection: Selection, watching: bool, ring: bool) -> Schedule {
         let state = State {
-            own: Arc::new(own),
+            own: Arc::new(selection),
             plans: Vec::new(),
             asked: BTreeSet::new(),
             taken: Steps::default(),
@@ -207,8 +207,8 @@ mod tests {
     use super::*;
 
     fn waiting(ring: bool) -> Schedule {
-        let own = Selection { steps: "none".parse().unwrap(), ..Selection::default() };
-        Schedule::new(1, own, true, ring)
+        let selection = Selection { steps: "none".parse().unwrap(), ..Selection::default() };
+        Schedule::new(1, selection, true, ring)
     }
 
     fn plan(version: u32, from: u64, steps: &str, ranks: &str) -> Planned {

@@ -89,12 +89,12 @@ impl Session {
     /// Writes what the ring held of a step, like any other step.
     pub(crate) async fn write_ring(&mut self, step: u64) {
         let recording = self.recording.clone();
-        let Some(held) = recording.ring.take(step) else { return };
-        for capture in held.captures {
+        let Some(taken) = recording.ring.take(step) else { return };
+        for capture in taken.captures {
             self.write_from(step, capture, true);
         }
-        recording.ring.settle(held.bytes);
-        self.close(step, held.ending).await;
+        recording.ring.settle(taken.bytes);
+        self.close(step, taken.ending).await;
     }
 
     fn write_from(&mut self, step: u64, capture: Capture, from_ring: bool) {

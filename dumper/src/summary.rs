@@ -75,9 +75,9 @@ impl Summary {
             (&mut self.faults, self.unnamed.faults, "faults", log),
             (&mut self.orders, self.unnamed.orders, "orders", log),
         ];
-        for (list, more, what, held) in lists {
+        for (list, more, what, named_elsewhere) in lists {
             if more > 0 {
-                list.push(format!("{more} more {what} are not named here: {held}"));
+                list.push(format!("{more} more {what} are not named here: {named_elsewhere}"));
             }
         }
         self

@@ -42,9 +42,9 @@ impl Tape {
         recording: Arc<Recording>,
         step: u64,
         selection: Arc<Selection>,
-        held: bool,
+        in_ring: bool,
     ) -> Tape {
-        Tape { recording, step, selection, held, state: Mutex::default() }
+        Tape { recording, step, selection, held: in_ring, state: Mutex::default() }
     }
 
     /// True when this tensor is asked for; one that is not need not be computed. The ring keeps

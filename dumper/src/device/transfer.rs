@@ -52,7 +52,7 @@ impl<M: Machine> Transfer<M> {
         pinned: Range,
         bytes: usize,
         summed: Summed,
-        held: Held<M::Event>,
+        holdings: Held<M::Event>,
     ) -> Transfer<M> {
         Transfer {
             done,
@@ -60,7 +60,7 @@ impl<M: Machine> Transfer<M> {
             bytes,
             summed,
             fetched: AtomicBool::new(false),
-            held: Mutex::new(Some(held)),
+            held: Mutex::new(Some(holdings)),
             outcome: OnceLock::new(),
         }
     }
@@ -107,12 +107,12 @@ impl<M: Machine> Transfer<M> {
 
     /// Lets go of the memory that is held on the device, which has finished or failed for good.
     pub(super) fn release(&self) {
-        let Some(held) = self.held().take() else { return };
+        let Some(holdings) = self.held().take() else { return };
         if !matches!(self.outcome.get(), Some(Ok(()))) {
             // After a failure it is not known whether the device still uses these.
-            std::mem::forget((held.snapshot, held.sums));
+            std::mem::forget((holdings.snapshot, holdings.sums));
         }
-        drop(held.hold);
+        drop(holdings.hold);
     }
 }
 
@@ -134,8 +134,8 @@ pub(super) struct ArrivingBytes<M: Machine> {
 }
 
 impl<M: Machine> ArrivingBytes<M> {
-    pub(super) fn new(of: Arc<Capturer<M>>, transfer: Arc<Transfer<M>>) -> ArrivingBytes<M> {
-        ArrivingBytes { of, transfer }
+    pub(super) fn new(capturer: Arc<Capturer<M>>, transfer: Arc<Transfer<M>>) -> ArrivingBytes<M> {
+        ArrivingBytes { of: capturer, transfer }
     }
 
     /// True where the framework's own sums come along.
@@ -172,8 +172,9 @@ impl<M: Machine> Payload for ArrivingBytes<M> {
         if !(theirs && fetched && self.bytes().is_ok()) {
             return None;
         }
-        let at = self.of.pinned_address(&self.transfer, self.transfer.sums_offset()).cast::<u32>();
+        let sums =
+            self.of.pinned_address(&self.transfer, self.transfer.sums_offset()).cast::<u32>();
         // SAFETY: as in `bytes`; the two sums lie behind the bytes, at a multiple of 8.
-        Some(unsafe { Fingerprint(at.read(), at.add(1).read()) })
+        Some(unsafe { Fingerprint(sums.read(), sums.add(1).read()) })
     }
 }
