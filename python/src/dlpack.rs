@@ -245,8 +245,8 @@ pub(crate) fn read_capsule<'py>(
     ranges: Vec<(u64, u64)>,
 ) -> PyResult<(Bound<'py, pyo3::types::PyBytes>, (u32, u32))> {
     let py = capsule.py();
-    let held = take(capsule);
-    let read = held.and_then(|held| {
+    let array = take(capsule);
+    let read = array.and_then(|held| {
         let place = held.place()?;
         if place.device_type != CPU {
             return Err(PyBufferError::new_err("a DLPack capsule of a device's memory"));

@@ -95,9 +95,9 @@ impl StepDump {
 
     /// Name, microbatch and moment of every tensor.
     fn keys(&self) -> Vec<(String, Option<u32>, Option<String>)> {
-        let one =
+        let name_of =
             |key: &TensorKey| (key.tensor.to_string(), key.microbatch.map(|mb| mb.0), moment(key));
-        self.dump.tensors().keys().map(one).collect()
+        self.dump.tensors().keys().map(name_of).collect()
     }
 
     /// A tensor's memory, numpy's name of its dtype, and its shape; with `rank`, that rank's
@@ -241,8 +241,8 @@ pub(crate) fn checks(
     step: Option<u64>,
 ) -> PyResult<Report> {
     let selection = Selection { run, attempt, step };
-    let found = safely(py, || postmortem::checks_report(&path, &selection))?;
-    Ok(found.map_err(failed)?.into())
+    let report = safely(py, || postmortem::checks_report(&path, &selection))?;
+    Ok(report.map_err(failed)?.into())
 }
 
 /// What is found in the scalars of a run, schema `backtape.trajectory/1`.
@@ -260,6 +260,6 @@ pub(crate) fn trajectory(
     let selection = Selection { run, attempt, step: None };
     let (local, shared) = (local.unwrap_or_default(), shared.unwrap_or_default());
     let declared = Declared { vocabulary, local, shared };
-    let found = safely(py, || postmortem::trajectory_report(&path, &selection, &declared))?;
-    Ok(found.map_err(failed)?.into())
+    let report = safely(py, || postmortem::trajectory_report(&path, &selection, &declared))?;
+    Ok(report.map_err(failed)?.into())
 }

@@ -39,25 +39,25 @@ pub(crate) fn variant_inputs<'py>(
 }
 
 fn described<'py>(py: Python<'py>, unit: &UnitInputs) -> PyResult<Bound<'py, PyDict>> {
-    let found = PyDict::new(py);
-    found.set_item("microbatch", unit.microbatch.map(|mb| mb.0))?;
-    found.set_item("rank", unit.rank.map(|rank| rank.0))?;
+    let dict = PyDict::new(py);
+    dict.set_item("microbatch", unit.microbatch.map(|mb| mb.0))?;
+    dict.set_item("rank", unit.rank.map(|rank| rank.0))?;
     let rows: Vec<u8> = unit.rows.iter().flat_map(|&row| (row as u64).to_ne_bytes()).collect();
-    found.set_item("rows", PyBytes::new(py, &rows))?;
+    dict.set_item("rows", PyBytes::new(py, &rows))?;
     let labels: Vec<u8> = unit.labels.iter().flat_map(|label| label.to_ne_bytes()).collect();
-    found.set_item("labels", PyBytes::new(py, &labels))?;
+    dict.set_item("labels", PyBytes::new(py, &labels))?;
     for (name, values) in [("lse", &unit.lse), ("g", &unit.g)] {
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        found.set_item(name, PyBytes::new(py, &bytes))?;
+        dict.set_item(name, PyBytes::new(py, &bytes))?;
     }
-    found.set_item("valid_vocab", unit.valid_vocab)?;
+    dict.set_item("valid_vocab", unit.valid_vocab)?;
     let sources = PyDict::new(py);
     for (role, key) in &unit.sources {
         let place = (key.tensor.to_string(), key.microbatch.map(|mb| mb.0), moment(key));
         sources.set_item(role.name(), place)?;
     }
-    found.set_item("sources", sources)?;
-    Ok(found)
+    dict.set_item("sources", sources)?;
+    Ok(dict)
 }
 
 /// The report of a replay in which a user's functions take part; `report` is the file of its page.
@@ -85,8 +85,8 @@ pub(crate) fn replay_varied(
         Asked::parse(compare.unwrap_or_default()).map_err(|error| invalid(error.to_string()))?;
     let selection = Selection { run, attempt, step };
     let read = |(name, given): (String, Vec<Given>)| {
-        let one = |given| supplied(&name, given);
-        let supplied = given.into_iter().map(one).collect::<Result<_, _>>()?;
+        let supplied_of = |given| supplied(&name, given);
+        let supplied = given.into_iter().map(supplied_of).collect::<Result<_, _>>()?;
         Ok(Arc::new(Variant { name, supplied }))
     };
     let variants: Vec<Arc<Variant>> =
@@ -110,8 +110,12 @@ fn supplied(
         )
     })?;
     let values = bytes.as_chunks::<8>().0.iter().map(|&bytes| f64::from_ne_bytes(bytes));
-    let at = At { stage, microbatch: microbatch.map(Microbatch), rank: rank.map(Rank) };
-    Ok(Supplied { at, values: values.collect(), precision: Precision::from_name(short(&dtype)) })
+    let place = At { stage, microbatch: microbatch.map(Microbatch), rank: rank.map(Rank) };
+    Ok(Supplied {
+        at: place,
+        values: values.collect(),
+        precision: Precision::from_name(short(&dtype)),
+    })
 }
 
 /// numpy's name of a float as backtape spells it.
