@@ -30,7 +30,7 @@ impl Ranges {
         if room > reserved {
             free.insert(start + reserved, room - reserved);
         }
-        Some(Range { of: self.clone(), start, reserved })
+        Some(Range { ranges: self.clone(), start, reserved })
     }
 
     /// True where nobody holds a range.
@@ -61,7 +61,7 @@ impl Ranges {
 /// A range, given back when it is dropped.
 #[derive(Debug)]
 pub struct Range {
-    of: Arc<Ranges>,
+    ranges: Arc<Ranges>,
     start: usize,
     reserved: usize,
 }
@@ -75,7 +75,7 @@ impl Range {
 
 impl Drop for Range {
     fn drop(&mut self) {
-        self.of.give_back(self.start, self.reserved);
+        self.ranges.give_back(self.start, self.reserved);
     }
 }
 

@@ -95,7 +95,7 @@ impl Recorder {
         }
         let trigger = lock(&self.watch).judge(loss, grad_norm);
         if let Some(reason) = trigger {
-            self.recording.found(step, reason);
+            self.recording.note_finding(step, reason);
         }
     }
 
@@ -138,7 +138,7 @@ impl Recorder {
 
     /// What was done so far.
     pub fn summary(&self) -> Summary {
-        self.recording.summary().clone().told()
+        self.recording.summary().clone().finished()
     }
 
     /// Gives the ring's memory back and says what it could not keep.

@@ -47,14 +47,14 @@ pub(crate) struct Ring {
 
 #[derive(Default)]
 struct State {
-    steps: BTreeMap<u64, Held>,
+    steps: BTreeMap<u64, RingStep>,
     /// Bytes that are held, or were taken and are not yet written.
     bytes: u64,
     frozen: bool,
     dropped: Option<Dropped>,
 }
 
-struct Held {
+struct RingStep {
     captures: Vec<Capture>,
     head: Option<Box<HeadDeclaration>>,
     omissions: Omissions,
@@ -76,11 +76,12 @@ pub(crate) struct Dropped {
 impl State {
     /// The oldest step that may be dropped; never `keep`, which is being recorded.
     fn spare(&self, keep: u64) -> Option<u64> {
-        let goes = |(step, held): &(&u64, &Held)| **step != keep && !held.wanted && !self.frozen;
+        let goes =
+            |(step, held): &(&u64, &RingStep)| **step != keep && !held.wanted && !self.frozen;
         self.steps.iter().find(goes).map(|(step, _)| *step)
     }
 
-    fn remove(&mut self, step: u64) -> Option<Held> {
+    fn remove(&mut self, step: u64) -> Option<RingStep> {
         let step_held = self.steps.remove(&step)?;
         self.bytes = self.bytes.saturating_sub(step_held.bytes);
         Some(step_held)
@@ -126,8 +127,15 @@ impl Ring {
             return;
         }
         let (captures, omissions) = (Vec::new(), Omissions::default());
-        let step_held =
-            Held { captures, head: None, omissions, selection, bytes: 0, closed, wanted: false };
+        let step_held = RingStep {
+            captures,
+            head: None,
+            omissions,
+            selection,
+            bytes: 0,
+            closed,
+            wanted: false,
+        };
         state.steps.insert(step, step_held);
     }
 
@@ -197,7 +205,7 @@ impl Ring {
     }
 
     /// Steps that can be written, ascending.
-    pub(crate) fn held(&self) -> Vec<u64> {
+    pub(crate) fn writable_steps(&self) -> Vec<u64> {
         let state = self.lock();
         state.steps.iter().filter(|(_, held)| held.closed).map(|(step, _)| *step).collect()
     }
@@ -316,7 +324,7 @@ mod tests {
             let ring = Ring::new(6, LIMIT);
             let (mut frozen, mut written) = (false, Vec::new());
             for (step, op) in (0..).zip(ops) {
-                let before = ring.held();
+                let before = ring.writable_steps();
                 match op {
                     Op::Step(sizes) => {
                         ring.begin(step, Arc::default(), false);
@@ -344,7 +352,7 @@ mod tests {
                         }
                     }
                 }
-                let held = ring.held();
+                let held = ring.writable_steps();
                 let most = if frozen { 12 } else { 6 };
                 prop_assert!(held.len() <= most);
                 if frozen {
@@ -366,7 +374,7 @@ mod tests {
             ring.push(step, plain(size));
             ring.close(step, None, Omissions::default());
         }
-        assert_eq!(ring.held(), [3]);
+        assert_eq!(ring.writable_steps(), [3]);
         assert_eq!(ring.dropped(), Some(Dropped { first: 1, last: 2, count: 2 }));
     }
 }

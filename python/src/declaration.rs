@@ -92,15 +92,15 @@ fn repr(value: &Bound<'_, PyAny>) -> String {
 
 /// An option of `tape.head`: its name, its type in Python, its default as it is written, its
 /// meaning, and what a value must be where the type does not say all.
-type Told = (&'static str, &'static str, String, &'static str, &'static str);
+type OptionText = (&'static str, &'static str, String, &'static str, &'static str);
 
 /// Every option of `tape.head`, and every option of a policy loss: the docs are made from these.
 #[pyfunction]
-pub(crate) fn head_options() -> (Vec<Told>, Vec<Told>) {
-    fn told<Of: Default>(option: &HeadOption<Of>) -> Told {
+pub(crate) fn head_options() -> (Vec<OptionText>, Vec<OptionText>) {
+    fn option_text<Of: Default>(option: &HeadOption<Of>) -> OptionText {
         (option.name, option.python, option.default(), option.meaning, option.wanted)
     }
-    (OPTIONS.iter().map(told).collect(), GRPO_OPTIONS.iter().map(told).collect())
+    (OPTIONS.iter().map(option_text).collect(), GRPO_OPTIONS.iter().map(option_text).collect())
 }
 
 /// The exception for an option that there is not. `of` is the option in whose dict it was found,

@@ -8,7 +8,7 @@ use backtape_dumper::device::{self, NotTaken, Order, Sizes, Source, Sums};
 use pyo3::exceptions::{PyBufferError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::dlpack::{self, CUDA, CUDA_MANAGED, Held, Place};
+use crate::dlpack::{self, CUDA, CUDA_MANAGED, Place, TakenTensor};
 use crate::errors::invalid;
 use crate::shard::dtype;
 
@@ -130,7 +130,7 @@ impl Gpu {
 
 impl Gpu {
     /// Where a capsule's bytes lie. Raises BufferError where that is not this GPU.
-    fn place(&self, array: &Held) -> PyResult<Place> {
+    fn place(&self, array: &TakenTensor) -> PyResult<Place> {
         let place = array.place()?;
         let cuda = [CUDA, CUDA_MANAGED].contains(&place.device_type);
         if !cuda || place.device_id != self.ordinal {

@@ -172,7 +172,7 @@ impl StepDump {
 /// The report of a replay, which is also written as a page to the file `page`, if there is to be
 /// one. `replay` is called with true where it is to gather what drawings need: for a page, and for
 /// a report that a notebook shows (`draws`).
-pub(crate) fn told(
+pub(crate) fn report_and_page(
     py: Python<'_>,
     (page, draws): (Option<PathBuf>, bool),
     replay: impl FnOnce(bool) -> Result<report::Report, RunError> + Send,
@@ -211,7 +211,7 @@ pub(crate) fn replay(
     let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
-    told(py, (report, draws), |draws| {
+    report_and_page(py, (report, draws), |draws| {
         let extras = Extras { draws, causes, device: device.as_ref(), ..Extras::default() };
         postmortem::full_report(&path, &selection, compare, against.as_deref(), extras)
     })

@@ -11,9 +11,9 @@ use crate::postmortem::failed;
 
 /// What a replay, the checks or a look at the trajectory found.
 #[pyclass(frozen, module = "backtape._native")]
-pub(crate) struct Report(Found);
+pub(crate) struct Report(AnyReport);
 
-enum Found {
+enum AnyReport {
     Replay(Box<report::Report>),
     Checks(ChecksReport),
     Trajectory(TrajectoryReport),
@@ -21,19 +21,19 @@ enum Found {
 
 impl From<report::Report> for Report {
     fn from(report: report::Report) -> Report {
-        Report(Found::Replay(Box::new(report)))
+        Report(AnyReport::Replay(Box::new(report)))
     }
 }
 
 impl From<ChecksReport> for Report {
     fn from(report: ChecksReport) -> Report {
-        Report(Found::Checks(report))
+        Report(AnyReport::Checks(report))
     }
 }
 
 impl From<TrajectoryReport> for Report {
     fn from(report: TrajectoryReport) -> Report {
-        Report(Found::Trajectory(report))
+        Report(AnyReport::Trajectory(report))
     }
 }
 
@@ -42,9 +42,9 @@ impl Report {
     /// The report as one JSON object, whose `schema` says of which kind it is.
     fn json(&self) -> PyResult<String> {
         match &self.0 {
-            Found::Replay(report) => serde_json::to_string(report),
-            Found::Checks(report) => serde_json::to_string(report),
-            Found::Trajectory(report) => serde_json::to_string(report),
+            AnyReport::Replay(report) => serde_json::to_string(report),
+            AnyReport::Checks(report) => serde_json::to_string(report),
+            AnyReport::Trajectory(report) => serde_json::to_string(report),
         }
         .map_err(failed)
     }
@@ -52,9 +52,9 @@ impl Report {
     /// What the command line prints.
     fn text(&self) -> String {
         match &self.0 {
-            Found::Replay(report) => text::render(report),
-            Found::Checks(report) => checked::render(report),
-            Found::Trajectory(report) => trajectory::render(report),
+            AnyReport::Replay(report) => text::render(report),
+            AnyReport::Checks(report) => checked::render(report),
+            AnyReport::Trajectory(report) => trajectory::render(report),
         }
     }
 
@@ -62,7 +62,7 @@ impl Report {
     fn html(&self) -> String {
         static SHOWN: AtomicU64 = AtomicU64::new(0);
         match &self.0 {
-            Found::Replay(report) => {
+            AnyReport::Replay(report) => {
                 let number = SHOWN.fetch_add(1, Ordering::Relaxed);
                 html::fragment(report, &format!("bt-{}-{number}", std::process::id()))
             }

@@ -11,13 +11,13 @@ use backtape_replayer::postmortem::{self, Extras};
 use backtape_replayer::replay::against::Asked;
 use backtape_replayer::replay::unit_inputs::UnitInputs;
 use backtape_replayer::replay::variant::{STAGES, Variant};
-use backtape_replayer::replay::world::At;
+use backtape_replayer::replay::world::StagePlace;
 use backtape_replayer::replay::world::Supplied;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::postmortem::{asked_causes, asked_device, failed, moment, safely, told};
+use crate::postmortem::{asked_causes, asked_device, failed, moment, report_and_page, safely};
 use crate::report::Report;
 
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
@@ -92,7 +92,7 @@ pub(crate) fn replay_varied(
     let variants: Vec<Arc<Variant>> =
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
-    told(py, (report, draws), |draws| {
+    report_and_page(py, (report, draws), |draws| {
         let extras = Extras { variants: &variants, draws, device: device.as_ref(), causes };
         postmortem::full_report(&path, &selection, compare, None, extras)
     })
@@ -110,12 +110,8 @@ fn supplied(
         )
     })?;
     let values = bytes.as_chunks::<8>().0.iter().map(|&bytes| f64::from_ne_bytes(bytes));
-    let place = At { stage, microbatch: microbatch.map(Microbatch), rank: rank.map(Rank) };
-    Ok(Supplied {
-        at: place,
-        values: values.collect(),
-        precision: Precision::from_name(short(&dtype)),
-    })
+    let place = StagePlace { stage, microbatch: microbatch.map(Microbatch), rank: rank.map(Rank) };
+    Ok(Supplied { place, values: values.collect(), precision: Precision::from_name(short(&dtype)) })
 }
 
 /// numpy's name of a float as backtape spells it.

@@ -123,7 +123,8 @@ fn meet(
         return wait(format!("attempt {attempt} was of another world size; rank 0 is waited for"));
     }
     if launched.name.as_ref() != entrant.launch {
-        let (own_launch, others) = (said(entrant.launch), said(launched.name.as_ref()));
+        let (own_launch, others) =
+            (launch_words(entrant.launch), launch_words(launched.name.as_ref()));
         return wait(format!(
             "it is of launch {own_launch} and rank 0 of attempt {attempt} of launch {others}; where they \
              are one launch, give all its ranks the same BACKTAPE_LAUNCH"
@@ -190,8 +191,8 @@ impl Entrant<'_> {
                     run: self.run.clone(),
                     rank: self.rank,
                     attempt: latest.attempt,
-                    own: said(self.launch),
-                    others: said(opened.name.as_ref()),
+                    own: launch_words(self.launch),
+                    others: launch_words(opened.name.as_ref()),
                 })
             }
             _ => Ok(()),
@@ -199,7 +200,7 @@ impl Entrant<'_> {
     }
 }
 
-fn said(name: Option<&LaunchName>) -> String {
+fn launch_words(name: Option<&LaunchName>) -> String {
     name.map_or("without a name".into(), ToString::to_string)
 }
 

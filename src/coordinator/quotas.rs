@@ -65,7 +65,7 @@ impl AttemptState {
     }
 
     fn check_held(&self, rank: Rank, more: u64) -> Result<(), Refusal> {
-        let bytes = self.held(rank);
+        let bytes = self.held_bytes(rank);
         if bytes.saturating_add(more) > MAX_HELD_BYTES {
             return refuse(format!(
                 "{bytes} bytes of what rank {rank} said of steps that are not committed are kept, \

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::oneshot;
 
-use self::job::{Ask, FILES, Kind, Process, RANKS, STEPS, Told};
+use self::job::{Answer, Ask, FILES, Kind, Process, RANKS, STEPS};
 use super::actor::handle;
 use super::config::Config;
 use super::refusal::Refusal;
@@ -78,7 +78,7 @@ struct World {
     /// Launches of which a single rank was restarted, which launchers should not do.
     torn: BTreeSet<u64>,
     requests: Vec<(u64, Ask)>,
-    answers: Vec<(u64, Told)>,
+    answers: Vec<(u64, Answer)>,
     acknowledged: Acknowledged,
     /// Steps that a rank was told are committed.
     committed: Vec<(Attempt, Step)>,
@@ -433,25 +433,25 @@ enum Waiting {
 }
 
 impl Waiting {
-    fn read(self, ask: &Ask) -> Told {
-        let refused = |refusal: Refusal| Told::Refused(refusal.to_string());
+    fn read(self, ask: &Ask) -> Answer {
+        let refused = |refusal: Refusal| Answer::Refused(refusal.to_string());
         match self {
             Waiting::Join(mut answer) => {
                 let joined = |answered: Answered| {
                     let inside = answered.entry.ok().map(|entry| (entry.attempt, entry.vouch));
-                    Told::Joined(answered.arrivals, inside)
+                    Answer::Joined(answered.arrivals, inside)
                 };
                 answer.try_recv().unwrap().map_or_else(refused, joined)
             }
             Waiting::Shards(mut answer) => {
                 let told = answer.try_recv().unwrap();
                 let single = told.and_then(|mut outcomes| outcomes.remove(0));
-                single.map_or_else(refused, |_| Told::Reported(ask.clone()))
+                single.map_or_else(refused, |_| Answer::Reported(ask.clone()))
             }
             Waiting::Committed(mut answer) => answer
                 .try_recv()
                 .unwrap()
-                .map_or_else(refused, |committed| Told::Closed(ask.clone(), committed)),
+                .map_or_else(refused, |committed| Answer::Closed(ask.clone(), committed)),
         }
     }
 }

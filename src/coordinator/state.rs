@@ -63,7 +63,7 @@ pub(crate) struct AttemptState {
     /// Sums over all steps.
     pub(super) sums: Sums,
     /// Bytes kept in memory of each rank's events of steps that are not committed.
-    held: BTreeMap<Rank, u64>,
+    held_bytes: BTreeMap<Rank, u64>,
     /// Why the latest manifest could not be written; empty if it could.
     pub(super) trouble: String,
 }
@@ -83,7 +83,7 @@ impl AttemptState {
             open: BTreeSet::new(),
             overdue: 0,
             sums: Sums::default(),
-            held: BTreeMap::new(),
+            held_bytes: BTreeMap::new(),
             trouble: String::new(),
         }
     }
@@ -149,8 +149,8 @@ impl AttemptState {
     }
 
     /// Bytes kept in memory of a rank's events of steps that are not committed.
-    pub(super) fn held(&self, rank: Rank) -> u64 {
-        self.held.get(&rank).copied().unwrap_or_default()
+    pub(super) fn held_bytes(&self, rank: Rank) -> u64 {
+        self.held_bytes.get(&rank).copied().unwrap_or_default()
     }
 
     /// True when a step's manifest is known to exist.
@@ -313,12 +313,12 @@ impl AttemptState {
             Event::Reported { step, file } => {
                 let (added, text_bytes) = self.step_at(step, at_ms).add(&file);
                 self.sums.add(added);
-                *self.held.entry(file.rank).or_default() += text_bytes;
+                *self.held_bytes.entry(file.rank).or_default() += text_bytes;
                 self.note_complete(step);
             }
             Event::Closed { step, rank, closing } => {
                 let weight = quotas::weight(&closing);
-                *self.held.entry(rank).or_default() += weight;
+                *self.held_bytes.entry(rank).or_default() += weight;
                 self.step_at(step, at_ms).close(rank, closing, weight);
                 self.note_complete(step);
             }
@@ -385,7 +385,7 @@ impl AttemptState {
         };
         self.cut_short.extend(state.cut_short().map(|why| (step, why)));
         for (rank, text_bytes) in state.settle() {
-            if let Some(sum) = self.held.get_mut(&rank) {
+            if let Some(sum) = self.held_bytes.get_mut(&rank) {
                 *sum = sum.saturating_sub(text_bytes);
             }
         }

@@ -23,17 +23,18 @@ use super::limits::{MAX_HOSTS, STRANGERS, STRANGERS_BYTES, Turns};
 struct Budget {
     turns: Turns,
     left: f64,
-    at: Instant,
+    refilled: Instant,
 }
 
 impl Budget {
     fn full(turns: Turns, now: Instant) -> Budget {
-        Budget { turns, left: turns.at_once, at: now }
+        Budget { turns, left: turns.at_once, refilled: now }
     }
 
     fn fill(&mut self, now: Instant) {
-        let grown = now.saturating_duration_since(self.at).as_secs_f64() * self.turns.per_second;
-        (self.left, self.at) = ((self.left + grown).min(self.turns.at_once), now);
+        let grown =
+            now.saturating_duration_since(self.refilled).as_secs_f64() * self.turns.per_second;
+        (self.left, self.refilled) = ((self.left + grown).min(self.turns.at_once), now);
     }
 
     /// Takes so many turns and returns how long to wait for them; `None`, and takes nothing, if

@@ -20,7 +20,7 @@ pub struct Probed {
     /// without them recording is only slower.
     pub works: bool,
     /// The outcome in words.
-    pub found: String,
+    pub outcome: String,
 }
 
 /// Time limit for all tests: calls to a file server that is down block without end.
@@ -36,18 +36,18 @@ pub fn probe(place: &Path) -> Vec<Probed> {
     std::thread::spawn(move || done.send(tried(&there)));
     answer.recv_timeout(PATIENCE).unwrap_or_else(|_| {
         let late = format!("no answer in {} s", PATIENCE.as_secs());
-        vec![told("answer", Err(io::Error::other(late)))]
+        vec![outcome_of("answer", Err(io::Error::other(late)))]
     })
 }
 
 fn tried(place: &Path) -> Vec<Probed> {
     match Backend::of(place) {
-        Err(error) => vec![told("connect", Err(io::Error::other(error.to_string())))],
+        Err(error) => vec![outcome_of("connect", Err(io::Error::other(error.to_string())))],
         Ok(bucket @ Backend::Bucket(_)) => {
             let begin = Instant::now();
             let tried = bucket.prove_writable(place);
             let took = format!("put, refused second put and delete in {}", since(begin));
-            vec![told("conditional put", tried.map(|()| took))]
+            vec![outcome_of("conditional put", tried.map(|()| took))]
         }
         Ok(Backend::Directory) => directory(place),
     }
@@ -56,27 +56,27 @@ fn tried(place: &Path) -> Vec<Probed> {
 fn directory(place: &Path) -> Vec<Probed> {
     let absolute = std::path::absolute(place).unwrap_or_else(|_| place.to_path_buf());
     let Some(there) = absolute.ancestors().find(|above| above.is_dir()) else {
-        return vec![told("directory", Err(io::ErrorKind::NotFound.into()))];
+        return vec![outcome_of("directory", Err(io::ErrorKind::NotFound.into()))];
     };
     let note = match there == absolute {
         true => format!("{}", there.display()),
         false => format!("{} is not there yet; {} is", absolute.display(), there.display()),
     };
-    let mut probes = vec![told("directory", Ok(note))];
+    let mut probes = vec![outcome_of("directory", Ok(note))];
     let target = durable::scratch_beside(&there.join("probe"));
-    probes.push(told("write, fsync and name", written(&target)));
-    probes.push(told("never replaces", replaced(&target)));
+    probes.push(outcome_of("write, fsync and name", written(&target)));
+    probes.push(outcome_of("never replaces", replaced(&target)));
     let _ = std::fs::remove_file(&target);
     let direct = direct(&durable::scratch_beside(&there.join("direct")));
     probes.push(match direct {
-        Ok(words) => told("direct writes", Ok(words)),
+        Ok(words) => outcome_of("direct writes", Ok(words)),
         Err(error) => Probed {
             what: "direct writes",
             works: true,
-            found: format!("refused ({error}): writes go through the page cache, slower"),
+            outcome: format!("refused ({error}): writes go through the page cache, slower"),
         },
     });
-    probes.push(told("space", space(there)));
+    probes.push(outcome_of("space", space(there)));
     probes
 }
 
@@ -125,10 +125,10 @@ fn since(begin: Instant) -> String {
     format!("{:.1} ms", begin.elapsed().as_secs_f64() * 1e3)
 }
 
-fn told(what: &'static str, result: io::Result<String>) -> Probed {
+fn outcome_of(what: &'static str, result: io::Result<String>) -> Probed {
     match result {
-        Ok(said) => Probed { what, works: true, found: said },
-        Err(error) => Probed { what, works: false, found: error.to_string() },
+        Ok(said) => Probed { what, works: true, outcome: said },
+        Err(error) => Probed { what, works: false, outcome: error.to_string() },
     }
 }
 
@@ -141,7 +141,7 @@ mod tests {
         let store = tempfile::tempdir().unwrap();
         let probed = probe(&store.path().join("not/there/yet"));
         assert!(probed.iter().all(|one| one.works), "{probed:?}");
-        assert!(probed[0].found.contains("is not there yet"), "{probed:?}");
+        assert!(probed[0].outcome.contains("is not there yet"), "{probed:?}");
         let names: Vec<&str> = probed.iter().map(|one| one.what).collect();
         assert_eq!(
             names,

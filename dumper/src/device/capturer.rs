@@ -17,7 +17,7 @@ use backtape::dtype::Dtype;
 use backtape::index_box::IndexBox;
 
 use super::machine::{Arguments, DeviceError, Machine, Sizes, Stream};
-use super::transfer::{ArrivingBytes, Held, Summed, Transfer};
+use super::transfer::{ArrivingBytes, Holdings, Summed, Transfer};
 use crate::ranges::{Range, Ranges};
 
 /// Ranges of both memories start at multiples of this.
@@ -146,7 +146,7 @@ impl<M: Machine> Capturer<M> {
             _ => None,
         };
         let Source { address, bytes, order, sums, hold } = source;
-        let holdings = Held { hold, snapshot, sums: sums_range, ready };
+        let holdings = Holdings { hold, snapshot, sums: sums_range, ready };
         let transfer = Arc::new(Transfer::new(done, pinned, bytes, Summed::of(&sums), holdings));
         // SAFETY: the caller vouches for the source, which the transfer holds.
         if let Err(error) = unsafe { self.enqueue(&transfer, address, order, &sums) } {
@@ -173,7 +173,7 @@ impl<M: Machine> Capturer<M> {
         sums: &Sums,
     ) -> Result<(), DeviceError> {
         let (machine, side) = (&self.machine, self.machine.side());
-        let holdings = transfer.held();
+        let holdings = transfer.holdings();
         let Some(holdings) = holdings.as_ref() else { return Ok(()) };
         let mut from = address;
         if let Order::Made(stream) | Order::Changing(stream) = order {

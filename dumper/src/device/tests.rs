@@ -65,10 +65,10 @@ fn capture(
     bytes: usize,
     order: Order,
 ) -> Result<ArrivingBytes<Host>, NotTaken> {
-    held(capturer, tensor, bytes, order, Box::new(()))
+    capture_holding(capturer, tensor, bytes, order, Box::new(()))
 }
 
-fn held(
+fn capture_holding(
     capturer: &Arc<Capturer<Host>>,
     tensor: &Tensor,
     bytes: usize,
@@ -147,7 +147,7 @@ proptest! {
             let activation = &activations[step];
             host.write(JOB, activation.address(), of_activation.clone());
             let hold = Box::new(Hold { address: activation.address(), bytes: length });
-            let arriving = held(&of, activation, length, Order::Made(JOB), hold).unwrap();
+            let arriving = capture_holding(&of, activation, length, Order::Made(JOB), hold).unwrap();
             arrived.push((arriving, of_activation));
             if early >> step & 1 == 1 {
                 host.run_stream(if early & 1 == 1 { JOB } else { SIDE });
@@ -226,7 +226,8 @@ fn a_payload_that_is_kept_holds_nothing_on_the_device_once_it_has_landed() {
     let gpu = capturer(ROOMY, Turns::SideFirst);
     gpu.machine.write(JOB, tensor.address(), vec![3; 64]);
     let hold = Hold { address: tensor.address(), bytes: 64 };
-    let arriving = held(&gpu, &tensor, 64, Order::Changing(JOB), Box::new(hold)).unwrap();
+    let arriving =
+        capture_holding(&gpu, &tensor, 64, Order::Changing(JOB), Box::new(hold)).unwrap();
     assert!(gpu.machine.run());
     gpu.reap();
     assert_eq!(tensor.bytes[0], 0xdddd_dddd_dddd_dddd, "the tensor is let go of");

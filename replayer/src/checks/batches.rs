@@ -20,7 +20,7 @@ use backtape::role::Role;
 
 use super::surprisal::Stock;
 use super::tokens::{Batch, batches, is_input, is_labels, rows_of_q};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::name_ranks;
 use crate::number::plural;
@@ -29,7 +29,7 @@ use crate::number::plural;
 const NAMED: usize = 6;
 
 /// A batch, and the step and microbatch in which it was held.
-struct Held<'a> {
+struct RecordedBatch<'a> {
     step: u64,
     microbatch: Option<Microbatch>,
     batch: Batch<'a>,
@@ -45,9 +45,9 @@ struct Row {
     row: usize,
 }
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
-    let mut named: BTreeMap<&str, Vec<Held<'_>>> = BTreeMap::new();
-    let mut of_q: BTreeMap<&str, Vec<Held<'_>>> = BTreeMap::new();
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
+    let mut named: BTreeMap<&str, Vec<RecordedBatch<'_>>> = BTreeMap::new();
+    let mut of_q: BTreeMap<&str, Vec<RecordedBatch<'_>>> = BTreeMap::new();
     for subject in subjects {
         for (key, info) in subject.dump.tensors() {
             let into = match info.role {
@@ -60,7 +60,8 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
                 _ => batches(subject, info),
             };
             let (step, microbatch) = (subject.dump.step.0, key.microbatch);
-            let recorded = batches.into_iter().map(|batch| Held { step, microbatch, batch });
+            let recorded =
+                batches.into_iter().map(|batch| RecordedBatch { step, microbatch, batch });
             into.entry(key.tensor.as_str()).or_default().extend(recorded);
         }
     }
@@ -114,7 +115,13 @@ fn row_key(batch: &Batch<'_>, row: usize) -> Sequence {
     (ContentHash::of(bytes).0, start, length)
 }
 
-fn tensor(name: &str, batches: &[Held<'_>], tests: usize, policy: bool, results: &mut Found) {
+fn tensor(
+    name: &str,
+    batches: &[RecordedBatch<'_>],
+    tests: usize,
+    policy: bool,
+    results: &mut CheckResults,
+) {
     let keys: Vec<Vec<Sequence>> = batches
         .iter()
         .map(|batch| (0..symbols(&batch.batch).0).map(|row| row_key(&batch.batch, row)).collect())
@@ -157,7 +164,7 @@ fn needed(count: usize, tests: usize) -> f64 {
 
 /// Surprisal in bits of every sequence that occurs more than once.
 fn surprisals_of(
-    batches: &[Held<'_>],
+    batches: &[RecordedBatch<'_>],
     classes: &BTreeMap<Sequence, Vec<Row>>,
 ) -> BTreeMap<Sequence, f64> {
     let distinct =
@@ -197,10 +204,10 @@ fn equal_batches(
 
 fn report_batches(
     name: &str,
-    batches: &[Held<'_>],
+    batches: &[RecordedBatch<'_>],
     whole: &[(Vec<usize>, f64)],
     policy: bool,
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let repeats: usize = whole.iter().map(|(class, _)| class.len() - 1).sum();
     let Some(least) = whole.iter().map(|(_, bits)| *bits).reduce(f64::min) else {
@@ -235,11 +242,11 @@ fn report_batches(
 
 fn report_rows(
     name: &str,
-    batches: &[Held<'_>],
+    batches: &[RecordedBatch<'_>],
     repeats: &[(Vec<Row>, f64)],
     sequences: usize,
     policy: bool,
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let again: usize = repeats.iter().map(|(rows, _)| rows.len() - 1).sum();
     let Some(least) = repeats.iter().map(|(_, bits)| *bits).reduce(f64::min) else {
@@ -276,10 +283,10 @@ fn report_rows(
 /// The place of a finding: all ranks, and the step and microbatch if they are the same for all.
 fn common_place<'a, 'b: 'a>(
     name: &str,
-    batches: &[Held<'b>],
-    all: impl Iterator<Item = &'a Held<'b>>,
+    batches: &[RecordedBatch<'b>],
+    all: impl Iterator<Item = &'a RecordedBatch<'b>>,
 ) -> Place {
-    let all: Vec<&Held<'_>> = all.collect();
+    let all: Vec<&RecordedBatch<'_>> = all.collect();
     let first = all.first().copied().unwrap_or(&batches[0]);
     let ranks: Vec<_> = all.iter().flat_map(|batch| batch.batch.ranks()).copied().collect();
     let step = all.iter().all(|batch| batch.step == first.step).then_some(first.step);
@@ -289,7 +296,7 @@ fn common_place<'a, 'b: 'a>(
 }
 
 /// `step 0 microbatch 1 rank 3`.
-fn place(batch: &Held<'_>) -> String {
+fn place(batch: &RecordedBatch<'_>) -> String {
     let microbatch = batch.microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
     format!("step {}{microbatch} {}", batch.step, name_ranks(batch.batch.ranks()))
 }

@@ -36,7 +36,7 @@ impl Columns {
     }
 
     /// Bits of evidence in a row, over its finite elements that differ from the one before.
-    pub(super) fn told(&self, row: &[u8]) -> f64 {
+    pub(super) fn evidence(&self, row: &[u8]) -> f64 {
         let (width, mut last) = (self.dtype.width(), 0);
         let tells = |(at, share): (usize, &f64)| {
             let bits = bits(row, width, at);

@@ -15,7 +15,7 @@ use backtape::role::Role;
 
 use super::facts::{Facts, facts, roundoff};
 use super::gradients::number;
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::number::short;
 
 /// Roundings of a term: lse, the label's logit, their difference, its product with the weight.
@@ -26,7 +26,7 @@ const COARSE: f64 = 4.0 / 256.0;
 /// Above this relative error of N, different counts cannot be distinguished.
 const USELESS: f64 = 0.1;
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let what = format!("step {}: the loss's denominator", subject.dump.step);
         let Some(head) = subject.head() else {
@@ -80,7 +80,7 @@ fn microbatch(
     head: &HeadDeclaration,
     facts: &Facts,
     all: &[Facts],
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let tensor = subject.of_role(Role::Loss).find(|(key, _)| key.microbatch == facts.microbatch);
     let Some((key, info)) = tensor else {
@@ -175,7 +175,7 @@ fn report(
     key: &backtape::shard::TensorKey,
     (used, declared): (f64, f64),
     fitting: &[Count],
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let names: Vec<&str> = fitting.iter().map(|count| count.name).collect();
     let which = match names.is_empty() {

@@ -1,7 +1,7 @@
 //! Lists what could not be read: each fault that verification found in the files, bytes and boxes
 //! of the dump. The other checks use what is left.
 
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::verify::{FindingKind, Severity as Weight, VerifyFinding};
 
 /// Whether a fault means that something of the dump is lost. Replicas that differ are what the job
@@ -11,7 +11,7 @@ pub fn is_damage(finding: &VerifyFinding) -> bool {
         && !matches!(finding.kind, FindingKind::ReplicasDisagree | FindingKind::Overlap)
 }
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         results.looked();
         for fault in subject.proof.findings.iter().filter(|fault| is_damage(fault)) {

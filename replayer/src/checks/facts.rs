@@ -37,7 +37,7 @@ pub(super) struct Facts {
     pub(super) holder: Vec<usize>,
     pub(super) holders: Vec<Vec<Rank>>,
     /// The tokens of each of `holders`, ascending.
-    pub(super) held: Vec<Vec<usize>>,
+    pub(super) held_tokens: Vec<Vec<usize>>,
 }
 
 /// The facts of each microbatch that has labels, or why its labels cannot be used.
@@ -83,7 +83,7 @@ fn of_labels(subject: &Subject<'_>, key: &TensorKey) -> Result<Facts, String> {
         roundoff,
         holder,
         holders,
-        held: tokens_held,
+        held_tokens: tokens_held,
     })
 }
 

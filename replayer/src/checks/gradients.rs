@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, bits, format, kind, value};
 use crate::dump::TensorInfo;
 use crate::number::short;
@@ -160,7 +160,7 @@ fn sums_of(piece: &Piece<'_>) -> Sums {
     parts.into_iter().fold(Sums::default(), add)
 }
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     let (mut steps, mut clipped, mut pairs) = (0u64, Vec::new(), 0u64);
     for subject in subjects {
         let norm_at = |when| {

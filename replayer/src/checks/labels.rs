@@ -10,13 +10,13 @@ use backtape::role::Role;
 
 use super::facts::{Facts, classes, customary, facts};
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, bits, kind};
 use crate::number::plural;
 
 const OUT_OF_RANGE: &str = "int-target-out-of-range";
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let all = facts(subject);
         if all.is_empty() {
@@ -43,7 +43,7 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
     }
 }
 
-fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, results: &mut Found) {
+fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, results: &mut CheckResults) {
     results.looked();
     let inside = |label: i64| u64::try_from(label).is_ok_and(|label| label < classes);
     let head = subject.head();
@@ -81,14 +81,14 @@ fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, results: &mut Found
 }
 
 /// Finds sets of tokens, as the scope of the denominator has them, in which no token counts.
-fn ignored(subject: &Subject<'_>, known: &[Facts], results: &mut Found) {
+fn ignored(subject: &Subject<'_>, known: &[Facts], results: &mut CheckResults) {
     let silent = |facts: &&Facts| facts.tokens() > 0 && facts.weights.iter().all(|&w| w == 0.0);
     let head = subject.head();
     let scope: Span = head.map_or(Scope::Microbatch.into(), |head| head.scope.clone());
     for facts in known {
         results.looked();
         let groups = (0..facts.holders.len()).filter(|&group| {
-            let tokens = &facts.held[group];
+            let tokens = &facts.held_tokens[group];
             !tokens.is_empty() && tokens.iter().all(|&t| facts.weights[t] == 0.0)
         });
         let ranks: Vec<_> = groups.flat_map(|group| facts.holders[group].clone()).collect();

@@ -41,7 +41,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 pub use damage::is_damage;
-pub use finding::{Finding, Found, NAMED_ROWS, Place, Severity};
+pub use finding::{CheckResults, Finding, NAMED_ROWS, Place, Severity};
 pub use gradients::{GradientStatistics, statistics};
 
 use crate::dump::{StepDump, TensorInfo};
@@ -80,7 +80,7 @@ pub struct Check {
     of_replay: bool,
 }
 
-type Run = fn(&[Subject<'_>], &mut Found);
+type Run = fn(&[Subject<'_>], &mut CheckResults);
 
 /// A check that is part of every replay.
 const fn weighs(name: &'static str, about: &'static str, run: Run) -> Check {
@@ -199,12 +199,12 @@ fn run(checks: &[&Check], subjects: &[Subject<'_>]) -> Checked {
     let whole = |one: &&Subject<'_>| one.dump.is_whole();
     let whole: Vec<Subject<'_>> = subjects.iter().filter(whole).copied().collect();
     let results_of = |check: &&Check| {
-        let mut results = Found::new(check.name);
+        let mut results = CheckResults::new(check.name);
         let subjects_checked = if check.name == "damage" { subjects } else { &whole[..] };
         (check.run)(subjects_checked, &mut results);
         results
     };
-    let all: Vec<Found> = checks.par_iter().map(results_of).collect();
+    let all: Vec<CheckResults> = checks.par_iter().map(results_of).collect();
     let mut checked = Checked::default();
     for (check, results) in checks.iter().zip(all) {
         let Check { name, about, .. } = **check;

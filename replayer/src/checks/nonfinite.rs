@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use super::blocks::indexed_twice;
 use super::facts::{Facts, facts, vector};
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, all_finite, bits, format, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::head::Stage;
@@ -26,7 +26,7 @@ use crate::number::plural;
 const NAMED: usize = 12;
 const CHUNK: usize = 1 << 16;
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         step(subject, results);
     }
@@ -50,7 +50,7 @@ struct Hit<'a> {
     count: Count,
 }
 
-fn step(subject: &Subject<'_>, results: &mut Found) {
+fn step(subject: &Subject<'_>, results: &mut CheckResults) {
     let mut hits: Vec<Hit<'_>> = Vec::new();
     for (key, info) in subject.dump.tensors() {
         if format(info.dtype).is_none() {
@@ -203,7 +203,7 @@ fn masked_from(subject: &Subject<'_>, info: &TensorInfo) -> Option<u64> {
 
 fn origin(
     subject: &Subject<'_>,
-    results: &mut Found,
+    results: &mut CheckResults,
     severity: Severity,
     first: &Hit<'_>,
     later: &[Hit<'_>],
@@ -248,7 +248,7 @@ fn origin(
 }
 
 /// Adds a note for each later tensor with values that are not finite.
-fn note_later(subject: &Subject<'_>, results: &mut Found, later: &[Hit<'_>]) {
+fn note_later(subject: &Subject<'_>, results: &mut CheckResults, later: &[Hit<'_>]) {
     for Hit { key, count, .. } in later {
         let ranks = count.first.as_ref().map(|(_, ranks)| ranks.as_slice()).unwrap_or_default();
         let place = Place::of(subject).tensor(key).ranks(ranks).rows(&count.rows);

@@ -14,7 +14,7 @@ use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, all_finite, bits, format, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
@@ -43,7 +43,7 @@ const CHUNK: usize = 4096;
 /// In integers this is -1, an ordinary value.
 const ALL_ONES: u32 = u32::MAX;
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let tensors: Vec<_> = subject.dump.tensors().iter().collect();
         let scanned = tensors.par_iter().map(|(_, info)| scanned(subject, info, tensors.len()));
@@ -188,7 +188,7 @@ fn report_runs(
     key: &TensorKey,
     recorded: &[Piece<'_>],
     hits: &[Hit],
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     for (piece, hit) in recorded.iter().zip(hits) {
         let Some(Filled { pattern, words, first_word }) = hit.filled else { continue };
@@ -219,7 +219,7 @@ fn report_payloads(
     key: &TensorKey,
     recorded: &[Piece<'_>],
     hits: &[Hit],
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     for (piece, hit) in recorded.iter().zip(hits).filter(|(_, hit)| hit.filled.is_none()) {
         let Some((element, bits)) = hit.first_payload else { continue };

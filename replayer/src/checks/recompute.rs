@@ -9,7 +9,7 @@
 use backtape::shard::{TensorKey, When};
 
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{bits, format, value};
 use crate::dump::TensorInfo;
 use crate::number::plural;
@@ -18,7 +18,7 @@ use crate::number::plural;
 /// expression may differ: a few roundings of intermediates that one of them kept in more bits.
 const ROUNDINGS: f64 = 8.0;
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let tensors = subject.dump.tensors();
         let again = tensors.iter().filter(|(key, _)| key.when == Some(When::Recompute));
@@ -43,7 +43,7 @@ fn first<'a>(subject: &Subject<'a>, key: &TensorKey) -> Option<(&'a TensorKey, &
 
 type Named<'a> = (&'a TensorKey, &'a TensorInfo);
 
-fn tensor(subject: &Subject<'_>, again: Named<'_>, forward: Named<'_>, results: &mut Found) {
+fn tensor(subject: &Subject<'_>, again: Named<'_>, forward: Named<'_>, results: &mut CheckResults) {
     if again.1.dtype != forward.1.dtype || again.1.shape != forward.1.shape {
         results.skip(again.0.to_string(), "its dtype or shape is not the forward's");
         return;
@@ -96,7 +96,7 @@ fn differ(
     key: &TensorKey,
     first: &Piece<'_>,
     again: &Piece<'_>,
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let Distance { elements, total, steps } = distance(first, again);
     let rounding = steps <= ROUNDINGS;

@@ -15,7 +15,7 @@ use backtape::shard::{ShardRecord, TensorKey, When};
 
 use super::facts::roundoff;
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::assemble::{extract, pieces as cut};
 use crate::bits::{bits, format, value};
 use crate::dump::{TensorInfo, name_ranks};
@@ -23,7 +23,7 @@ use crate::dump::{TensorInfo, name_ranks};
 /// Fewest nonzero elements that must agree: two unrelated bf16 numbers agree with probability 2⁻⁷.
 const EVIDENCE: u64 = 16;
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let before = results.looked_at;
         for (key, info) in subject.dump.tensors() {
@@ -41,7 +41,7 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
     }
 }
 
-fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, results: &mut Found) {
+fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, results: &mut CheckResults) {
     let (recorded, _) = pieces(subject.dump, info);
     let places: BTreeSet<&IndexBox> = recorded.iter().map(|piece| piece.place()).collect();
     // The check `replicas` reports boxes whose holders differ.

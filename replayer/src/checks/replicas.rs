@@ -18,7 +18,7 @@ use backtape::shard::{TensorKey, When};
 
 use super::pieces::{Piece, pieces};
 use super::reduced::own_addend;
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::bits;
 use crate::dump::versions::one_value;
 use crate::dump::{TensorInfo, name_ranks};
@@ -29,7 +29,7 @@ const FLIPS: usize = 8;
 /// How many times as many elements the shard must have.
 const RARE: usize = 1000;
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         for (key, info) in subject.dump.tensors() {
             if info.partial.is_none() {
@@ -43,7 +43,7 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
     }
 }
 
-fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, results: &mut Found) {
+fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, results: &mut CheckResults) {
     let (recorded, _) = pieces(subject.dump, info);
     let boxes = by_place(&recorded);
     let shared =
@@ -102,7 +102,7 @@ fn differ(
     key: &TensorKey,
     info: &TensorInfo,
     versions: &[&Piece<'_>],
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let holders: usize = versions.iter().map(|piece| piece.holders.len()).sum();
     let majority = versions[0].holders.len() * 2 > holders;

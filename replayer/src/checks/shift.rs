@@ -14,14 +14,14 @@ use backtape::shard::TensorKey;
 
 use super::facts::{Facts, facts, integers};
 use super::tokens::is_input;
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::assemble::assemble;
 use crate::compare::bound::FALSE_ALARM;
 
 const SHIFTS: std::ops::RangeInclusive<i64> = -2..=2;
 const CAUSE: &str = "label-shift";
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let inputs: Vec<&TensorKey> = subject
             .dump
@@ -55,7 +55,7 @@ struct Pair<'a> {
     chance: f64,
 }
 
-fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, results: &mut Found) {
+fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, results: &mut CheckResults) {
     let tensor = match assemble(subject.dump, key) {
         Ok(tensor) => tensor,
         Err(error) => return results.skip(key.to_string(), error.to_string()),
@@ -148,7 +148,7 @@ fn judge(
     facts: &Facts,
     pair: &Pair<'_>,
     expected: Option<i64>,
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let share = |shift| {
         let (matches, n) = pair.matches(shift, None);
@@ -217,7 +217,7 @@ fn ends(
     key: &TensorKey,
     facts: &Facts,
     pair: &Pair<'_>,
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let rows = pair.inputs.len() / pair.sequence;
     let first = |row: usize| pair.inputs[(row % rows) * pair.sequence];

@@ -24,7 +24,7 @@ use backtape::shard::{TensorKey, When};
 use super::columns::Columns;
 use super::facts::{Facts, facts};
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::assemble::{assemble, extract, pieces as cut};
 use crate::bits::{Kind, bits, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
@@ -42,7 +42,7 @@ const PAIRS: [(Role, Role); 5] = [
 /// Gradients that must differ between two microbatches with different labels.
 const FRESH: [Role; 4] = [Role::Dlogits, Role::Dq, Role::Dk, Role::DkLse];
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         for (gradient, source) in PAIRS {
             for (key, info) in subject.of_role(gradient) {
@@ -81,7 +81,12 @@ fn bits_in_use(dtype: Dtype, bytes: &[u8]) -> u32 {
 
 type Named<'a> = (&'a TensorKey, &'a TensorInfo);
 
-fn against(subject: &Subject<'_>, (key, info): Named<'_>, source: Role, results: &mut Found) {
+fn against(
+    subject: &Subject<'_>,
+    (key, info): Named<'_>,
+    source: Role,
+    results: &mut CheckResults,
+) {
     let same = |(other, source_info): &Named<'_>| {
         source_info.dtype == info.dtype
             && source_info.shape == info.shape
@@ -167,7 +172,7 @@ fn global_row(part: &backtape::index_box::IndexBox, info: &TensorInfo, row: usiz
 }
 
 /// Compares a gradient with the same gradient one microbatch (or dumped step) before.
-fn earlier(subjects: &[Subject<'_>], role: Role, results: &mut Found) {
+fn earlier(subjects: &[Subject<'_>], role: Role, results: &mut CheckResults) {
     let mut before: Option<(&Subject<'_>, Named<'_>, Facts)> = None;
     for subject in subjects {
         for facts in facts(subject).into_iter().flatten() {
@@ -187,9 +192,9 @@ fn earlier(subjects: &[Subject<'_>], role: Role, results: &mut Found) {
     }
 }
 
-type At<'a> = (&'a Subject<'a>, Named<'a>, &'a Facts);
+type StepTensor<'a> = (&'a Subject<'a>, Named<'a>, &'a Facts);
 
-fn repeats(past: At<'_>, now: At<'_>, results: &mut Found) {
+fn repeats(past: StepTensor<'_>, now: StepTensor<'_>, results: &mut CheckResults) {
     let (subject, (key, info), facts) = now;
     let ((recorded, _), (old, _)) = (pieces(subject.dump, info), pieces(past.0.dump, past.1.1));
     let of_tokens = matches!(info.role, Some(Role::Dq | Role::Dlogits));
@@ -217,7 +222,7 @@ fn repeats(past: At<'_>, now: At<'_>, results: &mut Found) {
         let stale = |row: usize| {
             piece.row_bytes(row) == other.row_bytes(row)
                 && fresh(row)
-                && columns.told(piece.row_bytes(row)) >= needed
+                && columns.evidence(piece.row_bytes(row)) >= needed
         };
         let rows = (0..piece.rows()).filter(|&row| stale(row));
         let mut rows: Vec<u64> = rows.map(|row| piece.global_row(row)).collect();
@@ -249,8 +254,8 @@ fn repeats(past: At<'_>, now: At<'_>, results: &mut Found) {
 
 /// Whether two microbatches share the hidden state of some token (as the first tokens of sequences
 /// often do), or this is not known: rows of dk that only such tokens add to are equal.
-fn shared_states(past: At<'_>, now: At<'_>) -> bool {
-    let states = |(subject, _, facts): At<'_>| -> Option<BTreeSet<u128>> {
+fn shared_states(past: StepTensor<'_>, now: StepTensor<'_>) -> bool {
+    let states = |(subject, _, facts): StepTensor<'_>| -> Option<BTreeSet<u128>> {
         let same =
             |(key, info): &Named<'_>| key.microbatch == facts.microbatch && info.shape.len() > 1;
         let (_, info) = subject.of_role(Role::Q).find(same)?;
@@ -294,7 +299,7 @@ fn same_labels(these: &Facts, other: &Facts, ranks: &[Rank]) -> bool {
         let is_of_ranks =
             |group: &usize| facts.holders[*group].iter().any(|rank| ranks.contains(rank));
         let groups = (0..facts.holders.len()).filter(is_of_ranks);
-        groups.flat_map(|group| &facts.held[group]).map(|&t| facts.targets[t]).collect()
+        groups.flat_map(|group| &facts.held_tokens[group]).map(|&t| facts.targets[t]).collect()
     };
     targets(these) == targets(other)
 }

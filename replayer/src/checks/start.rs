@@ -8,9 +8,9 @@
 use backtape::identity::Step;
 
 use super::facts::{classes, facts};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     let Some(subject) = subjects.iter().find(|subject| subject.dump.step == Step(0)) else {
         return results.skip("the loss against log V", "step 0 was not dumped");
     };

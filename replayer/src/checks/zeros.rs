@@ -20,7 +20,7 @@ use backtape::shard::TensorKey;
 
 use super::facts::{Facts, facts, optional};
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, bits, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::number::plural;
@@ -28,9 +28,9 @@ use crate::number::plural;
 /// If the label's probability is above this, the gradient may round to zero.
 const SURE: f64 = 1.0 - 1.0 / 64.0;
 
-pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
-        let skip = |found: &mut Found, why: &str| {
+        let skip = |found: &mut CheckResults, why: &str| {
             found.skip(format!("step {}: zero rows of dq and dk", subject.dump.step), why);
         };
         match subject.head() {
@@ -43,7 +43,7 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut Found) {
     }
 }
 
-fn step(subject: &Subject<'_>, head: &HeadDeclaration, results: &mut Found) {
+fn step(subject: &Subject<'_>, head: &HeadDeclaration, results: &mut CheckResults) {
     let of_k = subject.of_role(Role::K).map(|(_, info)| info);
     if !of_k.into_iter().any(|info| tells(subject, info, head)) {
         let why = "k was not recorded, or all of its rows are one: gradients may be zero";
@@ -128,7 +128,7 @@ fn all_zero(dtype: Dtype, bytes: &[u8]) -> bool {
     (0..bytes.len() / width).all(|i| kind(dtype, bits(bytes, width, i)) == Kind::Zero)
 }
 
-fn dq(subject: &Subject<'_>, facts: &Facts, telling: &[bool], results: &mut Found) {
+fn dq(subject: &Subject<'_>, facts: &Facts, telling: &[bool], results: &mut CheckResults) {
     let tensor = subject.of_role(Role::Dq).find(|(key, info)| {
         key.microbatch == facts.microbatch && info.partial.is_none() && info.shape.len() > 1
     });
@@ -162,7 +162,7 @@ fn dk(
     head: &HeadDeclaration,
     microbatch: Option<backtape::identity::Microbatch>,
     from: &[(&Facts, &Vec<bool>)],
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     for role in [Role::Dk, Role::DkLabel] {
         // With tied embeddings dk includes the gradient of the input embedding.
@@ -187,7 +187,7 @@ fn of_vocabulary(
     head: &HeadDeclaration,
     (key, info): (&TensorKey, &TensorInfo),
     from: &[(&Facts, &Vec<bool>)],
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let transposed = head.k_layout == KLayout::Dv;
     let vocabulary = info.shape[usize::from(transposed)] as usize;
@@ -211,7 +211,7 @@ fn of_vocabulary(
         for (group, ranks) in facts.holders.iter().enumerate() {
             let zero_on_ranks = of_all.is_none().then(|| zero_on(Some(ranks)));
             let zero = of_all.as_ref().or(zero_on_ranks.as_ref()).expect("one of the two");
-            let tokens = facts.held[group].iter().copied().filter(|&t| telling[t]);
+            let tokens = facts.held_tokens[group].iter().copied().filter(|&t| telling[t]);
             for class in tokens.filter_map(|t| facts.targets[t]) {
                 if usize::try_from(class).is_ok_and(|class| zero.get(class) == Some(&true)) {
                     let run = run_of_zeros(zero, class as usize);
@@ -275,7 +275,7 @@ fn report(
     rows: &[u64],
     run: Option<(u64, u64)>,
     what: &str,
-    results: &mut Found,
+    results: &mut CheckResults,
 ) {
     let small = matches!(info.dtype, Dtype::F16 | Dtype::F8E4m3 | Dtype::F8E5m2);
     let severity = if small { Severity::Note } else { Severity::Fail };

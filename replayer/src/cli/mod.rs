@@ -9,7 +9,7 @@ mod device;
 mod error;
 mod kernel;
 mod look;
-mod own;
+mod manual;
 mod paint;
 mod progress;
 mod readings;

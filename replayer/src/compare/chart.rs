@@ -24,7 +24,7 @@ pub struct Cell {
     pub nonfinite: u64,
     /// Number of the comparison that the worst element is from, where charts of several were
     /// merged.
-    pub of: u32,
+    pub source: u32,
 }
 
 impl Cell {
@@ -47,7 +47,7 @@ impl Cell {
     /// Adds another part of the same block, or the same block of another comparison.
     fn merge(&mut self, other: &Cell) {
         if other.is_worse_than(self) {
-            (self.worst, self.of) = (other.worst.clone(), other.of);
+            (self.worst, self.source) = (other.worst.clone(), other.source);
         }
         self.elements += other.elements;
         self.exceeding += other.exceeding;
@@ -125,7 +125,7 @@ impl Chart {
     /// comparison `of`.
     pub fn merge(&mut self, other: &Chart, source: u32) {
         for (to, from) in self.cells.iter_mut().zip(&other.cells) {
-            put(to, &from.clone().map(|cell| Cell { of: source, ..cell }));
+            put(to, &from.clone().map(|cell| Cell { source, ..cell }));
         }
     }
 
@@ -174,7 +174,7 @@ fn element(
         elements: 1,
         exceeding: u64::from(beyond),
         nonfinite: u64::from(!finite),
-        of: 0,
+        source: 0,
     }
 }
 
@@ -290,7 +290,7 @@ mod tests {
             elements: 1,
             exceeding: 0,
             nonfinite: 0,
-            of: 0,
+            source: 0,
         };
         assert!(cell(f64::NAN).is_worse_than(&cell(1e9)));
         assert!(!cell(1e9).is_worse_than(&cell(f64::NAN)));
@@ -305,8 +305,8 @@ mod tests {
         let (a, b) = (whole(&values_of_one), whole(&two));
         let mut both = a.clone();
         both.merge(&b, 1);
-        assert_eq!((both.worst().unwrap().worst.index, both.worst().unwrap().of), ((0, 7), 1));
+        assert_eq!((both.worst().unwrap().worst.index, both.worst().unwrap().source), ((0, 7), 1));
         let of_spike = both.cells.iter().flatten().find(|cell| cell.worst.index == (123, 5));
-        assert_eq!(of_spike.unwrap().of, 0, "the first of equals");
+        assert_eq!(of_spike.unwrap().source, 0, "the first of equals");
     }
 }

@@ -33,21 +33,21 @@ pub struct Compared {
 
 /// Where the first element of the bytes lies in its tensor.
 #[derive(Clone, Copy, Debug)]
-pub struct At {
+pub struct FirstElement {
     /// Row-major index.
     pub start: u64,
     /// Elements of a row.
     pub columns: u64,
 }
 
-impl At {
+impl FirstElement {
     fn point(self, offset: usize, captured: f64, reference: f64) -> Point {
         let (flat, columns) = (self.start + offset as u64, self.columns.max(1));
         Point { index: (flat / columns, flat % columns), captured, reference }
     }
 
-    fn later(self, offset: usize) -> At {
-        At { start: self.start + offset as u64, ..self }
+    fn later(self, offset: usize) -> FirstElement {
+        FirstElement { start: self.start + offset as u64, ..self }
     }
 }
 
@@ -92,7 +92,7 @@ impl Compared {
 }
 
 /// Compares bytes of one dtype and of equal length.
-pub fn compare(dtype: Dtype, captured: &[u8], reference: &[u8], place: At) -> Compared {
+pub fn compare(dtype: Dtype, captured: &[u8], reference: &[u8], place: FirstElement) -> Compared {
     assert_eq!(captured.len(), reference.len(), "both sides hold the same elements");
     match dtype {
         Dtype::Bf16 => blocks::<Bf16>(captured, reference, place),
@@ -132,7 +132,7 @@ pub fn widen(dtype: Dtype, bytes: &[u8], values: &mut Vec<f64>) {
     }
 }
 
-fn blocks<E: Element>(captured: &[u8], reference: &[u8], place: At) -> Compared {
+fn blocks<E: Element>(captured: &[u8], reference: &[u8], place: FirstElement) -> Compared {
     let mut compared = Compared::default();
     let bytes = BLOCK * size_of::<E>();
     let pairs = captured.chunks(bytes).zip(reference.chunks(bytes));
@@ -142,7 +142,7 @@ fn blocks<E: Element>(captured: &[u8], reference: &[u8], place: At) -> Compared 
     compared
 }
 
-fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], place: At) {
+fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], place: FirstElement) {
     let (mut x, mut y) = ([0.0; BLOCK], [0.0; BLOCK]);
     let count = ours.len() / size_of::<E>();
     x.iter_mut().zip(elements::<E>(ours)).for_each(|(x, e)| *x = e.value());
@@ -182,7 +182,12 @@ fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], place:
 /// Compares a block with elements that are not finite, or whose squares overflow, one element after
 /// the other.
 #[cold]
-fn one_by_one<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], place: At) {
+fn one_by_one<E: Element>(
+    compared: &mut Compared,
+    ours: &[u8],
+    theirs: &[u8],
+    place: FirstElement,
+) {
     for (i, (a, b)) in elements::<E>(ours).zip(elements::<E>(theirs)).enumerate() {
         let point = place.point(i, a.value(), b.value());
         compared.measures.elements += 1;
@@ -340,7 +345,7 @@ fn e4m3(bits: u8) -> f64 {
 mod tests {
     use super::*;
 
-    const AT: At = At { start: 70, columns: 7 };
+    const AT: FirstElement = FirstElement { start: 70, columns: 7 };
 
     fn bytes(dtype: Dtype, count: usize, seed: u64) -> Vec<u8> {
         let mut state = seed;

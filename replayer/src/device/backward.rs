@@ -51,7 +51,7 @@ struct Tile<M: Machine> {
 pub(super) struct Slab<'a, M: Machine> {
     inputs: &'a HeadInputs<'a>,
     noise: &'a TermNoise,
-    held: OnDevice<M>,
+    buffers: OnDevice<M>,
     sums: Sums<M>,
     /// Of the bias, `[rows]`: of entries, of their variances, of their squares.
     biases: [Room<M>; 3],
@@ -250,7 +250,7 @@ impl<'a, M: Machine> Slab<'a, M> {
         for (room, values) in labels.iter_mut().map(|room| (room, tokens)) {
             room.of(machine, values)?;
         }
-        Ok(Slab { inputs, noise: upstream.noise, held: buffers, sums, biases, labels })
+        Ok(Slab { inputs, noise: upstream.noise, buffers, sums, biases, labels })
     }
 
     /// Its sums of k's rows: `[rows, D]`, then those of the bias, `[rows]`.
@@ -315,7 +315,7 @@ impl<M: Machine> Tile<M> {
     ) -> Result<(), DeviceError> {
         let size = query.rows.len() * key.rows.len();
         let [dense, squared, noisy, dropped, confident] = &mut self.terms;
-        let products = slab.held.products(machine, slab.inputs, (query, key), dense)?;
+        let products = slab.buffers.products(machine, slab.inputs, (query, key), dense)?;
         let when = |asked: bool, room: &mut Room<M>| match asked {
             true => room.of(machine, size),
             false => Ok(0),
@@ -334,8 +334,8 @@ impl<M: Machine> Tile<M> {
             label_slopes: slopes.at(machine, query.rows.start),
             label_slope_vars: slope_vars.at(machine, query.rows.start),
             label_entries: entries.at(machine, query.rows.start),
-            tokens: slab.held.tokens(machine, query),
-            head: slab.held.head(machine, slab.inputs, slab.noise),
+            tokens: slab.buffers.tokens(machine, query),
+            head: slab.buffers.head(machine, slab.inputs, slab.noise),
         };
         // SAFETY: the rooms of a tile were just made that large; those of tokens and of the
         // panels have a row for each of theirs.

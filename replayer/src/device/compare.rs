@@ -146,7 +146,7 @@ pub(super) struct Rooms<M: Machine> {
     storage: Room<M>,
     rows: Room<M>,
     columns: Room<M>,
-    found: Room<M>,
+    tallies: Room<M>,
 }
 
 impl<M: Machine> Default for Rooms<M> {
@@ -154,7 +154,7 @@ impl<M: Machine> Default for Rooms<M> {
         let [captured, side, label_rows, storage, rows, columns, rows_room] =
             [(); 7].map(|()| Room::default());
         let label = [(); 5].map(|()| Room::default());
-        Rooms { captured, side, label, label_rows, storage, rows, columns, found: rows_room }
+        Rooms { captured, side, label, label_rows, storage, rows, columns, tallies: rows_room }
     }
 }
 
@@ -199,12 +199,12 @@ impl<M: Machine> Rooms<M> {
             of_columns: self.columns.put(machine, comparison.columns)?,
             stage: *comparison.stage,
             bound: comparison.bound,
-            to: self.found.put(machine, &tallies)?,
+            to: self.tallies.put(machine, &tallies)?,
         };
         // SAFETY: every address holds a value for each element, row or column, as the caller says
         // of the dense sums; those of the label part for each row that `label_rows` names.
         unsafe { machine.launch(&compare)? };
-        self.found.get(machine, &mut tallies)?;
+        self.tallies.get(machine, &mut tallies)?;
         Ok(RowTally::joined(&tallies, pieces))
     }
 

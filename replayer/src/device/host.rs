@@ -12,7 +12,7 @@ use libloading::Library;
 use super::Description;
 use super::error::DeviceError;
 use super::machine::{Arguments, Compute, Machine, Product};
-use super::own::launch::{Code, Launch, Launches, Passed};
+use super::user_kernel::launch::{Code, Launch, Launches, Passed};
 
 /// This process as a device.
 pub(super) struct Host {

@@ -96,7 +96,7 @@ pub(super) fn bytes(free: usize) -> usize {
 }
 
 /// A stage's plane.
-pub(super) struct Held<'m, M: Machine> {
+pub(super) struct DevicePlane<'m, M: Machine> {
     machine: &'m M,
     stage: PlaneStage,
     rows: usize,
@@ -105,7 +105,7 @@ pub(super) struct Held<'m, M: Machine> {
     variances: Room<M>,
     captured: Room<M>,
     tokens: Room<M>,
-    found: Room<M>,
+    tallies: Room<M>,
 }
 
 /// Computes the whole plane of some tokens, `[tokens, V]`.
@@ -114,20 +114,29 @@ pub(super) fn plane<'m, M: Machine>(
     inputs: &HeadInputs,
     upstream: Upstream,
     (stage, progress): (PlaneStage, &dyn Progress),
-) -> Result<Held<'m, M>, DeviceError> {
+) -> Result<DevicePlane<'m, M>, DeviceError> {
     reference::check(inputs);
     let (rows, vocab) = (inputs.q.rows, inputs.k.rows);
     let [mut values, mut variances, captured, tokens, rows_room] =
         [(); 5].map(|()| Room::default());
     values.of(machine, rows * vocab)?;
     variances.of(machine, rows * vocab)?;
-    let plane =
-        Held { machine, stage, rows, vocab, values, variances, captured, tokens, found: rows_room };
+    let plane = DevicePlane {
+        machine,
+        stage,
+        rows,
+        vocab,
+        values,
+        variances,
+        captured,
+        tokens,
+        tallies: rows_room,
+    };
     plane.fill(inputs, upstream, progress)?;
     Ok(plane)
 }
 
-impl<M: Machine> Held<'_, M> {
+impl<M: Machine> DevicePlane<'_, M> {
     fn fill(
         &self,
         inputs: &HeadInputs,
@@ -185,7 +194,7 @@ impl<M: Machine> Held<'_, M> {
     }
 }
 
-impl<M: Machine> KeptPlane for Held<'_, M> {
+impl<M: Machine> KeptPlane for DevicePlane<'_, M> {
     fn compare(&mut self, comparison: &PlaneComparison) -> Result<Vec<RowTally>, DeviceError> {
         let (machine, count) = (self.machine, comparison.captured.rows);
         assert_eq!((count, comparison.captured.cols), (self.rows, self.vocab), "the plane's shape");
@@ -210,12 +219,12 @@ impl<M: Machine> KeptPlane for Held<'_, M> {
             tokens: self.tokens.put(machine, comparison.tokens)?,
             stage: *comparison.stage,
             bound: comparison.bound,
-            to: self.found.put(machine, &tallies)?,
+            to: self.tallies.put(machine, &tallies)?,
         };
         // SAFETY: the plane and the captured rows have the shape that was just looked at, and
         // there is a result for each piece of each of them.
         unsafe { machine.launch(&compare)? };
-        self.found.get(machine, &mut tallies)?;
+        self.tallies.get(machine, &mut tallies)?;
         Ok(RowTally::joined(&tallies, pieces))
     }
 

@@ -19,10 +19,10 @@ use super::cuda::Cuda;
 use super::error::DeviceError;
 use super::links::{Links, Nccl};
 use super::machine::Machine;
-use super::own::launch::Launches;
 use super::plane::KeptPlane;
 use super::room::Room;
-use super::{BackwardWalk, Description, Device, Given, Kernel, Unit, forward, own, policy};
+use super::user_kernel::launch::Launches;
+use super::{BackwardWalk, Description, Device, Given, Kernel, Unit, forward, policy, user_kernel};
 use crate::compare::RowTally;
 use crate::compare::plane::PlaneStage;
 use crate::kernels::policy::{DkParts, DqParts, PlaneTile as PolicyTile, Policy, PolicyForward};
@@ -197,8 +197,8 @@ impl<M: Launches, L: Links<M>> Device for Several<M, L> {
     }
 
     /// On the first.
-    fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
-        own::run(&self.machines[0], kernel, unit)
+    fn user_kernel(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
+        user_kernel::run(&self.machines[0], kernel, unit)
     }
 }
 

@@ -11,9 +11,9 @@ use cudarc::driver::{CudaContext, result, sys};
 use super::DeviceError;
 use super::cuda::Cuda;
 use super::machine::Machine;
-use super::own::launch::{Code, Launch, Launches, Passed};
 use super::room::Room;
 use super::tests::{NOISE, on};
+use super::user_kernel::launch::{Code, Launch, Launches, Passed};
 use crate::kernels::NoProgress;
 use crate::kernels::fixture::Fixture;
 use crate::kernels::policy::Policy;
@@ -26,7 +26,7 @@ const LIST: [&str; 8] = [
     "device::policy::tests::on_cuda::",
     "device::compare::tests::on_cuda::",
     "device::plane::tests::on_cuda::",
-    "device::own::tests::",
+    "device::user_kernel::tests::",
     "device::measure::tests::",
     "device::several::tests::gpus_joined_by_nccl",
 ];
@@ -185,7 +185,8 @@ mod on_it {
         let file = folder.path().join(name);
         let missing = started(&cuda, &Code::Module(file.clone()), 0, 0).unwrap_err().to_string();
         assert!(missing.contains("reading"), "{missing}");
-        let ptx = super::super::compile::own(Path::new("mine.cu"), SOURCE, "compute_90").unwrap();
+        let ptx =
+            super::super::compile::user_source(Path::new("mine.cu"), SOURCE, "compute_90").unwrap();
         // As a file has it, without the zero byte.
         std::fs::write(&file, ptx.bytes().strip_suffix(&[0]).unwrap()).unwrap();
         assert_eq!(started(&cuda, &Code::Module(file), 0, 0).unwrap(), expected);

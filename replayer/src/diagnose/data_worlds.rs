@@ -12,7 +12,7 @@ use crate::assemble::Row;
 use crate::head::inputs::{Misread, Scores};
 use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::world::{At, Expectation, Pass, Read, UnitTokens, World};
+use crate::replay::world::{Expectation, Pass, Read, StagePlace, UnitTokens, World};
 
 /// The job used other labels than the recorded ones, `[T]` by microbatch.
 #[derive(Default)]
@@ -89,8 +89,8 @@ impl World for Relabelled {
     fn expected(&self, expectation: &mut Expectation<'_>) {
         // A label that no rank finds in its shard of the vocabulary gives a logit of zero: each
         // rank adds 0.
-        let labels = self.labels.get(&expectation.at.microbatch);
-        let Some(labels) = labels.filter(|_| expectation.at.stage == Stage::LabelLogits) else {
+        let labels = self.labels.get(&expectation.place.microbatch);
+        let Some(labels) = labels.filter(|_| expectation.place.stage == Stage::LabelLogits) else {
             return;
         };
         let missing = expectation
@@ -196,7 +196,7 @@ pub struct MovedRows {
 }
 
 impl World for MovedRows {
-    fn token(&self, at: At, token: usize) -> usize {
+    fn token(&self, at: StagePlace, token: usize) -> usize {
         match self.from.get(&at.microbatch).map(|from| from[token]) {
             Some(Row::From(from)) => from,
             _ => token,
@@ -208,10 +208,10 @@ impl World for MovedRows {
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        if !expectation.at.stage.is_of_q() {
+        if !expectation.place.stage.is_of_q() {
             return;
         }
-        let Some(from) = self.from.get(&expectation.at.microbatch) else { return };
+        let Some(from) = self.from.get(&expectation.place.microbatch) else { return };
         for (&row, values) in
             expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
         {
@@ -229,7 +229,7 @@ impl World for MovedRows {
 #[derive(Clone, Default)]
 pub struct ReplacedValues {
     /// Columns with their values, by row, by comparison.
-    pub of: BTreeMap<Key, BTreeMap<usize, Vec<(usize, f64)>>>,
+    pub rows_of_key: BTreeMap<Key, BTreeMap<usize, Vec<(usize, f64)>>>,
     /// Stages whose captured values later stages of the job did not read.
     pub distrusts: Vec<Stage>,
 }
@@ -241,7 +241,7 @@ impl ReplacedValues {
         key: Key,
         rows: impl Iterator<Item = (usize, Vec<f64>)>,
     ) -> ReplacedValues {
-        let table = self.of.entry(key).or_default();
+        let table = self.rows_of_key.entry(key).or_default();
         for (row, values) in rows {
             table.insert(row, values.into_iter().enumerate().collect());
         }
@@ -251,7 +251,7 @@ impl ReplacedValues {
 
 impl World for ReplacedValues {
     fn has_nan(&self) -> bool {
-        self.of.values().flat_map(BTreeMap::values).flatten().any(|(_, x)| !x.is_finite())
+        self.rows_of_key.values().flat_map(BTreeMap::values).flatten().any(|(_, x)| !x.is_finite())
     }
 
     fn trusts(&self, stage: Stage, _microbatch: Option<Microbatch>) -> bool {
@@ -260,11 +260,11 @@ impl World for ReplacedValues {
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
         let key = Key {
-            stage: expectation.at.stage,
-            microbatch: expectation.at.microbatch,
-            rank: expectation.at.rank,
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
         };
-        let Some(table) = self.of.get(&key) else { return };
+        let Some(table) = self.rows_of_key.get(&key) else { return };
         for (row, values) in
             expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
         {

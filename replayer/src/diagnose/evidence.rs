@@ -464,7 +464,7 @@ mod tests {
 
     const KEY: Key = Key { stage: Stage::Dq, microbatch: None, rank: None };
 
-    fn one(energy: f64, floor: f64, reference: f64, passes: bool) -> Residuals {
+    fn single_residual(energy: f64, floor: f64, reference: f64, passes: bool) -> Residuals {
         let rest = (reference, 1.0, 1, 1.0, 0, 1.0);
         let (captured, factor, elements, rows, nonfinite, overshoot) = rest;
         let residual = Residual {
@@ -486,17 +486,29 @@ mod tests {
     /// explanation. Method: an error, a bound and a reference, before and in a hypothesis' world.
     #[test]
     fn wider_bounds_alone_explain_nothing() {
-        let before = one(1.2, 1.0, 100.0, false);
+        let before = single_residual(1.2, 1.0, 100.0, false);
         let passes = |mut residuals: Residuals| {
             reject_wider_bounds(&mut residuals, &before);
             (residuals[&KEY].passes, residuals[&KEY].floor)
         };
-        assert_eq!(passes(one(1.2, 5.0, 100.0, true)), (false, 1.0));
-        assert_eq!(passes(one(0.5, 5.0, 100.0, true)), (true, 5.0), "it is hardly there any more");
-        assert_eq!(passes(one(0.9, 1.0, 100.0, true)), (true, 1.0), "the bound is the same");
-        assert_eq!(passes(one(12.0, 10.0, 1000.0, true)), (true, 10.0), "all of it is larger");
-        let mut residuals = one(1.2, 5.0, 100.0, true);
-        reject_wider_bounds(&mut residuals, &one(1.2, 1.0, 100.0, true));
+        assert_eq!(passes(single_residual(1.2, 5.0, 100.0, true)), (false, 1.0));
+        assert_eq!(
+            passes(single_residual(0.5, 5.0, 100.0, true)),
+            (true, 5.0),
+            "it is hardly there any more"
+        );
+        assert_eq!(
+            passes(single_residual(0.9, 1.0, 100.0, true)),
+            (true, 1.0),
+            "the bound is the same"
+        );
+        assert_eq!(
+            passes(single_residual(12.0, 10.0, 1000.0, true)),
+            (true, 10.0),
+            "all of it is larger"
+        );
+        let mut residuals = single_residual(1.2, 5.0, 100.0, true);
+        reject_wider_bounds(&mut residuals, &single_residual(1.2, 1.0, 100.0, true));
         assert!(residuals[&KEY].passes, "it passed before");
     }
 }

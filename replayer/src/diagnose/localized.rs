@@ -19,7 +19,7 @@ use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::Tiles;
 use crate::kernels::policy::Policy;
 use crate::replay::world::Supplied;
-use crate::replay::world::{At, Expectation, Pass, Read, UnitName, UnitTokens, World};
+use crate::replay::world::{Expectation, Pass, Read, StagePlace, UnitName, UnitTokens, World};
 
 /// The name of the parameter that says where the hypothesis holds.
 const WHERE: &str = "only in";
@@ -55,7 +55,7 @@ pub(super) fn localized(
 pub(super) struct TrialSnapshot {
     replayed: Reference,
     /// The world of that trial, for what is not a value of a token or class.
-    of: Arc<dyn World>,
+    world: Arc<dyn World>,
     /// Whether the forward and the loss come from that trial too.
     forward: bool,
 }
@@ -64,7 +64,7 @@ impl TrialSnapshot {
     /// Forward, loss and backward of a world.
     pub(super) fn of_all_stages(evidence: &Evidence<'_>, world: Arc<dyn World>) -> TrialSnapshot {
         let replayed = reference(evidence, Some(&*world), evidence.rows.as_ref());
-        TrialSnapshot { replayed, of: world, forward: true }
+        TrialSnapshot { replayed, world, forward: true }
     }
 
     /// The backward of a world alone.
@@ -75,7 +75,7 @@ impl TrialSnapshot {
 
 impl World for TrialSnapshot {
     fn speaks_of(&self, stage: Stage) -> bool {
-        self.of.speaks_of(stage)
+        self.world.speaks_of(stage)
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
@@ -102,15 +102,15 @@ impl World for TrialSnapshot {
     }
 
     fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
-        self.of.policy(declared)
+        self.world.policy(declared)
     }
 
-    fn scale(&self, at: At) -> f64 {
-        self.of.scale(at)
+    fn scale(&self, at: StagePlace) -> f64 {
+        self.world.scale(at)
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let At { stage, microbatch, rank } = expectation.at;
+        let StagePlace { stage, microbatch, rank } = expectation.place;
         let backward = stage.is_gradient() || stage == Stage::Dlogprobs;
         let heard = self.replayed.stages.get(&Key { stage, microbatch, rank });
         let Some(heard) = heard.filter(|_| self.forward || backward) else { return };
@@ -254,7 +254,7 @@ impl World for Localized {
         self.inner.policy_of(declared, unit).filter(|_| here)
     }
 
-    fn emulates(&self, at: At, row: usize) -> bool {
+    fn emulates(&self, at: StagePlace, row: usize) -> bool {
         let of_class = at.stage.is_of_k();
         let meant = match (self.places().are_classes(), of_class) {
             (true, true) => self.places().holds_class(row),
@@ -269,11 +269,11 @@ impl World for Localized {
         self.inner.policy(declared)
     }
 
-    fn scale(&self, at: At) -> f64 {
+    fn scale(&self, at: StagePlace) -> f64 {
         if self.places().is_in((at.microbatch, at.rank)) { self.inner.scale(at) } else { 1.0 }
     }
 
-    fn token(&self, at: At, token: usize) -> usize {
+    fn token(&self, at: StagePlace, token: usize) -> usize {
         match self.places().holds(at.microbatch, token) {
             true => self.inner.token(at, token),
             false => token,
@@ -289,13 +289,13 @@ impl World for Localized {
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let mb = expectation.at.microbatch;
-        let sums = expectation.at.stage.is_sum();
-        let (classes, of_class) = (self.places().are_classes(), expectation.at.stage.is_of_k());
-        if sums || (classes != of_class && !self.places().is_in((mb, expectation.at.rank))) {
+        let mb = expectation.place.microbatch;
+        let sums = expectation.place.stage.is_sum();
+        let (classes, of_class) = (self.places().are_classes(), expectation.place.stage.is_of_k());
+        if sums || (classes != of_class && !self.places().is_in((mb, expectation.place.rank))) {
             return;
         }
-        if self.places().is_in((mb, expectation.at.rank)) {
+        if self.places().is_in((mb, expectation.place.rank)) {
             return self.inner.expected(expectation);
         }
         let holds = |row: usize| match classes {
@@ -305,7 +305,7 @@ impl World for Localized {
         let (rows, columns, mut other) =
             (expectation.rows, expectation.columns, expectation.values.to_vec());
         self.inner.expected(&mut Expectation {
-            at: expectation.at,
+            place: expectation.place,
             rows,
             columns,
             values: &mut other,
@@ -320,14 +320,14 @@ impl World for Localized {
         }
     }
 
-    fn noise(&self, at: At, row: usize, column: usize) -> f64 {
+    fn noise(&self, at: StagePlace, row: usize, column: usize) -> f64 {
         match self.places().is_in((at.microbatch, at.rank)) || self.places().holds_class(row) {
             true => self.inner.noise(at, row, column),
             false => 0.0,
         }
     }
 
-    fn captured(&self, at: &At) -> Option<&Supplied> {
+    fn captured(&self, at: &StagePlace) -> Option<&Supplied> {
         self.inner.captured(at).filter(|_| self.places().is_in((at.microbatch, at.rank)))
     }
 

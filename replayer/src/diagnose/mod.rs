@@ -107,7 +107,7 @@ pub fn diagnose(
     outcome.not_checked.extend(left_out);
     Ok(match examined {
         Examined::Diverged(findings, suspect) => reported(outcome, findings, suspect),
-        Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.told(outcome)),
+        Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.into_causes(outcome)),
         Examined::Cleared(keys) => {
             keys.iter().for_each(|key| outcome.cleared(key.stage, (key.microbatch, key.rank)));
             Vec::new()
@@ -130,7 +130,7 @@ fn reported(outcome: &mut Outcome, mut causes: Vec<Found>, suspect: Option<Suspe
         if let [alone] = &mut causes[..] {
             alone.standing = Standing::Named;
         }
-        outcome.other_declaration = Some(suspect.told(explained));
+        outcome.other_declaration = Some(suspect.finding(explained));
     }
     causes
 }
@@ -499,7 +499,7 @@ fn pairs_of_causes<'a>(
                 evidence.failing.difference(&inner.failing).copied().collect();
             let left = winner.left_of(&inner.failing) + first.left_of(&done);
             let causes = vec![findings::partner(first, left, evidence), said];
-            pairs.push(Pair { ids, left, found: causes, sure: decision.winners.len() == 1 });
+            pairs.push(Pair { ids, left, causes, sure: decision.winners.len() == 1 });
         }
     }
     // When the budget ran out, an untried pair might explain as much, so none is reported.
@@ -527,7 +527,7 @@ fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a 
 struct Pair<'a> {
     ids: [&'a str; 2],
     left: f64,
-    found: Vec<Found>,
+    causes: Vec<Found>,
     /// True when no other second cause explains as much together with the first.
     sure: bool,
 }
@@ -540,7 +540,7 @@ fn best_pairs(mut pairs: Vec<Pair<'_>>) -> Option<Vec<Found>> {
     pairs.retain(|pair| !(pair.left >= CLEAR * least.max(f64::MIN_POSITIVE)));
     let common = |id: &str| pairs.iter().all(|pair| pair.ids.contains(&id));
     let mut all: Vec<Found> = Vec::new();
-    for finding in pairs.iter().flat_map(|pair| &pair.found) {
+    for finding in pairs.iter().flat_map(|pair| &pair.causes) {
         if all.iter().all(|known| known.id != finding.id) {
             let standing = if common(&finding.id) { finding.standing } else { Standing::Tied };
             all.push(Found { standing, ..finding.clone() });
@@ -554,7 +554,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    fn found(id: &str) -> Found {
+    fn cause_of_id(id: &str) -> Found {
         Found {
             id: id.into(),
             standing: Standing::Named,
@@ -572,10 +572,10 @@ mod tests {
     }
 
     fn pair<'a>(ids: [&'a str; 2], left: f64, sure: bool) -> Pair<'a> {
-        Pair { ids, left, found: ids.map(found).into(), sure }
+        Pair { ids, left, causes: ids.map(cause_of_id).into(), sure }
     }
 
-    fn said(pairs: Vec<Pair<'_>>) -> Vec<(String, Standing)> {
+    fn ids_and_standings(pairs: Vec<Pair<'_>>) -> Vec<(String, Standing)> {
         let all = best_pairs(pairs).unwrap_or_default();
         all.into_iter().map(|one| (one.id, one.standing)).collect()
     }
@@ -584,17 +584,20 @@ mod tests {
     fn what_not_every_pair_holds_is_tied_and_what_all_hold_is_named() {
         let all = vec![pair(["a", "b"], 1.0, true), pair(["a", "c"], 3.0, false)];
         let wanted = [("a", Standing::Named), ("b", Standing::Tied), ("c", Standing::Tied)];
-        assert_eq!(said(all), wanted.map(|(id, standing)| (id.to_string(), standing)));
+        assert_eq!(ids_and_standings(all), wanted.map(|(id, standing)| (id.to_string(), standing)));
     }
 
     #[test]
     fn a_pair_that_leaves_ten_times_more_ties_with_nothing() {
         let all = vec![pair(["a", "c"], 10.0, true), pair(["a", "b"], 1.0, true)];
-        assert!(said(all).iter().all(|(_, standing)| *standing == Standing::Named));
+        assert!(ids_and_standings(all).iter().all(|(_, standing)| *standing == Standing::Named));
     }
 
     #[test]
     fn pairs_of_which_none_is_sure_are_not_believed() {
-        assert_eq!(said(vec![pair(["a", "b"], 1.0, false), pair(["a", "c"], 1.0, false)]), []);
+        assert_eq!(
+            ids_and_standings(vec![pair(["a", "b"], 1.0, false), pair(["a", "c"], 1.0, false)]),
+            []
+        );
     }
 }

@@ -13,7 +13,7 @@ use crate::head::units::CountedTogether;
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::{Tiles, reference};
-use crate::replay::world::{At, Expectation, Pass, World};
+use crate::replay::world::{Expectation, Pass, StagePlace, World};
 
 /// Some stages are multiplied by one factor.
 #[derive(Clone)]
@@ -25,7 +25,7 @@ pub struct Scaled {
 }
 
 impl World for Scaled {
-    fn scale(&self, at: At) -> f64 {
+    fn scale(&self, at: StagePlace) -> f64 {
         if self.stages.contains(&at.stage) { self.factor } else { 1.0 }
     }
 }
@@ -39,7 +39,7 @@ impl World for Entering {
         g.iter_mut().for_each(|g| *g *= self.0.factor);
     }
 
-    fn scale(&self, at: At) -> f64 {
+    fn scale(&self, at: StagePlace) -> f64 {
         if at.stage.is_gradient() { 1.0 } else { self.0.scale(at) }
     }
 }
@@ -73,7 +73,7 @@ pub struct BackwardStarts {
     pub declared: DeclaredLse,
     /// lse of the wrong head, for microbatches where another was captured: the backward computes
     /// its own.
-    pub own: DeclaredLse,
+    pub of_wrong_head: DeclaredLse,
 }
 
 impl BackwardStarts {
@@ -89,7 +89,7 @@ impl BackwardStarts {
         let mut starts = BackwardStarts {
             as_it_is: DeclaredLse::new(),
             declared: DeclaredLse::new(),
-            own: DeclaredLse::new(),
+            of_wrong_head: DeclaredLse::new(),
         };
         if !evidence.fails_any(&Stage::GRADIENTS) {
             return starts;
@@ -98,7 +98,7 @@ impl BackwardStarts {
             let captured = evidence.step.find(Role::Lse, inputs.microbatch).is_some();
             let step = if captured { &other } else { evidence.step };
             let times = if captured { bias } else { 1.0 };
-            let list = if captured { &mut starts.own } else { &mut starts.declared };
+            let list = if captured { &mut starts.of_wrong_head } else { &mut starts.declared };
             list.extend(
                 forward((inputs, evidence), step, times).map(|of| (inputs.microbatch, of.lse)),
             );
@@ -111,7 +111,7 @@ impl BackwardStarts {
         let mut starts = vec![(self.as_it_is, "all that fails")];
         for (lse, words) in [
             (self.declared, "the backward, from the lse of a right forward"),
-            (self.own, "the backward, with an lse of its own"),
+            (self.of_wrong_head, "the backward, with an lse of its own"),
         ] {
             if !lse.is_empty() {
                 starts.push((lse, words));
@@ -164,7 +164,7 @@ impl World for ForwardOnly {
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
         if let (Stage::LabelLogits, Some([_, label, _])) =
-            (expectation.at.stage, self.columns.get(&expectation.at.microbatch))
+            (expectation.place.stage, self.columns.get(&expectation.place.microbatch))
         {
             expectation
                 .values
@@ -210,7 +210,7 @@ impl<F: Fn(&mut HeadOptions) + Send + Sync> World for ChangedOptions<F> {
         }
     }
 
-    fn scale(&self, at: At) -> f64 {
+    fn scale(&self, at: StagePlace) -> f64 {
         if at.stage.is_gradient() { self.factor } else { 1.0 }
     }
 }
@@ -421,7 +421,7 @@ impl World for Counted {
         *of = finer.iter().map(one).collect();
     }
 
-    fn scale(&self, at: At) -> f64 {
+    fn scale(&self, at: StagePlace) -> f64 {
         self.sums.get(&at.stage).copied().unwrap_or(1.0)
     }
 }

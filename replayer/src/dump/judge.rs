@@ -22,11 +22,11 @@ pub(super) fn names_by_header(manifest: &Manifest) -> NamesByHeader {
 }
 
 /// A fault, before it is known which tensors it affects.
-pub(super) type Found = (FaultKind, String);
+pub(super) type UnplacedFault = (FaultKind, String);
 
 /// Whether each record is consistent in itself. Even a committed manifest may have been written by
 /// a faulty program.
-pub(super) fn believe(record: &FileRecord, manifest: &Manifest) -> (Vec<bool>, Vec<Found>) {
+pub(super) fn believe(record: &FileRecord, manifest: &Manifest) -> (Vec<bool>, Vec<UnplacedFault>) {
     let mut faults = Vec::new();
     let mut is_believed = |shard: &ShardRecord| {
         let wrong = match shard.check() {
@@ -56,7 +56,7 @@ pub(super) fn judge(
     record: &FileRecord,
     manifest: &Manifest,
     others: &NamesByHeader,
-) -> Result<ShardFile, Vec<Found>> {
+) -> Result<ShardFile, Vec<UnplacedFault>> {
     let name = &record.name;
     let length = match std::fs::metadata(path) {
         Ok(meta) if meta.is_file() => meta.len(),
@@ -103,7 +103,7 @@ pub(super) fn judge(
     Err(faults)
 }
 
-fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Found {
+fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> UnplacedFault {
     let name = &record.name;
     match others.get(&file.header_hash().0) {
         Some(other) => (
@@ -121,7 +121,7 @@ fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Fou
 }
 
 /// Where the manifest and the file's own header disagree.
-fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> Vec<Found> {
+fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> Vec<UnplacedFault> {
     let (about, name) = (file.about(), &record.name);
     let mut faults = Vec::new();
     let mut differ = |what: &str, listed: String, declared: String| {

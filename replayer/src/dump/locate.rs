@@ -23,11 +23,11 @@ pub(super) struct Located {
 }
 
 /// An attempt and a step in it.
-type Held = (AttemptDir, StepDir);
+type StepOfAttempt = (AttemptDir, StepDir);
 
 /// Every step of the run, in the attempts that the selection allows.
 pub(super) fn steps(place: &Place, selection: &Selection) -> Result<Vec<Step>, OpenError> {
-    let (run, steps_of_attempts) = held(place.path(), selection)?;
+    let (run, steps_of_attempts) = steps_of_attempts(place.path(), selection)?;
     let steps_of_attempts = with_shards(place, &steps_of_attempts)?;
     let mut steps: Vec<Step> = steps_of_attempts.iter().map(|(_, dir)| dir.step).collect();
     steps.sort_unstable();
@@ -46,7 +46,10 @@ pub(super) fn attempts(
 }
 
 /// The run's directory, and the steps in the attempts that the selection allows.
-fn held(path: &Path, selection: &Selection) -> Result<(PathBuf, Vec<Held>), OpenError> {
+fn steps_of_attempts(
+    path: &Path,
+    selection: &Selection,
+) -> Result<(PathBuf, Vec<StepOfAttempt>), OpenError> {
     let (run, attempts) = attempts(path, selection)?;
     let mut steps_of_attempts = Vec::new();
     for attempt in attempts {
@@ -60,8 +63,11 @@ fn held(path: &Path, selection: &Selection) -> Result<(PathBuf, Vec<Held>), Open
 
 /// Leaves out attempts that have no shard of these steps, as launches that ended before they
 /// recorded anything, unless no attempt has any.
-fn with_shards(place: &Place, steps_of_attempts: &[Held]) -> Result<Vec<Held>, OpenError> {
-    let mut kept: Vec<Held> = Vec::new();
+fn with_shards(
+    place: &Place,
+    steps_of_attempts: &[StepOfAttempt],
+) -> Result<Vec<StepOfAttempt>, OpenError> {
+    let mut kept: Vec<StepOfAttempt> = Vec::new();
     for of_attempt in steps_of_attempts.chunk_by(|a, b| a.0.attempt == b.0.attempt) {
         for (_, step) in of_attempt {
             if !place.shard_files(step).map_err(read(&step.path))?.is_empty() {
@@ -74,7 +80,7 @@ fn with_shards(place: &Place, steps_of_attempts: &[Held]) -> Result<Vec<Held>, O
 }
 
 pub(super) fn locate(place: &Place, selection: &Selection) -> Result<Located, OpenError> {
-    let (run, mut steps_of_attempts) = held(place.path(), selection)?;
+    let (run, mut steps_of_attempts) = steps_of_attempts(place.path(), selection)?;
     let wanted = selection.step.map(Step);
     let step = match choose_step(&run, &with_shards(place, &steps_of_attempts)?, wanted) {
         // A step that was named explicitly is opened even if it holds no shards.

@@ -209,7 +209,7 @@ impl std::fmt::Display for StepState {
 pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
     let place = Place::of(path)?;
     let narrowed = place.narrow(&Selection { step: None, ..selection.clone() })?;
-    let steps = locate::steps(&place, &narrowed).map_err(|error| place.told(error))?;
+    let steps = locate::steps(&place, &narrowed).map_err(|error| place.with_user_paths(error))?;
     match narrowed.step {
         None => Ok(steps),
         Some(step) if steps.contains(&Step(step)) => Ok(vec![Step(step)]),
@@ -226,7 +226,7 @@ pub fn attempts(
     selection: &Selection,
 ) -> Result<(PathBuf, Vec<AttemptDir>), OpenError> {
     let narrowed = place.narrow(selection)?;
-    locate::attempts(place.path(), &narrowed).map_err(|error| place.told(error))
+    locate::attempts(place.path(), &narrowed).map_err(|error| place.with_user_paths(error))
 }
 
 /// Opens the step of another run that a step is compared with: the one of the same number, unless
@@ -252,7 +252,7 @@ pub fn open_some(
     selection: &Selection,
     wanted: &(dyn Fn(&str) -> bool + Sync),
 ) -> Result<StepDump, OpenError> {
-    open_at(place, selection, wanted).map_err(|error| place.told(error))
+    open_at(place, selection, wanted).map_err(|error| place.with_user_paths(error))
 }
 
 fn open_at(
@@ -346,7 +346,7 @@ fn uncommitted(place: &Place, step: &StepDir, attempt: Attempt) -> Option<String
     match read_manifest(place, step, attempt, (Manifest::glance, says)) {
         Ok(Ok(glance)) => cut_short(&glance.omissions),
         Ok(Err(why)) => Some(why),
-        Err(error) => Some(place.told(error).to_string()),
+        Err(error) => Some(place.with_user_paths(error).to_string()),
     }
 }
 

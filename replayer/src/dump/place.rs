@@ -192,7 +192,7 @@ impl Place {
     }
 
     /// The same error, with the user's paths in place of those of the local copy.
-    pub(super) fn told(&self, error: OpenError) -> OpenError {
+    pub(super) fn with_user_paths(&self, error: OpenError) -> OpenError {
         match &self.copy {
             Some(copy) => error.with_paths(|path| moved(path, &copy.root(), &copy.url)),
             None => error,

@@ -178,7 +178,7 @@ impl HeadStep<'_> {
         };
         let valid = self.valid_vocab(vocab, &rows_key)?;
         let mut outside = Vec::new();
-        let labels = match (&scores, self.held(Role::Labels, microbatch)) {
+        let labels = match (&scores, self.recorded(Role::Labels, microbatch)) {
             // Log-probabilities need no labels: every token whose weight is not 0 counts.
             (Scores::Logprobs, None) => (vec![0; tokens], self.last_dimension(&rows_key, tokens)),
             (_, None) if self.lacking.input(Role::Labels, microbatch).is_some() => {
@@ -237,7 +237,7 @@ impl HeadStep<'_> {
     ) -> Result<MicrobatchInputs, StepError> {
         let scores_tensor = self.scores_of(microbatch);
         let (rows_key, info) = scores_tensor.ok_or_else(|| self.missing(scores, microbatch))?;
-        let whole = match self.held(Role::Labels, microbatch) {
+        let whole = match self.recorded(Role::Labels, microbatch) {
             Some(key) => {
                 let tokens = self.tensors[key].shape.iter().product::<u64>() as usize;
                 Some((self.labels(key, tokens, usize::MAX)?, tokens))
@@ -269,7 +269,7 @@ impl HeadStep<'_> {
 
     /// The labels of a microbatch as they were recorded, before the head shifts them, `[T]`.
     pub(crate) fn recorded_labels(&self, inputs: &MicrobatchInputs) -> Option<Vec<u32>> {
-        let key = self.held(Role::Labels, inputs.microbatch)?;
+        let key = self.recorded(Role::Labels, inputs.microbatch)?;
         let (labels, ..) = self.labels(key, inputs.tokens(), inputs.valid_vocab).ok()?;
         Some(labels)
     }
@@ -281,7 +281,7 @@ impl HeadStep<'_> {
     }
 
     /// The tensor of a role in the microbatch, or the one that all microbatches share.
-    pub fn held(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
+    pub fn recorded(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
         if self.lacking.input(role, microbatch).is_some() {
             return None;
         }
@@ -289,7 +289,7 @@ impl HeadStep<'_> {
     }
 
     fn need(&self, role: Role, microbatch: Option<Microbatch>) -> Result<&TensorKey, StepError> {
-        self.held(role, microbatch).ok_or_else(|| self.missing(role, microbatch))
+        self.recorded(role, microbatch).ok_or_else(|| self.missing(role, microbatch))
     }
 
     fn product(
@@ -372,7 +372,7 @@ impl HeadStep<'_> {
         microbatch: Option<Microbatch>,
         count: usize,
     ) -> Result<Option<Vec<f64>>, StepError> {
-        let Some(key) = self.held(role, microbatch) else {
+        let Some(key) = self.recorded(role, microbatch) else {
             let lost = self.lacking.input(role, microbatch).is_some();
             return Ok(lost.then(|| vec![0.0; count]));
         };
@@ -387,7 +387,7 @@ impl HeadStep<'_> {
         tokens: usize,
     ) -> Result<Vec<f64>, StepError> {
         let given = self.optional(Role::Cotangent, microbatch, tokens)?;
-        let key = self.held(Role::Cotangent, microbatch);
+        let key = self.recorded(Role::Cotangent, microbatch);
         match (given, key) {
             (Some(_), Some(key)) if self.options.reduction != LossReduction::None => {
                 let found = "recorded, one number a token".to_string();
@@ -405,7 +405,7 @@ impl HeadStep<'_> {
         if self.lacking.input(Role::Advantages, mb).is_some() {
             return Ok(vec![0.0; tokens]);
         }
-        let key = self.held(Role::Advantages, mb);
+        let key = self.recorded(Role::Advantages, mb);
         let key = key.ok_or_else(|| self.missing(Role::Advantages, mb))?;
         let count: u64 = self.tensors[key].shape.iter().product();
         let sequences = tokens / inputs.sequence.max(1);

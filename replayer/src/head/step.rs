@@ -7,7 +7,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
-use super::held::{Assembled, Which};
+use super::assembled::{Assembled, Which};
 use super::lacking::{Lacking, unheld};
 use super::options::HeadOptions;
 use super::stage::Stage;

@@ -44,7 +44,7 @@ impl Unit {
 
 /// How much of an addend some ranks hold.
 #[derive(PartialEq)]
-enum Held {
+enum AddendShare {
     Nothing,
     /// A part of it, or only copies of what other ranks hold.
     Part,
@@ -163,15 +163,17 @@ impl HeadStep<'_> {
 
     /// Whether each unit's ranks hold the whole tensor, and no other rank holds a part of it.
     fn whole_addends(&self, key: &TensorKey, units: &[Unit]) -> bool {
-        let is_whole = |unit: &Unit| !unit.rows.is_empty() && self.holds(key, unit) == Held::Whole;
+        let is_whole =
+            |unit: &Unit| !unit.rows.is_empty() && self.holds(key, unit) == AddendShare::Whole;
         units.iter().all(is_whole) && self.held_in(key, units)
     }
 
     /// The same for a sum over microbatches. Some units may not have recorded it, and it includes
     /// addends of ranks that have no tokens in this microbatch.
     fn own_sums(&self, key: &TensorKey, units: &[Unit]) -> bool {
-        let is_whole_or_absent =
-            |unit: &Unit| matches!(self.holds(key, unit), Held::Whole | Held::Nothing);
+        let is_whole_or_absent = |unit: &Unit| {
+            matches!(self.holds(key, unit), AddendShare::Whole | AddendShare::Nothing)
+        };
         let of_tokens = self.tensors.values().filter(|info| info.role == Some(self.scores()));
         let of_tokens = of_tokens.flat_map(|info| &info.shards);
         let known: BTreeSet<Rank> = of_tokens.map(|at| self.dump.record(at).rank).collect();
@@ -179,7 +181,7 @@ impl HeadStep<'_> {
         let joined = |rank: &Rank| units.iter().any(|unit| unit.ranks.contains(rank));
         // On a mesh of several axes a rank's addend may include those of ranks that recorded
         // nothing.
-        let silent = units.iter().any(|unit| self.holds(key, unit) == Held::Nothing);
+        let silent = units.iter().any(|unit| self.holds(key, unit) == AddendShare::Nothing);
         let told = self.dump.manifest.mesh.0.len() < 2 || !silent;
         told && units.iter().all(is_whole_or_absent)
             && adding.all(|rank| known.contains(&rank) || joined(&rank))
@@ -192,7 +194,7 @@ impl HeadStep<'_> {
     }
 
     /// How much of a tensor a unit's ranks hold.
-    fn holds(&self, key: &TensorKey, unit: &Unit) -> Held {
+    fn holds(&self, key: &TensorKey, unit: &Unit) -> AddendShare {
         let info = &self.tensors[key];
         let records = info.shards.iter().map(|shard| self.dump.record(shard));
         let of_unit: Vec<_> = records.filter(|record| unit.ranks.contains(&record.rank)).collect();
@@ -202,9 +204,9 @@ impl HeadStep<'_> {
         boxes.sort();
         boxes.dedup();
         match (of_unit.is_empty(), boxes.is_empty()) {
-            (true, _) => Held::Nothing,
-            (false, false) if gaps(&info.shape, boxes).is_empty() => Held::Whole,
-            (false, _) => Held::Part,
+            (true, _) => AddendShare::Nothing,
+            (false, false) if gaps(&info.shape, boxes).is_empty() => AddendShare::Whole,
+            (false, _) => AddendShare::Part,
         }
     }
 

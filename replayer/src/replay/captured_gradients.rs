@@ -18,7 +18,7 @@ use crate::kernels::round::Precision;
 /// One captured gradient.
 pub(super) struct Gradient {
     pub(super) stage: Stage,
-    pub(super) values: Held,
+    pub(super) values: GradientValues,
     /// What it was stored in; `None` for a sum of addends.
     pub(super) stored: Option<Precision>,
     /// What it was rounded to before it was stored in more bits, where its values show
@@ -31,7 +31,7 @@ pub(super) struct Gradient {
 }
 
 /// The values of a captured gradient.
-pub(super) enum Held {
+pub(super) enum GradientValues {
     /// As one tensor.
     Whole(Tensor),
     /// As some rows of one.
@@ -62,7 +62,9 @@ impl Gradient {
     /// Variance of storing some rows, where it is known element by element.
     pub(super) fn storages(&self, rows: Range<usize>, columns: usize) -> &[f64] {
         match &self.values {
-            Held::Summed(added) => &added.storage[rows.start * columns..rows.end * columns],
+            GradientValues::Summed(added) => {
+                &added.storage[rows.start * columns..rows.end * columns]
+            }
             _ => &[],
         }
     }
@@ -70,9 +72,9 @@ impl Gradient {
     /// Its rows: of tokens or of the vocabulary.
     pub(super) fn matrix(&self) -> Matrix<'_> {
         let values = match &self.values {
-            Held::Whole(tensor) => matrix(tensor).expect("checked when it was captured"),
-            Held::Picked(rows) => rows.matrix(),
-            Held::Summed(added) => added.matrix(),
+            GradientValues::Whole(tensor) => matrix(tensor).expect("checked when it was captured"),
+            GradientValues::Picked(rows) => rows.matrix(),
+            GradientValues::Summed(added) => added.matrix(),
         };
         // The bias's `[V]` is a column: one number a row of the vocabulary.
         match self.stage {
@@ -97,8 +99,8 @@ impl Gradient {
     /// Some of its rows.
     fn picked(&self, rows: &[usize]) -> Gradient {
         let values = match &self.values {
-            Held::Summed(added) => Held::Summed(added.picked(rows)),
-            _ => Held::Picked(Gathered::new(&self.matrix(), rows)),
+            GradientValues::Summed(added) => GradientValues::Summed(added.picked(rows)),
+            _ => GradientValues::Picked(Gathered::new(&self.matrix(), rows)),
         };
         let (stage, stored, source) = (self.stage, self.stored, self.source.clone());
         Gradient { stage, values, stored, rounded: self.rounded, apart: self.apart, source }
@@ -107,16 +109,18 @@ impl Gradient {
     /// Of some elements of a sum of addends: how many these are, and the sums of their squares.
     pub(super) fn squares(&self, elements: Range<usize>) -> Option<Squares> {
         match &self.values {
-            Held::Summed(added) => Some((added.count, added.squares[elements].to_vec())),
-            Held::Whole(_) | Held::Picked(_) => None,
+            GradientValues::Summed(added) => Some((added.count, added.squares[elements].to_vec())),
+            GradientValues::Whole(_) | GradientValues::Picked(_) => None,
         }
     }
 
     /// Variance of storing element `at`, whose value should be `x`.
     pub(super) fn storage(&self, element: usize, x: f64) -> f64 {
         match &self.values {
-            Held::Whole(_) | Held::Picked(_) => stored(self.stored, x) + stored(self.rounded, x),
-            Held::Summed(added) => added.storage[element],
+            GradientValues::Whole(_) | GradientValues::Picked(_) => {
+                stored(self.stored, x) + stored(self.rounded, x)
+            }
+            GradientValues::Summed(added) => added.storage[element],
         }
     }
 
@@ -139,7 +143,7 @@ impl Gradient {
         let storage = self.storage(element, x) + joined;
         let inner = Allowed { shared: inner.shared + alike * storage, ..inner };
         match self.values {
-            Held::Summed(_) => Allowed { own: inner.own + times * storage, ..inner },
+            GradientValues::Summed(_) => Allowed { own: inner.own + times * storage, ..inner },
             _ => {
                 let inner = Allowed { own: inner.own + times * joined, ..inner };
                 Allowance::storing(&self.rounding(), x, times, inner)
@@ -149,7 +153,7 @@ impl Gradient {
 
     /// Whether it is a sum of what was stored in fewer bits than f32, each addend for itself.
     pub(super) fn is_stored_apart(&self) -> bool {
-        let Held::Summed(added) = &self.values else { return false };
+        let GradientValues::Summed(added) = &self.values else { return false };
         let [storage, squares] = [&added.storage, &added.squares].map(|of| of.iter().sum::<f64>());
         added.count > 1.0 && storage > F32 * F32 * squares
     }
@@ -194,9 +198,9 @@ impl Captured {
     /// Bytes of all values.
     pub(super) fn bytes(&self) -> usize {
         let bytes_of = |gradient: &Gradient| match &gradient.values {
-            Held::Whole(tensor) => tensor.bytes().len(),
-            Held::Picked(_) => gradient.matrix().len() * size_of::<f32>(),
-            Held::Summed(added) => 3 * added.total.len() * size_of::<f64>(),
+            GradientValues::Whole(tensor) => tensor.bytes().len(),
+            GradientValues::Picked(_) => gradient.matrix().len() * size_of::<f32>(),
+            GradientValues::Summed(added) => 3 * added.total.len() * size_of::<f64>(),
         };
         self.gradients.iter().map(bytes_of).sum()
     }
@@ -263,10 +267,10 @@ pub(super) fn reference_of(
 pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
     let pick = |gradient: &Gradient| {
         let values = match &gradient.values {
-            Held::Whole(_) | Held::Picked(_) => {
-                Held::Picked(Gathered::new(&gradient.matrix(), rows))
+            GradientValues::Whole(_) | GradientValues::Picked(_) => {
+                GradientValues::Picked(Gathered::new(&gradient.matrix(), rows))
             }
-            Held::Summed(added) => Held::Summed(added.picked(rows)),
+            GradientValues::Summed(added) => GradientValues::Summed(added.picked(rows)),
         };
         let (stage, stored, source) = (gradient.stage, gradient.stored, gradient.source.clone());
         let (rounded, apart) = (gradient.rounded, gradient.apart);

@@ -13,7 +13,7 @@ use super::captured_gradients::Captured;
 use super::findings::Findings;
 use super::gathered_rows::Gathered;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::problem::Problem;
@@ -71,16 +71,17 @@ impl Plan<'_> {
     /// The same of dlogits: true where no row of them can be judged.
     pub(super) fn note_uncertain_rows(
         &self,
-        slice: &Slice,
+        head_microbatch: &HeadMicrobatch,
         upstream: &Upstream,
         outcome: &mut Outcome,
     ) -> bool {
-        let (tokens, microbatch) = (slice.inputs.tokens(), slice.inputs.microbatch);
+        let (tokens, microbatch) =
+            (head_microbatch.inputs.tokens(), head_microbatch.inputs.microbatch);
         let open: Vec<usize> = (0..tokens).filter(|&t| upstream.is_uncertain(t)).collect();
         if open.is_empty() {
             return false;
         }
-        let (stage, why) = (Stage::Dlogits, said(&open, tokens));
+        let (stage, why) = (Stage::Dlogits, why_unknown(&open, tokens));
         if open.len() == tokens {
             outcome.leave(stage, microbatch, why);
             return true;
@@ -94,7 +95,7 @@ impl Plan<'_> {
     /// none at all.
     pub(super) fn note_uncertain_tokens(
         &self,
-        (slice, unit): (&Slice, &Unit),
+        (head_microbatch, unit): (&HeadMicrobatch, &Unit),
         problem: &Problem<'_>,
         (captured, stages): (&Captured, &[Stage]),
         findings: &mut Findings,
@@ -105,8 +106,8 @@ impl Plan<'_> {
         if open.is_empty() {
             return;
         }
-        let microbatch = slice.inputs.microbatch;
-        let why = said(&open, unit.rows.len());
+        let microbatch = head_microbatch.inputs.microbatch;
+        let why = why_unknown(&open, unit.rows.len());
         let name = super::microbatch::words(microbatch);
         for gradient in captured.gradients.iter().filter(|one| stages.contains(&one.stage)) {
             let stage = gradient.stage;
@@ -131,7 +132,7 @@ impl Plan<'_> {
 }
 
 /// Why the gradients of some tokens are not known.
-fn said(open: &[usize], count: usize) -> String {
+fn why_unknown(open: &[usize], count: usize) -> String {
     let (n, named) = (open.len(), named(open));
     format!(
         "the ratios of {n} of {count} tokens ({named}) lie within rounding of a clip bound, so that their gradients may be there or not: record dlogprobs to have them judged"

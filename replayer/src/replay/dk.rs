@@ -13,7 +13,7 @@ use super::maps::Drawn;
 use super::problem::Problem;
 use super::rounding_variance::rounded;
 use super::slab::Slab;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows};
 use crate::head::Stage;
 use crate::head::step::rows_of;
@@ -46,7 +46,7 @@ impl Judge<'_> {
             let (factor, again) = self.factor(problem, stage);
             let allowances = self.of_dk(problem, slab, stage);
             let joined = self.joined_by_ranks(slab, captured, gradient);
-            let at_stage = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+            let at_stage = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
             let class = |row: usize| match &slab.classes {
                 Some(classes) => classes[row],
                 None => slab.range.start + row,
@@ -135,14 +135,14 @@ impl Judge<'_> {
         let range: Vec<usize> = slab.range.clone().collect();
         let rows = slab.classes.as_deref().unwrap_or(&range);
         let columns = values.len() / rows.len().max(1);
-        let place = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let place = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
         if let Some((_, emulated)) = emulated {
             self.put_emulated((place, rows), emulated, &mut values);
             values.iter_mut().for_each(|x| *x = store(x));
         }
         let factor = self.world.scale(place);
         scale(&mut values, factor);
-        self.world.expected(&mut Expectation { at: place, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { place, rows, columns, values: &mut values });
         values
     }
 

@@ -8,7 +8,7 @@ use super::judge::Judge;
 use super::label_counts::tokens_of_label;
 use super::maps::Drawn;
 use super::problem::Problem;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, Rows};
 use crate::head::{Stage, Unit};
 
@@ -26,7 +26,7 @@ impl Judge<'_> {
         let emulated = state.instead.as_ref().map(|parts| member_values(parts, stage));
         let store = |&x: &f64| gradient.stored.map_or(x, |precision| precision.round64(x));
         let mut values = exact;
-        let place = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let place = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
         let (rows, columns) = (&unit.rows[..], problem.head.q.cols);
         if let Some(emulated) = emulated.filter(|values| !values.is_empty() && !forced) {
             self.put_emulated((place, rows), emulated, &mut values);
@@ -34,7 +34,7 @@ impl Judge<'_> {
         }
         let factor = self.world.scale(place);
         values.iter_mut().for_each(|x| *x *= factor);
-        self.world.expected(&mut Expectation { at: place, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { place, rows, columns, values: &mut values });
         values
     }
 

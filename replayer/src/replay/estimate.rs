@@ -37,7 +37,7 @@ pub struct Estimated<'a> {
     lse: &'a [f64],
     cotangents: Cotangents<'a, f64>,
     /// Dense entry in the label's column, and the whole entry there; zeros where ignored.
-    own: Vec<(f64, f64)>,
+    label_entries: Vec<(f64, f64)>,
 }
 
 /// Some rows of dk, `[rows, D]`.
@@ -80,7 +80,7 @@ impl<'a> Estimated<'a> {
             }
         };
         let label_entries = (0..head.q.rows).map(label_entry).collect();
-        Estimated { head, lse, cotangents, own: label_entries }
+        Estimated { head, lse, cotangents, label_entries }
     }
 
     /// Estimates dk slab by slab: `on_rows` gets the rows of dk in order.
@@ -117,7 +117,7 @@ impl<'a> Estimated<'a> {
     /// Tokens whose label lies in these rows, with the whole entry there.
     fn labelled(&self, rows: &Range<usize>) -> impl Iterator<Item = (usize, f64)> {
         let inside = |&token: &usize| rows.contains(&(self.head.labels[token] as usize));
-        (0..self.head.q.rows).filter(inside).map(|token| (token, self.own[token].1))
+        (0..self.head.q.rows).filter(inside).map(|token| (token, self.label_entries[token].1))
     }
 
     /// Sum and sum of squares over these tokens of the terms of rows that are not the
@@ -154,7 +154,7 @@ impl<'a> Estimated<'a> {
         );
         for (&token, &label) in tokens.iter().zip(&inside).filter(|(_, label)| **label != IGNORED) {
             for d in 0..depth {
-                let term = self.own[token].0 * self.head.q.get_f64(token * depth + d);
+                let term = self.label_entries[token].0 * self.head.q.get_f64(token * depth + d);
                 let element = label as usize * depth + d;
                 sum[element] -= term;
                 squares[element] = (squares[element] - term * term).max(0.0);

@@ -8,7 +8,7 @@ use super::elementwise::sum;
 use super::findings::Findings;
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::plausible_policies::Member;
 use super::problem::Problem;
 use super::sampled_floors::{DrawnRows, Floors};
@@ -73,7 +73,7 @@ impl Replay<'_> {
     /// Emulates the drawn tokens' rows of dq, and ends with the errors of all rows.
     pub(super) fn finish_floors(
         &self,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         before: (&ForwardState, &Upstream),
         members: &[Member],
         (exact, captured): (&Backward, &Captured),
@@ -85,7 +85,7 @@ impl Replay<'_> {
         let drawn = Unit { ranks: unit.ranks.clone(), rows };
         let depth = floors.depth;
         let judged = |stage: &Stage| *stage != Stage::Dq || !forced;
-        self.try_problem(slice, &drawn, before, &mut |problem| {
+        self.try_problem(microbatch, &drawn, before, &mut |problem| {
             for (number, member) in members.iter().enumerate() {
                 let upstream = (&problem.lse[..], &problem.cotangents());
                 let gradients = self.executor.policy_backward(

@@ -10,7 +10,7 @@ use super::comparison::MemberError;
 use super::context::Replay;
 use super::correlated_errors::nearly_equal;
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::operation_variance::{LabelSize, TokenSize};
 use super::outcome::{Outcome, Status};
 use super::plan::Plan;
@@ -18,7 +18,7 @@ use super::plausible_policies::members;
 use super::qk_products::Products;
 use super::rounding_variance::{CONFIDENT, relative, share_of_equal_roundings, stored};
 use super::token_column::{Column, Expected, Tokens};
-use super::world::{At, Expectation, Pass};
+use super::world::{Expectation, Pass, StagePlace};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
@@ -73,14 +73,14 @@ struct Emulated {
 impl Replay<'_> {
     pub(super) fn forward(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         outcome: &mut Outcome,
     ) -> Result<ForwardState, StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         self.plan.check_inputs(inputs, outcome);
         let column = |stage: Stage, outcome: &mut Outcome| {
             let role = stage.role().expect("columns have roles");
-            let column = self.judge.column(role, slice);
+            let column = self.judge.column(role, microbatch);
             outcome.spared(column, (&[stage], inputs.microbatch)).map(Option::flatten)
         };
         let logprobs = column(Stage::Logprobs, outcome)?;
@@ -89,7 +89,7 @@ impl Replay<'_> {
             return Ok(ForwardState::of_logprobs(&captured));
         };
         let mut products = self.executor.room_for_products(&head, inputs);
-        let (exact, mut variance) = self.reference_columns(slice, &head, &mut products)?;
+        let (exact, mut variance) = self.reference_columns(microbatch, &head, &mut products)?;
         self.judge.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
         self.judge.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
         self.judge.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
@@ -100,7 +100,7 @@ impl Replay<'_> {
         }
         let captured = (column(Stage::Lse, outcome)?, column(Stage::LabelLogits, outcome)?);
         let emulated = self.emulate(
-            slice,
+            microbatch,
             &head,
             !self.plan.trial && (captured.0.is_some() || captured.1.is_some()),
         )?;
@@ -149,8 +149,8 @@ impl Judge<'_> {
     /// What the world makes of one number a token.
     fn expect_column(&self, stage: Stage, inputs: &MicrobatchInputs, values: &mut [f64]) {
         let rows: Vec<usize> = (0..values.len()).collect();
-        let place = At { stage, microbatch: inputs.microbatch, rank: None };
-        self.world.expected(&mut Expectation { at: place, rows: &rows, columns: 1, values });
+        let place = StagePlace { stage, microbatch: inputs.microbatch, rank: None };
+        self.world.expected(&mut Expectation { place, rows: &rows, columns: 1, values });
     }
 }
 
@@ -194,7 +194,7 @@ impl Plan<'_> {
             (Stage::OldLogprobs, Role::OldLogprobs),
             (Stage::RefLogprobs, Role::RefLogprobs),
         ] {
-            if self.step.held(role, inputs.microbatch).is_some() {
+            if self.step.recorded(role, inputs.microbatch).is_some() {
                 outcome.pass(stage, "read");
             }
         }
@@ -206,14 +206,14 @@ impl Replay<'_> {
     /// captured and are not the head's input.
     fn reference_columns(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
         products: &mut Products,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let exact = self.executor.forward(slice, head, products)?;
+        let exact = self.executor.forward(microbatch, head, products)?;
         let variance = self.judge.variances(head, &exact);
-        let captured = self.plan.step.find(Role::Logits, slice.inputs.microbatch);
-        let trusted = self.judge.world.trusts(Stage::Logits, slice.inputs.microbatch);
+        let captured = self.plan.step.find(Role::Logits, microbatch.inputs.microbatch);
+        let trusted = self.judge.world.trusts(Stage::Logits, microbatch.inputs.microbatch);
         let forced =
             captured.filter(|_| head.given.is_none() && self.plan.wants(Stage::Logits) && trusted);
         let Some(key) = forced else { return Ok((exact, variance)) };
@@ -320,7 +320,7 @@ impl Replay<'_> {
     /// lse and label logits of the members that round the logits most differently.
     fn emulate(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
         needed: bool,
     ) -> Result<Vec<Emulated>, StepError> {
@@ -328,7 +328,7 @@ impl Replay<'_> {
         let last = all.len() - 1;
         let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
         let run = |(at, member): (usize, super::plausible_policies::Member)| {
-            let (lse, label) = self.executor.emulated_forward(slice, head, (at, &member))?;
+            let (lse, label) = self.executor.emulated_forward(microbatch, head, (at, &member))?;
             Ok(Emulated { name: member.name, lse, label })
         };
         ends.filter(|_| needed).map(run).collect()

@@ -10,11 +10,11 @@ use super::findings::Findings;
 use super::gathered_rows::Gathered;
 use super::judge::Judge;
 use super::maps::Drawn;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::problem::Problem;
 use super::rounding_variance::{carried, relative};
 use super::slab::column_squares;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
@@ -93,26 +93,30 @@ impl Judge<'_> {
     /// The same; none where what was captured cannot be used, which is said where it is judged.
     pub(super) fn usable_dlogits(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
     ) -> Result<Option<Dlogits>, StepError> {
-        match self.dlogits(slice, unit) {
+        match self.dlogits(microbatch, unit) {
             Err(error) if error.is_of_dump() => Ok(None),
             dlogits => dlogits,
         }
     }
 
     /// The dlogits that the unit's products should be made of, if they were captured.
-    pub(super) fn dlogits(&self, slice: &Slice, unit: &Unit) -> Result<Option<Dlogits>, StepError> {
+    pub(super) fn dlogits(
+        &self,
+        microbatch: &HeadMicrobatch,
+        unit: &Unit,
+    ) -> Result<Option<Dlogits>, StepError> {
         // A fused path never forms them: what it recorded was made for the record.
         let formed = self.plan.roundings.widest.path != Path::Fused;
-        let key = self.plan.step.find(Role::Dlogits, slice.inputs.microbatch);
-        let trusted = self.world.trusts(Stage::Dlogits, slice.inputs.microbatch);
+        let key = self.plan.step.find(Role::Dlogits, microbatch.inputs.microbatch);
+        let trusted = self.world.trusts(Stage::Dlogits, microbatch.inputs.microbatch);
         let Some(key) = key.filter(|_| formed && self.plan.wants(Stage::Dlogits) && trusted) else {
             return Ok(None);
         };
         let tensor = self.plan.step.assemble(key)?;
-        let whole = matrix(&tensor).filter(|m| m.rows == slice.inputs.tokens());
+        let whole = matrix(&tensor).filter(|m| m.rows == microbatch.inputs.tokens());
         let whole = whole.ok_or_else(|| unfit(&tensor, "floats of shape [..., V]"))?;
         let values = Gathered::new(&whole, &unit.rows);
         let stored = match precision_of(tensor.dtype) {
@@ -134,7 +138,7 @@ impl Replay<'_> {
     ) {
         use Stage::{Dbias, Dk, Dq};
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
-        let place = At { stage: Dq, microbatch: problem.microbatch, rank: problem.rank };
+        let place = StagePlace { stage: Dq, microbatch: problem.microbatch, rank: problem.rank };
         let whole = unit.rows.iter().all(|&row| self.judge.world.emulates(place, row));
         let policy =
             self.judge.world.policy_of(&self.plan.roundings, problem.unit()).filter(|_| whole);
@@ -213,11 +217,11 @@ impl Judge<'_> {
         exact: &[f64],
     ) -> Vec<f64> {
         let mut values = exact.to_vec();
-        let place = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let place = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
         let columns = values.len() / rows.len().max(1);
         let factor = self.world.scale(place);
         values.iter_mut().for_each(|x| *x *= factor);
-        self.world.expected(&mut Expectation { at: place, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { place, rows, columns, values: &mut values });
         values
     }
 

@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::addends::Sum;
 use super::label_counts::hits;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::norm_shares::{Cut, GradNorm, Share, gradients, reported};
 use super::outcome::{NotChecked, Outcome};
 use super::plan::Plan;
@@ -24,7 +24,11 @@ use crate::kernels::round::Precision;
 
 impl Plan<'_> {
     /// grad_norm as reported, recomputed, and as it would be with the reference dk.
-    pub(super) fn norm(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+    pub(super) fn norm(
+        &self,
+        microbatches: &[HeadMicrobatch],
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
         let mut norm = GradNorm { captured: reported(self.step)?, ..GradNorm::default() };
         let gradients = gradients(self.step);
         let mut squares = SumsOfSquares::default();
@@ -37,17 +41,18 @@ impl Plan<'_> {
             norm.gradients = gradients.iter().map(|key| key.to_string()).collect();
             norm.reported_as = norm.captured.map(|reported| squares.says(reported));
         }
-        let told = slices.iter().all(|slice| slice.blocked.is_none());
+        let told = microbatches.iter().all(|microbatch| microbatch.blocked.is_none());
         let whole = told && self.step.lacking.is_nothing();
         let reduced = self.step.find_reduced(Role::Dk, true).filter(|_| whole);
         let reference = outcome.reference_dk.take();
-        let divisor = self.divisor(slices).map(|divisor| divisor * self.ranks_averaged(slices));
+        let divisor =
+            self.divisor(microbatches).map(|divisor| divisor * self.ranks_averaged(microbatches));
         if let (Some(key), Some(reference), Ok(divisor)) = (reduced, reference, divisor) {
             let tensor = self.step.oriented(key, None)?;
             let captured = matrix(&tensor).filter(|m| m.len() == reference.sums[0].total.len());
             if let Some(captured) = captured {
                 let divisor = divisor * reference.averaged;
-                self.gap(&mut norm, slices, captured, (reference, divisor))?;
+                self.gap(&mut norm, microbatches, captured, (reference, divisor))?;
             }
         }
         if self.wants(Stage::GradNorm) && norm.captured.is_some() {
@@ -63,7 +68,7 @@ impl Plan<'_> {
     pub(super) fn gap(
         &self,
         norm: &mut GradNorm,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         captured: Matrix<'_>,
         (mut reference, divisor): (ReferenceDk, f64),
     ) -> Result<(), StepError> {
@@ -80,8 +85,8 @@ impl Plan<'_> {
         norm.floor = Some((whole * whole - ours + emulated).max(0.0).sqrt() - with_reference);
         norm.gap = Some(gap);
         let cut = Cut { ours: captured, theirs: &exact, norms: whole + with_reference, gap };
-        norm.shares = cut.by_place(&hits(slices, captured.rows), self.roundings.tiles.vocab);
-        norm.shares.extend(self.by_addend(&cut, slices, reference.addends, divisor)?);
+        norm.shares = cut.by_place(&hits(microbatches, captured.rows), self.roundings.tiles.vocab);
+        norm.shares.extend(self.by_addend(&cut, microbatches, reference.addends, divisor)?);
         Ok(())
     }
 
@@ -89,11 +94,11 @@ impl Plan<'_> {
     fn by_addend(
         &self,
         cut: &Cut<'_>,
-        slices: &[Slice],
+        head_microbatches: &[HeadMicrobatch],
         addends: Vec<Addend>,
         divisor: f64,
     ) -> Result<Vec<Share>, StepError> {
-        let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+        let units: usize = head_microbatches.iter().map(|microbatch| microbatch.units.len()).sum();
         if addends.len() != units || units < 2 {
             return Ok(Vec::new());
         }

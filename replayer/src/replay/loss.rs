@@ -5,11 +5,11 @@ use backtape::role::Role;
 
 use super::forward::ForwardState;
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::rounding_variance::relative;
 use super::token_column::{Expected, Tokens};
-use super::world::{At, Expectation, Read};
+use super::world::{Expectation, Read, StagePlace};
 use crate::head::step::StepError;
 use crate::head::units::share;
 use crate::head::{MicrobatchInputs, Stage};
@@ -57,22 +57,22 @@ impl Judge<'_> {
     /// `g` of every token, unit by unit (a rank's own denominator is its unit's).
     pub(super) fn upstream(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
         outcome: &mut Outcome,
     ) -> Result<Upstream, StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let tokens = inputs.tokens();
         let zeros = || vec![0.0; tokens];
         let mut upstream = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
         if self.plan.step.is_policy_loss() {
-            self.policy_upstream(slice, state, &mut upstream, outcome)?;
+            self.policy_upstream(microbatch, state, &mut upstream, outcome)?;
             let declared = upstream.g.clone();
             self.world.upstream(inputs, &mut upstream.g);
             upstream.keep_errors_of(&declared);
             return Ok(upstream);
         }
-        for (unit, denominator) in &slice.denominators {
+        for (unit, denominator) in &microbatch.denominators {
             for &t in unit.rows.iter().filter(|&&t| inputs.labels[t] != IGNORED) {
                 let weight = inputs.weights[t] * inputs.cotangent[t];
                 upstream.g[t] = self.plan.step.options.cotangent * share(weight, *denominator);
@@ -85,18 +85,19 @@ impl Judge<'_> {
     /// The policy loss of the microbatch: its gradient by each log-probability.
     fn policy_upstream(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
         upstream: &mut Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
-        let (exact, expected) = self.policy_gradient(slice, state)?;
-        let place = At { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
+        let inputs = &microbatch.inputs;
+        let (exact, expected) = self.policy_gradient(microbatch, state)?;
+        let place =
+            StagePlace { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
         let mut supposed = expected.clone().times(self.world.scale(place));
         let (rows, values) = ((0..inputs.tokens()).collect::<Vec<_>>(), &mut supposed.values[..]);
-        self.world.expected(&mut Expectation { at: place, rows: &rows, columns: 1, values });
-        let captured = self.column(Role::Dlogprobs, slice);
+        self.world.expected(&mut Expectation { place, rows: &rows, columns: 1, values });
+        let captured = self.column(Role::Dlogprobs, microbatch);
         let captured =
             outcome.spared(captured, (&[Stage::Dlogprobs], inputs.microbatch))?.flatten();
         if let Some(captured) = captured.as_ref().filter(|_| self.plan.wants(Stage::Dlogprobs)) {
@@ -116,15 +117,15 @@ impl Judge<'_> {
             let jumps = captured.is_none() && exact.at_kink[t];
             upstream.certain[t] = if jumps { expected.certain[t] } else { 0.0 };
         }
-        self.policy_loss_value(slice, &exact, &expected, state, outcome)
+        self.policy_loss_value(microbatch, &exact, &expected, state, outcome)
     }
 
     pub(super) fn policy_gradient(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
     ) -> Result<(PolicyLoss, Expected), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
         let options = self.plan.step.options.grpo.as_ref().expect("a policy loss has its options");
         let need = |role| {
@@ -151,7 +152,7 @@ impl Judge<'_> {
         let zeros = || vec![0.0; tokens];
         let mut exact = PolicyLoss { terms: zeros(), dlogp: zeros(), at_kink: vec![false; tokens] };
         let mut divided = zeros();
-        for (unit, denominator) in &slice.denominators {
+        for (unit, denominator) in &microbatch.denominators {
             // The tokens of other denominators are masked, and stay zero.
             let own_weights = masked(&weights, &unit.rows);
             let part = policy_loss(
@@ -196,7 +197,7 @@ impl Judge<'_> {
 
     fn policy_loss_value(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         exact: &PolicyLoss,
         gradient: &Expected,
         state: &ForwardState,
@@ -211,27 +212,27 @@ impl Judge<'_> {
                 + relative(8.0 * compute, exact.terms[t].abs() + slope)
         });
         let terms = Expected::new(exact.terms.clone(), variance.collect());
-        self.judge_loss(slice, &terms, outcome)
+        self.judge_loss(microbatch, &terms, outcome)
     }
 
     /// The loss of the microbatch from captured lse and label logits:
     /// `w (lse - (1-s) z_y - s/K Σz + λ lse²) / denominator`.
     pub(super) fn loss(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         if self.plan.step.is_policy_loss()
-            || !self.plan.holds_loss(slice)
+            || !self.plan.holds_loss(microbatch)
             || !self.plan.wants(Stage::Loss)
         {
             return Ok(());
         }
         let loss = self.plan.step.options.reported_loss(inputs.valid_vocab);
         let (s, lambda, k) = (loss.smoothing, loss.z_loss, inputs.valid_vocab as f64);
-        let divided = divisors(slice);
+        let divided = divisors(microbatch);
         let noise = self.term_noise(inputs.head(self.plan.step).map_or(0, |head| head.q.cols));
         let compute = self.plan.roundings.compute();
         let mean = |t: usize| state.logit_sum[t] / k.max(1.0);
@@ -279,7 +280,7 @@ impl Judge<'_> {
         });
         let certain = certain.collect();
         let terms = Expected { shared, certain, ..Expected::new(values, variance) };
-        self.judge_loss(slice, &terms, outcome)
+        self.judge_loss(microbatch, &terms, outcome)
     }
 
     /// The loss of every token before weights, `[T]`: `lse - (1-s) z_y - s/K Σz + λ lse²`.
@@ -295,9 +296,9 @@ impl Judge<'_> {
 }
 
 /// What the loss of each token is divided by, `[T]`.
-pub(super) fn divisors(slice: &Slice) -> Vec<f64> {
-    let mut divided = vec![1.0; slice.inputs.tokens()];
-    for (unit, denominator) in &slice.denominators {
+pub(super) fn divisors(microbatch: &HeadMicrobatch) -> Vec<f64> {
+    let mut divided = vec![1.0; microbatch.inputs.tokens()];
+    for (unit, denominator) in &microbatch.denominators {
         unit.rows.iter().for_each(|&t| divided[t] = *denominator);
     }
     divided

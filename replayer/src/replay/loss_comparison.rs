@@ -11,12 +11,12 @@ use super::comparison::Comparison;
 use super::correlated_errors::{one_sided_error, sequential_variance};
 use super::expected_loss::{LossTotals, Total};
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::rounding_variance::{relative, stored};
 use super::token_column::{Expected, Tokens};
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
@@ -30,34 +30,34 @@ struct Place<'a> {
     rank: Option<Rank>,
     key: &'a TensorKey,
     /// Losses that are judged beside it.
-    of: usize,
+    losses: usize,
 }
 
 impl Judge<'_> {
     /// The recorded loss against the tokens' terms, or their sums.
     pub(super) fn judge_loss(
         &self,
-        slice: &Slice,
+        head_microbatch: &HeadMicrobatch,
         terms: &Expected,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let microbatch = slice.inputs.microbatch;
-        if !self.plan.wants(Stage::Loss) || !self.plan.holds_loss(slice) {
+        let microbatch = head_microbatch.inputs.microbatch;
+        if !self.plan.wants(Stage::Loss) || !self.plan.holds_loss(head_microbatch) {
             return Ok(());
         }
         let is_recorded = |role| self.plan.step.find(role, microbatch).is_some();
         let captured = is_recorded(Role::Lse) && is_recorded(Role::LabelLogits);
-        if !captured && self.plan.step.judged(&slice.inputs).is_some() {
+        if !captured && self.plan.step.judged(&head_microbatch.inputs).is_some() {
             let why = "ranks hold several versions of what it is computed from: record lse and label_logits to have it judged";
             outcome.leave(Stage::Loss, microbatch, why);
             return Ok(());
         }
-        let place = At { stage: Stage::Loss, microbatch, rank: None };
+        let place = StagePlace { stage: Stage::Loss, microbatch, rank: None };
         let terms = terms.clone().times(self.world.scale(place));
-        let totals = self.totals(slice, &terms);
+        let totals = self.totals(head_microbatch, &terms);
         if let Some(key) = self.plan.step.find(Role::Loss, microbatch) {
             let result = match self.plan.step.options.reduction {
-                LossReduction::None => self.judge_losses(slice, &terms, outcome),
+                LossReduction::None => self.judge_losses(head_microbatch, &terms, outcome),
                 _ => self.judge_totals(key, microbatch, &totals, outcome),
             };
             outcome.spared(result, (&[Stage::Loss], microbatch))?;
@@ -69,8 +69,8 @@ impl Judge<'_> {
 
 impl Plan<'_> {
     /// Whether a loss of the microbatch, or of the step, was recorded.
-    pub(super) fn holds_loss(&self, slice: &Slice) -> bool {
-        self.step.held(Role::Loss, slice.inputs.microbatch).is_some()
+    pub(super) fn holds_loss(&self, microbatch: &HeadMicrobatch) -> bool {
+        self.step.recorded(Role::Loss, microbatch.inputs.microbatch).is_some()
     }
 }
 
@@ -79,32 +79,32 @@ impl Judge<'_> {
     /// as the head declares it.
     pub(super) fn step_loss(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let several = slices.iter().all(|slice| slice.inputs.microbatch.is_some());
+        let several = microbatches.iter().all(|microbatch| microbatch.inputs.microbatch.is_some());
         let Some(key) = self.plan.step.find(Role::Loss, None).filter(|_| several) else {
             return Ok(());
         };
         if !self.plan.wants(Stage::Loss) {
             return Ok(());
         }
-        let result = self.judge_step_loss(slices, key, outcome);
+        let result = self.judge_step_loss(microbatches, key, outcome);
         outcome.spared(result, (&[Stage::Loss], None)).map(|_| ())
     }
 
     fn judge_step_loss(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         key: &TensorKey,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let losses = std::mem::take(&mut outcome.losses);
-        let ready = match self.plan.divisor(slices) {
+        let ready = match self.plan.divisor(microbatches) {
             _ if self.plan.step.options.reduction == LossReduction::None => {
                 Err("reduction=none: the loss of a step is no sum that the head declares".into())
             }
-            _ if losses.len() != slices.len() => {
+            _ if losses.len() != microbatches.len() => {
                 Err("the loss of some microbatch could not be worked out".to_string())
             }
             divisor => divisor,
@@ -124,13 +124,13 @@ impl Judge<'_> {
     /// The loss of each token.
     fn judge_losses(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         terms: &Expected,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Some(captured) = self.column(Role::Loss, slice)? else { return Ok(()) };
+        let Some(captured) = self.column(Role::Loss, microbatch)? else { return Ok(()) };
         let comparison =
-            self.judge_column(&slice.inputs, &captured, terms, Tokens::All, Vec::new());
+            self.judge_column(&microbatch.inputs, &captured, terms, Tokens::All, Vec::new());
         outcome.add(Stage::Loss, comparison);
         Ok(())
     }
@@ -144,7 +144,7 @@ impl Judge<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let by_rank = self.plan.step.options.scope.ranks != Ranks::All;
-        let place = Place { microbatch, rank: None, key, of: 1 };
+        let place = Place { microbatch, rank: None, key, losses: 1 };
         let several = totals.by_rank.as_ref().map_or(true, |ranks| ranks.len() > 1);
         let Some(reduction) = self.plan.step.tensors[key].partial else {
             if by_rank && several {
@@ -178,7 +178,7 @@ impl Judge<'_> {
             let tensor = self.plan.step.addend(key, holders)?;
             let captured = one_float(&tensor)?;
             let storage = totals.stores * stored(precision_of(tensor.dtype), total.value);
-            let place = Place { rank: holders.first().copied(), of: ranks.len(), ..place };
+            let place = Place { rank: holders.first().copied(), losses: ranks.len(), ..place };
             self.judge_total(place, captured, (total, storage), outcome);
         }
         Ok(())
@@ -201,7 +201,7 @@ impl Judge<'_> {
         outcome: &mut Outcome,
     ) {
         let bound = self.bound(1, 1);
-        let share = Bound::new(self.plan.comparisons * place.of, 1, 1);
+        let share = Bound::new(self.plan.comparisons * place.losses, 1, 1);
         let bound = Bound { nan_is_meant: bound.nan_is_meant, measured: bound.measured, ..share };
         let rows = Rows {
             captured: Matrix { rows: 1, cols: 1, values: Values::F64(&[captured]) },
@@ -221,8 +221,8 @@ impl Judge<'_> {
     }
 
     /// The loss over all tokens, and over each rank's.
-    fn totals(&self, slice: &Slice, terms: &Expected) -> LossTotals {
-        let inputs = &slice.inputs;
+    fn totals(&self, microbatch: &HeadMicrobatch, terms: &Expected) -> LossTotals {
+        let inputs = &microbatch.inputs;
         let all: Vec<usize> = (0..inputs.tokens()).collect();
         let ranks = self.plan.step.rank_rows(inputs);
         let of_ranks = |units: Vec<crate::head::Unit>| {
@@ -251,15 +251,10 @@ impl Judge<'_> {
             rows.iter().filter_map(|&t| values.get(t)).copied().collect()
         };
         let (values, copies) = (select(&terms.values), select(&inputs.copies));
-        let place = At { stage: Stage::Loss, microbatch: inputs.microbatch, rank };
+        let place = StagePlace { stage: Stage::Loss, microbatch: inputs.microbatch, rank };
         let mut value = [values.iter().sum::<f64>()];
         let (first, single) = (&[0][..], &mut value[..]);
-        self.world.expected(&mut Expectation {
-            at: place,
-            rows: first,
-            columns: 1,
-            values: single,
-        });
+        self.world.expected(&mut Expectation { place, rows: first, columns: 1, values: single });
         let [total] = value;
         let squares: f64 = values.iter().map(|x| x * x).sum();
         let sum = self.plan.roundings.widest.sums.lse;

@@ -6,7 +6,7 @@ use backtape::identity::Rank;
 use backtape::role::Role;
 
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::plan::Plan;
 use super::summation_votes::{Votes, Whole};
 use super::world::Chain;
@@ -34,11 +34,11 @@ impl Judge<'_> {
     /// addends are not whole tensors.
     pub(super) fn chained(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         whole: &Whole<'_>,
     ) -> Result<Option<Vec<f64>>, StepError> {
         match self.supposed_chains(whole.stage) {
-            Some(chains) => self.plan.chain(slices, whole, chains),
+            Some(chains) => self.plan.chain(microbatches, whole, chains),
             None => Ok(None),
         }
     }
@@ -47,7 +47,7 @@ impl Judge<'_> {
     /// why it is not theirs.
     pub(super) fn chain_excess(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         whole: &Whole<'_>,
         bound: &Bound,
     ) -> Result<Option<String>, StepError> {
@@ -62,7 +62,9 @@ impl Judge<'_> {
         let narrow = |chain: Option<Chain>| chain.map(|chain| chain.precision);
         if let Some(chains) = self.supposed_chains(whole.stage) {
             let precision = chains.into_iter().find_map(narrow).unwrap_or(Precision::F32);
-            let Some(chained) = self.plan.chain(slices, whole, chains)? else { return Ok(None) };
+            let Some(chained) = self.plan.chain(microbatches, whole, chains)? else {
+                return Ok(None);
+            };
             let votes = Votes::of(&whole.captured, whole.wide, &chained, precision);
             let why = "the sum is not that of partial sums in few bits";
             return Ok((!votes.is_chained(bound)).then(|| why.into()));
@@ -71,7 +73,7 @@ impl Judge<'_> {
         let narrowest = NARROW.into_iter().find(|&precision| lies(precision));
         if let Some(precision) = narrowest {
             for chains in likely(whole.stage, precision) {
-                let Some(chained) = self.plan.chain(slices, whole, chains)? else { continue };
+                let Some(chained) = self.plan.chain(microbatches, whole, chains)? else { continue };
                 let votes = Votes::of(&whole.captured, whole.wide, &chained, precision);
                 if votes.is_chained(bound) {
                     let Votes { chained, rounded_once } = votes;
@@ -82,7 +84,8 @@ impl Judge<'_> {
                 }
             }
         }
-        Ok(narrowest.and_then(|precision| self.plan.in_another_order(slices, whole, precision)))
+        Ok(narrowest
+            .and_then(|precision| self.plan.in_another_order(microbatches, whole, precision)))
     }
 }
 
@@ -91,15 +94,22 @@ impl Plan<'_> {
     /// ranks'.
     fn chain(
         &self,
-        slices: &[Slice],
+        head_microbatches: &[HeadMicrobatch],
         whole: &Whole<'_>,
         [microbatches, ranks]: [Option<Chain>; 2],
     ) -> Result<Option<Vec<f64>>, StepError> {
         if whole.stage == Stage::Accumulate {
-            return self.over_microbatches(slices, whole.rank, whole.shape, microbatches);
+            return self.over_microbatches(
+                head_microbatches,
+                whole.rank,
+                whole.shape,
+                microbatches,
+            );
         }
         let local = self.step.find_reduced(Role::Dk, false);
-        let first = slices.first().and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
+        let first = head_microbatches
+            .first()
+            .and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
         let Some(key) = local.or(first) else { return Ok(None) };
         let mut sum = Running::new(ranks, 1.0);
         let mut holders = self.holders(key);
@@ -107,7 +117,9 @@ impl Plan<'_> {
         for rank in holders {
             let addend = match local {
                 Some(local) => self.addend_of(local, rank, whole.shape)?,
-                None => self.over_microbatches(slices, rank, whole.shape, microbatches)?,
+                None => {
+                    self.over_microbatches(head_microbatches, rank, whole.shape, microbatches)?
+                }
             };
             match addend {
                 Some(addend) => sum.add(addend),
@@ -120,17 +132,17 @@ impl Plan<'_> {
     /// One rank's sum over microbatches, divided as declared.
     fn over_microbatches(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         rank: Option<Rank>,
         shape: &[u64],
         chain: Option<Chain>,
     ) -> Result<Option<Vec<f64>>, StepError> {
-        let Ok(divisor) = self.divisor(slices) else { return Ok(None) };
+        let Ok(divisor) = self.divisor(microbatches) else { return Ok(None) };
         let mut sum = Running::new(chain, divisor);
-        let mut slices: Vec<&Slice> = slices.iter().collect();
-        sum.order(&mut slices);
-        for slice in slices {
-            let Some(key) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
+        let mut microbatches: Vec<&HeadMicrobatch> = microbatches.iter().collect();
+        sum.order(&mut microbatches);
+        for microbatch in microbatches {
+            let Some(key) = self.step.find(Role::Dk, microbatch.inputs.microbatch) else {
                 return Ok(None);
             };
             match self.addend_of(key, rank, shape)? {

@@ -7,7 +7,7 @@
 
 use backtape::identity::{Microbatch, Rank};
 
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use crate::compare::{Bound, Chart, Rows};
 use crate::head::Stage;
 
@@ -55,8 +55,14 @@ pub(super) struct Draw {
 }
 
 impl Draw {
-    pub(super) fn new(slices: &[Slice]) -> Draw {
-        Draw { strips: slices.iter().map(|slice| slice.units.len()).sum::<usize>().max(1) }
+    pub(super) fn new(microbatches: &[HeadMicrobatch]) -> Draw {
+        Draw {
+            strips: microbatches
+                .iter()
+                .map(|microbatch| microbatch.units.len())
+                .sum::<usize>()
+                .max(1),
+        }
     }
 
     pub(super) fn most(self, stage: Stage) -> (usize, usize) {
@@ -118,7 +124,7 @@ mod tests {
     fn strip(score: f64) -> Chart {
         let mut chart = Chart::new((10, 4), (2, 2));
         let worst = Worst { index: (0, 0), captured: 1.0, reference: 0.0, score };
-        chart.cells[0] = Some(Cell { worst, elements: 1, exceeding: 0, nonfinite: 0, of: 0 });
+        chart.cells[0] = Some(Cell { worst, elements: 1, exceeding: 0, nonfinite: 0, source: 0 });
         chart
     }
 
@@ -146,6 +152,6 @@ mod tests {
         (0..5).for_each(|n| map.take(strip(f64::from(n)), (None, Some(Rank(n)))));
         map.take(Chart::new((9, 4), (2, 2)), (None, None));
         assert_eq!((map.strips.len(), map.strips[0].sources.len()), (2, 5));
-        assert_eq!(map.strips[0].chart.worst().unwrap().of, 4);
+        assert_eq!(map.strips[0].chart.worst().unwrap().source, 4);
     }
 }

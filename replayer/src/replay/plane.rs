@@ -12,14 +12,14 @@ use super::elementwise::distance;
 use super::executor::plane::{CapturedPlane, JudgedSpan, Plane, SpanUpstream, Stored, place_tile};
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::plane_span::Span;
 use super::plausible_policies::{Member, members};
 use super::rounding_ties::near_ties;
 use super::tasks::task::PlanePart;
-use super::world::{At, UnitTokens};
+use super::world::{StagePlace, UnitTokens};
 use crate::compare::{RowTally, Tally};
 use crate::device::PlaneComparison;
 use crate::head::step::StepError;
@@ -31,12 +31,12 @@ impl Replay<'_> {
     /// Judges what was captured of the plane.
     pub(super) fn plane(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
         upstream: &Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let Some(head) = inputs.head(self.plan.step) else { return Ok(()) };
         for stage in [Stage::Logits, Stage::Logprobs, Stage::Dlogits] {
             let role = stage.role().expect("all three have one");
@@ -54,7 +54,7 @@ impl Replay<'_> {
                 continue;
             }
             let before = (state, upstream);
-            let result = self.judge_plane((stage, key), (slice, &head), before, outcome);
+            let result = self.judge_plane((stage, key), (microbatch, &head), before, outcome);
             outcome.spared(result, (&[stage], inputs.microbatch))?;
         }
         Ok(())
@@ -63,11 +63,11 @@ impl Replay<'_> {
     fn judge_plane(
         &self,
         (stage, key): (Stage, &TensorKey),
-        (slice, head): (&Slice, &HeadInputs<'_>),
+        (microbatch, head): (&HeadMicrobatch, &HeadInputs<'_>),
         (state, upstream): (&ForwardState, &Upstream),
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let all: Vec<usize> = (0..inputs.tokens()).collect();
         let (lse, g) = (&state.lse[..], &upstream.g[..]);
         let tokens = UnitTokens { inputs, rows: &all, lse, g, rank: None };
@@ -84,12 +84,12 @@ impl Replay<'_> {
             self.plan.add_energies(&mut energies, &part);
         };
         let upstream_of_all = SpanUpstream { head: *head, lse, cotangents };
-        let plane = CapturedPlane { key, slice, upstream: upstream_of_all };
+        let plane = CapturedPlane { key, microbatch, upstream: upstream_of_all };
         let mut judge = |part: &PlanePart, upstream: SpanUpstream<'_>, captured: Stored<'_>| {
             self.judge_plane_part(stage, part, upstream, captured)
         };
         self.executor.planes(&plane, &part_of, &mut judge, &mut put)?;
-        if stage == Stage::Dlogits && self.plan.note_uncertain_rows(slice, upstream, outcome) {
+        if stage == Stage::Dlogits && self.plan.note_uncertain_rows(microbatch, upstream, outcome) {
             return Ok(());
         }
         let comparison = Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound);
@@ -220,7 +220,7 @@ impl Replay<'_> {
             dlogits
         };
         let middle = emulated(&span.head, span.lse, &span.cotangents);
-        let place = At { stage, microbatch: span.microbatch, rank: None };
+        let place = StagePlace { stage, microbatch: span.microbatch, rank: None };
         let rows: Vec<usize> = span.tokens.clone().collect();
         self.judge.put_emulated((place, &rows), &middle, &mut plane.dlogits);
         if !self.judge.world.at_ties() {

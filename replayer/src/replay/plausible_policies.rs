@@ -50,30 +50,30 @@ pub(crate) fn members(roundings: &Roundings) -> Vec<Member> {
 #[derive(Clone, Copy)]
 pub(crate) struct Point {
     name: &'static str,
-    of: fn(&mut Policy) -> &mut Precision,
+    precision_of: fn(&mut Policy) -> &mut Precision,
 }
 
 /// All of them, in the order of the computation.
 const POINTS: [Point; 7] = [
-    Point { name: "input", of: |policy| &mut policy.input },
-    Point { name: "logits", of: |policy| &mut policy.logits },
-    Point { name: "p", of: |policy| &mut policy.p },
-    Point { name: "dlogits", of: |policy| &mut policy.dlogits },
-    Point { name: "label_grad", of: |policy| &mut policy.label_grad },
-    Point { name: "parts", of: |policy| &mut policy.parts },
-    Point { name: "output", of: |policy| &mut policy.output },
+    Point { name: "input", precision_of: |policy| &mut policy.input },
+    Point { name: "logits", precision_of: |policy| &mut policy.logits },
+    Point { name: "p", precision_of: |policy| &mut policy.p },
+    Point { name: "dlogits", precision_of: |policy| &mut policy.dlogits },
+    Point { name: "label_grad", precision_of: |policy| &mut policy.label_grad },
+    Point { name: "parts", precision_of: |policy| &mut policy.parts },
+    Point { name: "output", precision_of: |policy| &mut policy.output },
 ];
 
 impl Point {
     fn in_policy(self, mut policy: Policy) -> Precision {
-        *(self.of)(&mut policy)
+        *(self.precision_of)(&mut policy)
     }
 
     /// The policy with the other rounding at this point.
     pub(crate) fn switched(self, mut policy: Policy, roundings: &Roundings) -> Policy {
         let [wide, narrow] =
             [roundings.widest, roundings.narrowest].map(|policy| self.in_policy(policy));
-        let point = (self.of)(&mut policy);
+        let point = (self.precision_of)(&mut policy);
         *point = if *point == wide { narrow } else { wide };
         policy
     }
@@ -95,7 +95,7 @@ pub(crate) fn open(roundings: &Roundings) -> Vec<&'static str> {
 pub(crate) fn joined(policy: Policy, with: Policy, roundings: &Roundings) -> Policy {
     points(roundings).into_iter().fold(policy, |mut joined, point| {
         if point.in_policy(joined) == point.in_policy(roundings.narrowest) {
-            *(point.of)(&mut joined) = point.in_policy(with);
+            *(point.precision_of)(&mut joined) = point.in_policy(with);
         }
         joined
     })

@@ -7,7 +7,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use rayon::prelude::*;
 
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use crate::compare::Allowed;
 use crate::head::{HeadStep, Roundings, Stage};
 
@@ -151,7 +151,7 @@ impl SumsWithoutAddends {
     /// `compared`. What an accumulator of few bits loses is known of recorded addends only.
     pub(super) fn of(
         step: &HeadStep<'_>,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         compared: &BTreeSet<Stage>,
         roundings: &Roundings,
     ) -> Option<SumsWithoutAddends> {
@@ -165,7 +165,7 @@ impl SumsWithoutAddends {
         }
         let sum = local.or_else(|| step.find_reduced(Role::Dk, true))?;
         let by_rank = local.is_some() && step.tensors[sum].partial.is_some();
-        let groups = if by_rank { together(slices) } else { Vec::new() };
+        let groups = if by_rank { together(microbatches) } else { Vec::new() };
         let elements = step.tensors[sum].shape.iter().product::<u64>() as usize;
         let sums = SumsWithoutAddends { groups };
         // Where not each rank's sum can be kept, the sum of all is judged.
@@ -188,9 +188,9 @@ impl SumsWithoutAddends {
 }
 
 /// The ranks that hold the same tokens in some microbatch; none where a unit names no ranks.
-fn together(slices: &[Slice]) -> Vec<Vec<Rank>> {
+fn together(microbatches: &[HeadMicrobatch]) -> Vec<Vec<Rank>> {
     let mut groups: Vec<BTreeSet<Rank>> = Vec::new();
-    for unit in slices.iter().flat_map(|slice| &slice.units) {
+    for unit in microbatches.iter().flat_map(|microbatch| &microbatch.units) {
         if unit.ranks.is_empty() {
             return Vec::new();
         }

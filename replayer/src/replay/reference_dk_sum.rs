@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::elementwise::{scale, sum};
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::problem::Problem;
@@ -15,7 +15,7 @@ use super::reference_dk::{
 };
 use super::rounding_variance::rounded;
 use super::slab::Slab;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::head::{Stage, Unit};
 
 impl Plan<'_> {
@@ -39,7 +39,7 @@ impl Judge<'_> {
         &self,
         problem: &Problem<'_>,
         slab: &Slab,
-        (slice, unit): (&Slice, &Unit),
+        (head_microbatch, unit): (&HeadMicrobatch, &Unit),
         outcome: &mut Outcome,
     ) {
         let (d, elements) = (problem.head.q.cols, problem.head.k.len());
@@ -58,7 +58,9 @@ impl Judge<'_> {
                 .into_iter()
                 .map(sum)
                 .collect(),
-            emulated: match self.plan.step.microbatches.len() == 1 && slice.units.len() == 1 {
+            emulated: match self.plan.step.microbatches.len() == 1
+                && head_microbatch.units.len() == 1
+            {
                 true => Emulated::Squares(0.0),
                 false => Emulated::Sum(vec![0.0; elements]),
             },
@@ -80,12 +82,13 @@ impl Judge<'_> {
         }
         let others = size_of::<(f64, f64)>() * elements + alone.map_or(0, |of| of.bytes(elements));
         let fits = (kept.addends.len() + 1) * elements * 8 + others <= KEPT_BYTES;
-        let same =
-            |of: &&mut Addend| of.microbatch == slice.inputs.microbatch && of.ranks == unit.ranks;
+        let same = |of: &&mut Addend| {
+            of.microbatch == head_microbatch.inputs.microbatch && of.ranks == unit.ranks
+        };
         if let Some(addend) = kept.addends.iter_mut().find(same) {
             addend.reference.extend_from_slice(&values);
         } else if fits && from == 0 {
-            let (microbatch, ranks) = (slice.inputs.microbatch, unit.ranks.clone());
+            let (microbatch, ranks) = (head_microbatch.inputs.microbatch, unit.ranks.clone());
             kept.addends.push(Addend { microbatch, ranks, reference: values });
         }
     }
@@ -122,7 +125,7 @@ impl Judge<'_> {
         &self,
         problem: &Problem<'_>,
         slab: &Slab,
-        unit_of_slice: (&Slice, &Unit),
+        unit_of_slice: (&HeadMicrobatch, &Unit),
         outcome: &mut Outcome,
     ) {
         if self.plan.sums_without_addends.is_some() {
@@ -133,7 +136,7 @@ impl Judge<'_> {
     /// A unit's dk as the world has it in the sum, and how often it is in it.
     fn addend_in_world(&self, problem: &Problem<'_>, slab: &Slab) -> (Vec<f64>, f64) {
         let (microbatch, rank) = (problem.microbatch, problem.rank);
-        let place = At { stage: Stage::Dk, microbatch, rank };
+        let place = StagePlace { stage: Stage::Dk, microbatch, rank };
         let emulated = slab.instead.iter().find(|(of, _)| *of == Stage::Dk);
         let mut values = sum(&slab.lse, &slab.label);
         let range: Vec<usize> = slab.range.clone().collect();
@@ -143,7 +146,7 @@ impl Judge<'_> {
         }
         let (factor, columns) = (self.world.scale(place), values.len() / rows.len().max(1));
         scale(&mut values, factor);
-        self.world.expected(&mut Expectation { at: place, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { place, rows, columns, values: &mut values });
         let weight = self.world.weight(self.plan.summed_stage(), microbatch, rank);
         scale(&mut values, weight);
         (values, factor * weight)

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::addends;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::plan::Plan;
 use super::summation_search::{Summed, divisors};
 use super::summation_votes::{Votes, Whole};
@@ -23,7 +23,7 @@ impl Plan<'_> {
     /// of the sum does not: many orders are tried.
     pub(super) fn in_another_order(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         whole: &Whole<'_>,
         precision: Precision,
     ) -> Option<String> {
@@ -33,8 +33,8 @@ impl Plan<'_> {
         if others < MANY {
             return None;
         }
-        let declared = self.divisor(slices).unwrap_or(1.0);
-        let addends = self.addends_of(slices, whole, declared)?;
+        let declared = self.divisor(microbatches).unwrap_or(1.0);
+        let addends = self.addends_of(microbatches, whole, declared)?;
         let captured: Vec<f64> = (0..all).map(|at| whole.captured.get_f64(at)).collect();
         let divisors = divisors(declared, addends.len());
         let ring = whole.stage == Stage::Reduce;
@@ -56,11 +56,12 @@ impl Plan<'_> {
     /// where it is more than is held.
     fn addends_of(
         &self,
-        slices: &[Slice],
+        head_microbatches: &[HeadMicrobatch],
         whole: &Whole<'_>,
         declared: f64,
     ) -> Option<Vec<Vec<f64>>> {
-        let microbatches: Vec<_> = slices.iter().map(|slice| slice.inputs.microbatch).collect();
+        let microbatches: Vec<_> =
+            head_microbatches.iter().map(|microbatch| microbatch.inputs.microbatch).collect();
         let ranks = self.step.dump.manifest.world_size as usize;
         if microbatches.len() * ranks * whole.captured.len() > MOST {
             return None;

@@ -53,7 +53,7 @@ pub(crate) struct Summed<'a> {
 }
 
 /// A sum that was found to be in few bits.
-pub(crate) struct Found {
+pub(crate) struct FewBitSum {
     /// As it is made.
     pub(crate) values: Vec<f64>,
     /// How.
@@ -230,7 +230,7 @@ impl Summed<'_> {
     }
 
     /// The order and the format in which the addends make what was captured.
-    pub(crate) fn in_few_bits(&self) -> Option<Found> {
+    pub(crate) fn in_few_bits(&self) -> Option<FewBitSum> {
         if !self.is_sound() {
             return None;
         }
@@ -265,14 +265,14 @@ impl Summed<'_> {
             let value = |at: usize| steps.finished(order, &self.of(at), narrow);
             let values: Vec<f64> = (0..captured.len()).map(value).collect();
             let near = distance(captured, &values) <= LEFT * distance(captured, self.wide);
-            near.then(|| Found { values, steps, order: order.words(n), pieces: 1 })
+            near.then(|| FewBitSum { values, steps, order: order.words(n), pieces: 1 })
         });
         whole
             .or_else(|| rings.into_iter().find_map(|(steps, narrow)| self.in_a_ring(steps, narrow)))
     }
 
     /// In pieces, each one after the other from an addend of its own on.
-    fn in_a_ring(&self, steps: Steps, narrow: bool) -> Option<Found> {
+    fn in_a_ring(&self, steps: Steps, narrow: bool) -> Option<FewBitSum> {
         let n = self.addends.len();
         let rotations = Order::rotations(n);
         let mut pieces: Vec<(usize, Vec<Order>)> = Vec::new();
@@ -300,7 +300,7 @@ impl Summed<'_> {
         });
         let told = told.collect::<Vec<_>>().join(", ");
         let order = format!("a ring of {} pieces: {told}", pieces.len());
-        Some(Found { values: self.captured.to_vec(), steps, order, pieces: pieces.len() })
+        Some(FewBitSum { values: self.captured.to_vec(), steps, order, pieces: pieces.len() })
     }
 }
 
@@ -322,7 +322,7 @@ mod tests {
         all.iter().map(|one| one[element]).collect()
     }
 
-    fn found(captured: &[f64], all: &[Vec<f64>]) -> Option<Found> {
+    fn sum_in_few_bits(captured: &[f64], all: &[Vec<f64>]) -> Option<FewBitSum> {
         let wide: Vec<f64> = (0..captured.len()).map(|at| column(all, at).iter().sum()).collect();
         let divisors = &[1.0, 6.0];
         let summed = Summed { captured, addends: all, wide: &wide, divisors, ring: true };
@@ -336,7 +336,7 @@ mod tests {
             for order in Order::all(N) {
                 let sum = |at| steps.finished(order, &column(&all, at), true);
                 let captured: Vec<f64> = (0..900).map(sum).collect();
-                let sum = found(&captured, &all).unwrap();
+                let sum = sum_in_few_bits(&captured, &all).unwrap();
                 assert_eq!(sum.values, captured, "{steps:?} {order:?} taken for {}", sum.order);
                 let format = sum.steps.format();
                 assert_eq!(format, steps.format(), "{order:?} taken for {}", sum.order);
@@ -350,7 +350,7 @@ mod tests {
         let order = |at: usize| Order::From { first: (at + 70) / 160 % N, back: false };
         let captured: Vec<f64> =
             (0..900).map(|at| steps.sum(order(at), &column(&all, at))).collect();
-        let sum = found(&captured, &all).unwrap();
+        let sum = sum_in_few_bits(&captured, &all).unwrap();
         assert!((6..=8).contains(&sum.pieces), "{}", sum.order);
     }
 
@@ -358,6 +358,6 @@ mod tests {
     fn a_sum_in_enough_bits_that_is_rounded_once_has_no_order() {
         let all = addends();
         let once = |at: usize| Precision::Bf16.round64(column(&all, at).iter().sum::<f64>());
-        assert!(found(&(0..900).map(once).collect::<Vec<f64>>(), &all).is_none());
+        assert!(sum_in_few_bits(&(0..900).map(once).collect::<Vec<f64>>(), &all).is_none());
     }
 }

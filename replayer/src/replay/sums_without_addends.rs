@@ -8,12 +8,12 @@ use backtape::shard::TensorKey;
 use super::addends::{Read, Sum};
 use super::comparison::Comparison;
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::reference_dk::{Addend, KeptSum};
 use super::rounding_variance::{rounded, stored};
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::dump::name_ranks;
 use crate::head::Stage;
@@ -41,27 +41,27 @@ impl Judge<'_> {
     /// Judges such sums; `why` they are not judged from their addends.
     pub(super) fn judge_sum_without_addends(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         (stage, key, why): (Stage, &TensorKey, &str),
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let told = slices.iter().all(|slice| slice.blocked.is_none());
+        let told = microbatches.iter().all(|microbatch| microbatch.blocked.is_none());
         let is_whole =
             self.plan.step.lacking.is_nothing() && !self.plan.step.options.declared.tied_embedding;
         let all = outcome.reference_dk.as_ref();
         let judged = all.is_some_and(|kept| !kept.sums[0].allowed.is_empty()) && told && is_whole;
-        let (true, Ok(divisor)) = (judged, self.plan.divisor(slices)) else {
+        let (true, Ok(divisor)) = (judged, self.plan.divisor(microbatches)) else {
             outcome.skip(stage, why);
             return Ok(());
         };
         // The norm of all gradients is judged from it as well, so it is put back.
         let Some(mut kept) = outcome.reference_dk.take() else { return Ok(()) };
-        let head = slices.first().and_then(|one| one.inputs.head(self.plan.step));
+        let head = microbatches.first().and_then(|one| one.inputs.head(self.plan.step));
         let every: Vec<usize> = (0..head.map_or(1, |head| head.k.rows)).collect();
         let classes = kept.classes.as_deref().unwrap_or(&every);
         let (mut wrong, mut averages) = (false, 1.0_f64);
         for sum in &kept.sums {
-            let captured = match self.plan.captured_sum(key, &sum.ranks, slices)? {
+            let captured = match self.plan.captured_sum(key, &sum.ranks, microbatches)? {
                 Ok(captured) => captured,
                 Err(why) => {
                     outcome.skip(stage, why);
@@ -73,8 +73,9 @@ impl Judge<'_> {
                 outcome.skip(stage, "it has another shape than k");
                 continue;
             };
-            let ranks = if sum.ranks.is_empty() { self.plan.ranks_of_tokens(slices) } else { 1.0 };
-            let count = slices.len() as f64 * ranks;
+            let ranks =
+                if sum.ranks.is_empty() { self.plan.ranks_of_tokens(microbatches) } else { 1.0 };
+            let count = microbatches.len() as f64 * ranks;
             let judged = Judged { stage, key, sum, classes, captured, ranks, count };
             let (comparison, averaged) = self.compare_sum_or_mean(&judged, divisor);
             averages = averages.max(averaged);
@@ -82,7 +83,7 @@ impl Judge<'_> {
             outcome.add(stage, comparison);
         }
         if wrong && !self.plan.trial {
-            outcome.unrecorded = unrecorded(slices, std::mem::take(&mut kept.addends));
+            outcome.unrecorded = unrecorded(microbatches, std::mem::take(&mut kept.addends));
         }
         kept.averaged = kept.averaged.max(averages);
         outcome.reference_dk = Some(kept);
@@ -113,11 +114,11 @@ impl Judge<'_> {
         let sum = policy::Sum::of(reduce);
         let bound = self.bound(rows, columns);
         let rank = judged.sum.ranks.first().copied();
-        let place = At { stage: judged.stage, microbatch: None, rank };
+        let place = StagePlace { stage: judged.stage, microbatch: None, rank };
         let by = divisor / self.world.scale(place);
         let mut reference: Vec<f64> = judged.sum.total.iter().map(|x| x / by).collect();
         let values = &mut reference[..];
-        self.world.expected(&mut Expectation { at: place, rows: judged.classes, columns, values });
+        self.world.expected(&mut Expectation { place, rows: judged.classes, columns, values });
         let constant = super::elementwise::rounds(by);
         let allowed = |row: usize, column: usize, x: f64| {
             let index = row * columns + column;
@@ -143,7 +144,7 @@ impl Plan<'_> {
         &self,
         key: &TensorKey,
         ranks: &[Rank],
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
     ) -> Result<Result<Values64, String>, StepError> {
         if self.step.tensors[key].partial.is_none() {
             let tensor = self.step.oriented(key, None)?;
@@ -153,7 +154,8 @@ impl Plan<'_> {
         }
         let mut sum = Sum::new(&self.step.tensors[key].shape);
         if ranks.is_empty() {
-            let added = slices.iter().map(|slice| self.step.all_added(key, &slice.inputs));
+            let added =
+                microbatches.iter().map(|microbatch| self.step.all_added(key, &microbatch.inputs));
             if let Err(why) = added.collect::<Result<(), String>>() {
                 return Ok(Err(why));
             }
@@ -167,10 +169,11 @@ impl Plan<'_> {
     }
 
     /// Groups of ranks with tokens of their own, in the microbatch that has most.
-    fn ranks_of_tokens(&self, slices: &[Slice]) -> f64 {
-        let units_of =
-            |slice: &Slice| self.step.rank_rows(&slice.inputs).map_or(1, |units| units.len());
-        slices.iter().map(units_of).max().unwrap_or(1).max(1) as f64
+    fn ranks_of_tokens(&self, microbatches: &[HeadMicrobatch]) -> f64 {
+        let units_of = |microbatch: &HeadMicrobatch| {
+            self.step.rank_rows(&microbatch.inputs).map_or(1, |units| units.len())
+        };
+        microbatches.iter().map(units_of).max().unwrap_or(1).max(1) as f64
     }
 
     /// Whether the job may have averaged its ranks and not added them. No option says so of a sum
@@ -212,8 +215,8 @@ impl Values64 {
 }
 
 /// What the addends should be, where all of them were kept.
-fn unrecorded(slices: &[Slice], kept: Vec<Addend>) -> Vec<Read> {
-    let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+fn unrecorded(microbatches: &[HeadMicrobatch], kept: Vec<Addend>) -> Vec<Read> {
+    let units: usize = microbatches.iter().map(|microbatch| microbatch.units.len()).sum();
     if kept.len() != units {
         return Vec::new();
     }

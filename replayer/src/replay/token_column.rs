@@ -4,9 +4,9 @@ use backtape::role::Role;
 
 use super::comparison::{Comparison, MemberError};
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::rounding_variance::stored;
-use super::world::At;
+use super::world::StagePlace;
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
@@ -78,10 +78,15 @@ impl Column {
 
 impl Judge<'_> {
     /// A captured `[T]` tensor of the microbatch, if it was recorded.
-    pub(super) fn column(&self, role: Role, slice: &Slice) -> Result<Option<Column>, StepError> {
-        let microbatch = slice.inputs.microbatch;
+    pub(super) fn column(
+        &self,
+        role: Role,
+        head_microbatch: &HeadMicrobatch,
+    ) -> Result<Option<Column>, StepError> {
+        let microbatch = head_microbatch.inputs.microbatch;
         if let Some(stage) = Stage::of_role(role)
-            && let Some(supplied) = self.world.captured(&At { stage, microbatch, rank: None })
+            && let Some(supplied) =
+                self.world.captured(&StagePlace { stage, microbatch, rank: None })
         {
             let (values, stored) = (supplied.values.clone(), supplied.precision);
             return Ok(Some(Column { source: format!("a variant's {stage}"), values, stored }));
@@ -89,7 +94,7 @@ impl Judge<'_> {
         let Some(key) = self.plan.step.find(role, microbatch) else {
             return Ok(None);
         };
-        let tokens = slice.inputs.tokens();
+        let tokens = head_microbatch.inputs.tokens();
         // The same role may be [T, V]: that is judged on the plane.
         let elements: u64 = self.plan.step.tensors[key].shape.iter().product();
         if role == Role::Logprobs && elements != tokens as u64 {

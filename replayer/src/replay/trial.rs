@@ -20,13 +20,13 @@ use super::findings::Findings;
 use super::forward::ForwardState;
 use super::judge::Judge;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::problem::Problem;
 use super::rounding_ties::near_ties;
 use super::slab::Slab;
 use super::stage_values::{StageValues, ValuesByStage, put_block};
-use super::world::{At, World};
+use super::world::{StagePlace, World};
 use super::world_replay::counted_in_world;
 use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{HeadStep, Scores, Stage, Unit};
@@ -62,15 +62,15 @@ pub fn counted_trial(
     (rows, cache, progress): (Option<&Rows>, Option<&PassCache>, &dyn Progress),
 ) -> Result<Outcome, StepError> {
     let mut judged = None;
-    counted_in_world(step, compared, (world, cache, progress), &mut |replay, slices| {
+    counted_in_world(step, compared, (world, cache, progress), &mut |replay, microbatches| {
         let mut outcome = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
-        for slice in slices {
-            replay.microbatch(slice, &mut outcome, &mut |unit, before, outcome| {
-                replay.try_unit(slice, unit, before, rows, outcome)
+        for microbatch in microbatches {
+            replay.microbatch(microbatch, &mut outcome, &mut |unit, before, outcome| {
+                replay.try_unit(microbatch, unit, before, rows, outcome)
             })?;
         }
-        replay.judge.step_loss(slices, &mut outcome)?;
-        replay.sums(slices, &mut outcome)?;
+        replay.judge.step_loss(microbatches, &mut outcome)?;
+        replay.sums(microbatches, &mut outcome)?;
         outcome.finish(replay.plan.step, &BTreeSet::new());
         judged = Some(outcome);
         Ok(())
@@ -81,16 +81,16 @@ pub fn counted_trial(
 impl Replay<'_> {
     fn try_unit(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         (state, upstream): (&ForwardState, &Upstream),
         rows: Option<&Rows>,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Scores::Product { k, .. } = &slice.inputs.scores else { return Ok(()) };
-        let dlogits = self.judge.usable_dlogits(slice, unit)?;
+        let Scores::Product { k, .. } = &microbatch.inputs.scores else { return Ok(()) };
+        let dlogits = self.judge.usable_dlogits(microbatch, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
-        let captured = self.captured_once((slice, unit), classes, outcome)?;
+        let captured = self.captured_once((microbatch, unit), classes, outcome)?;
         if captured.gradients.is_empty() && self.plan.sums_without_addends.is_none() {
             return Ok(());
         }
@@ -100,23 +100,29 @@ impl Replay<'_> {
         let dq = captured.of(&Stage::OF_Q).next().is_some();
         // Of all rows one pass that is held gives both gradients; of a sample, and of what has
         // several slabs, each has a pass of its own.
-        let (width, classes_in_all) = (slice.inputs.width(), k.shape[0] as usize);
+        let (width, classes_in_all) = (microbatch.inputs.width(), k.shape[0] as usize);
         let one_slab = self.plan.slab_rows(width, classes_in_all) >= classes_in_all;
         let both = rows.is_none() && dk && dq && one_slab;
         let only = |one| if both { Keep::Both } else { one };
         if dk {
             let sampled = (rows, classes.is_some(), only(Keep::Dk));
-            self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                self.try_dk(problem, (slice, unit), &captured, sampled, (&mut findings, outcome));
+            self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
+                self.try_dk(
+                    problem,
+                    (microbatch, unit),
+                    &captured,
+                    sampled,
+                    (&mut findings, outcome),
+                );
             });
         }
         if dq {
-            let tokens = rows.and_then(|rows| rows.tokens.get(&slice.inputs.microbatch));
+            let tokens = rows.and_then(|rows| rows.tokens.get(&microbatch.inputs.microbatch));
             let mut kept = unit.rows.clone();
             kept.retain(|t| tokens.is_none_or(|tokens| tokens.binary_search(t).is_ok()));
             let some = Unit { ranks: unit.ranks.clone(), rows: kept };
-            let from = self.judge.sources(slice, &some);
-            self.with_problem(slice, &from, state, upstream, &mut |problem| {
+            let from = self.judge.sources(microbatch, &some);
+            self.with_problem(microbatch, &from, state, upstream, &mut |problem| {
                 self.try_dq(problem, &captured, (&some, only(Keep::Dq)), &mut findings);
             });
         }
@@ -126,7 +132,7 @@ impl Replay<'_> {
             findings.forget(&stages);
             let (of_q, of_k): (Vec<Stage>, Vec<Stage>) =
                 stages.into_iter().partition(|&stage| stage == Stage::Dq);
-            self.with_problem(slice, unit, state, upstream, &mut |problem| {
+            self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
                 let dlogits_and_stages = (dlogits, &of_k[..]);
                 self.judge_from_dlogits(
                     problem,
@@ -136,11 +142,11 @@ impl Replay<'_> {
                     &mut findings,
                 );
             });
-            let from = self.judge.sources(slice, unit);
+            let from = self.judge.sources(microbatch, unit);
             if let Some(dlogits) =
-                self.judge.usable_dlogits(slice, &from)?.filter(|_| !of_q.is_empty())
+                self.judge.usable_dlogits(microbatch, &from)?.filter(|_| !of_q.is_empty())
             {
-                self.with_problem(slice, &from, state, upstream, &mut |problem| {
+                self.with_problem(microbatch, &from, state, upstream, &mut |problem| {
                     let dlogits_and_stages = (&dlogits, &of_q[..]);
                     self.judge_from_dlogits(
                         problem,
@@ -154,8 +160,9 @@ impl Replay<'_> {
         }
         let judged_stages = captured.all_but(&from_dlogits);
         if upstream.any_uncertain(&unit.rows) {
-            self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                let (unit_of_slice, stages) = ((slice, unit), (&*captured, &judged_stages[..]));
+            self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
+                let (unit_of_slice, stages) =
+                    ((microbatch, unit), (&*captured, &judged_stages[..]));
                 self.plan.note_uncertain_tokens(
                     unit_of_slice,
                     problem,
@@ -165,7 +172,7 @@ impl Replay<'_> {
                 );
             });
         }
-        self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
+        self.plan.report(findings, &captured, &microbatch.inputs, unit, outcome);
         Ok(())
     }
 
@@ -173,24 +180,28 @@ impl Replay<'_> {
     /// for all trials, as long as no world has its own.
     fn captured_once(
         &self,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         classes: Option<&[usize]>,
         outcome: &mut Outcome,
     ) -> Result<Arc<Captured>, StepError> {
         let mut read = || {
-            let all = self.judge.captured(slice, unit, outcome)?;
+            let all = self.judge.captured(microbatch, unit, outcome)?;
             Ok(match classes {
                 Some(classes) => all.with_classes(classes),
                 None => all,
             })
         };
-        let place_of = |stage| At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
+        let place_of = |stage| StagePlace {
+            stage,
+            microbatch: microbatch.inputs.microbatch,
+            rank: unit.rank(),
+        };
         let is_supplied = |&stage: &Stage| self.judge.world.captured(&place_of(stage)).is_some();
         // What is left out of a tied embedding is said in each outcome.
         let each = self.plan.step.options.declared.tied_embedding
             || self.plan.wanted.iter().any(is_supplied);
         let read_as = (self.plan.roundings.widest.output, self.plan.step.options.transposed());
-        let read_for = (slice.inputs.microbatch, &unit.ranks, &self.plan.wanted);
+        let read_for = (microbatch.inputs.microbatch, &unit.ranks, &self.plan.wanted);
         let which = (read_for, read_as, classes);
         let shared = (!each).then_some(&which as &dyn Debug);
         self.executor.captured(shared, &mut read)
@@ -199,9 +210,13 @@ impl Replay<'_> {
 
 impl Judge<'_> {
     /// The tokens whose gradients the rows of dq hold in this world.
-    fn sources(&self, slice: &Slice, unit: &Unit) -> Unit {
-        let place = At { stage: Stage::Dq, microbatch: slice.inputs.microbatch, rank: unit.rank() };
-        let from = |&t: &usize| self.world.token(place, t).min(slice.inputs.tokens() - 1);
+    fn sources(&self, microbatch: &HeadMicrobatch, unit: &Unit) -> Unit {
+        let place = StagePlace {
+            stage: Stage::Dq,
+            microbatch: microbatch.inputs.microbatch,
+            rank: unit.rank(),
+        };
+        let from = |&t: &usize| self.world.token(place, t).min(microbatch.inputs.tokens() - 1);
         Unit { ranks: unit.ranks.clone(), rows: unit.rows.iter().map(from).collect() }
     }
 }
@@ -210,7 +225,7 @@ impl Replay<'_> {
     fn try_dk(
         &self,
         problem: &Problem<'_>,
-        unit_of_slice: (&Slice, &Unit),
+        unit_of_slice: (&HeadMicrobatch, &Unit),
         captured: &Captured,
         (rows, picked, keep): (Option<&Rows>, bool, Keep),
         (findings, outcome): (&mut Findings, &mut Outcome),

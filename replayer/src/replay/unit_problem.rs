@@ -7,7 +7,7 @@ use super::forward::ForwardState;
 use super::gathered_rows::Gathered;
 use super::judge::Judge;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::problem::Problem;
 use super::rounding_variance::share_of_equal_roundings;
 use super::slab::k_sums;
@@ -24,13 +24,13 @@ impl Replay<'_> {
     /// Lends what the backward of some tokens works on.
     pub(super) fn with_problem(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         state: &ForwardState,
         upstream: &Upstream,
         then: &mut dyn FnMut(&Problem<'_>),
     ) {
-        let given = self.try_problem(slice, unit, (state, upstream), &mut |problem| {
+        let given = self.try_problem(microbatch, unit, (state, upstream), &mut |problem| {
             then(problem);
             Ok(())
         });
@@ -40,12 +40,12 @@ impl Replay<'_> {
     /// The same to what may fail.
     pub(super) fn try_problem(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         (state, upstream): (&ForwardState, &Upstream),
         then: &mut dyn FnMut(&Problem<'_>) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let head = inputs.head(self.plan.step).expect("products have a head");
         let q = Gathered::new(&head.q, &unit.rows);
         let labels: Vec<u32> = unit.rows.iter().map(|&t| inputs.labels[t]).collect();
@@ -61,13 +61,13 @@ impl Replay<'_> {
         });
         let reads = reads.or(state.products.read_by(&head, (q.matrix(), &unit.rows)));
         let head = HeadInputs { q: q.matrix(), labels: &labels, copies, reads, ..head };
-        then(&self.problem(head, (slice, unit), state, upstream))
+        then(&self.problem(head, (microbatch, unit), state, upstream))
     }
 
     pub(super) fn problem<'h>(
         &self,
         head: HeadInputs<'h>,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         state: &ForwardState,
         upstream: &Upstream,
     ) -> Problem<'h> {
@@ -75,7 +75,7 @@ impl Replay<'_> {
         let (lse, g) = (pick(&state.lse), pick(&upstream.g));
         let most = |of: &[f64]| unit.rows.iter().map(|&t| of[t]).fold(0.0, f64::max);
         let (alike, few) = (most(&state.alike), most(&state.few));
-        let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
+        let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &microbatch.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
         let [g_lse, g_label, g_smooth] = self.judge.token_cotangents(&tokens);
         let (unsure, of_unsure) = match upstream.any_uncertain(&unit.rows) {

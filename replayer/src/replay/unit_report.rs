@@ -7,7 +7,7 @@ use super::comparison::{Comparison, MemberError};
 use super::findings::Findings;
 use super::label_counts::hits;
 use super::maps::{Drawn, Map, Source};
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::plausible_policies::members;
@@ -93,16 +93,16 @@ impl Plan<'_> {
 
 /// Notes the label hits of every row of the vocabulary in the maps of all of its rows. A part of
 /// dk that one rank holds has rows of its own, of which the labels say nothing.
-pub(super) fn note_hits(slices: &[Slice], outcome: &mut Outcome) {
-    let of_k = |slice: &Slice| match &slice.inputs.scores {
+pub(super) fn note_hits(microbatches: &[HeadMicrobatch], outcome: &mut Outcome) {
+    let of_k = |microbatch: &HeadMicrobatch| match &microbatch.inputs.scores {
         Scores::Product { k, .. } => k.shape.first().map(|&rows| rows as usize),
         _ => None,
     };
-    let Some(classes) = slices.iter().find_map(of_k) else { return };
+    let Some(classes) = microbatches.iter().find_map(of_k) else { return };
     let whole = |map: &&mut Map| {
         !map.of_tokens && map.strips.iter().all(|strip| strip.chart.shape.0 == classes)
     };
     for map in outcome.maps.iter_mut().filter(whole) {
-        map.hits = hits(slices, classes);
+        map.hits = hits(microbatches, classes);
     }
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::world::{At, Expectation, Supplied, World};
+use super::world::{Expectation, StagePlace, Supplied, World};
 use crate::head::Stage;
 
 /// What one function gave for the whole step.
@@ -34,15 +34,15 @@ pub const STAGES: [Stage; 10] = [
 impl Variant {
     /// The stages that it gives.
     pub fn stages(&self) -> BTreeSet<Stage> {
-        self.supplied.iter().map(|one| one.at.stage).collect()
+        self.supplied.iter().map(|one| one.place.stage).collect()
     }
 
-    fn of(&self, at: &At) -> Option<&Supplied> {
+    fn of(&self, at: &StagePlace) -> Option<&Supplied> {
         // Of tokens there is one tensor for all units.
         let whole = !at.stage.is_of_k();
         self.supplied.iter().find(|one| {
-            let same = one.at.stage == at.stage && one.at.microbatch == at.microbatch;
-            same && (whole || one.at.rank == at.rank)
+            let same = one.place.stage == at.stage && one.place.microbatch == at.microbatch;
+            same && (whole || one.place.rank == at.rank)
         })
     }
 }
@@ -52,7 +52,7 @@ pub struct Explains(pub Arc<Variant>);
 
 impl World for Explains {
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let Some(supplied) = self.0.of(&expectation.at) else { return };
+        let Some(supplied) = self.0.of(&expectation.place) else { return };
         for (&row, values) in
             expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
         {
@@ -68,7 +68,7 @@ impl World for Explains {
 pub struct StandsIn(pub Arc<Variant>);
 
 impl World for StandsIn {
-    fn captured(&self, at: &At) -> Option<&Supplied> {
+    fn captured(&self, at: &StagePlace) -> Option<&Supplied> {
         self.0.of(at)
     }
 }

@@ -11,7 +11,7 @@ use super::executor::walk::Walk;
 use super::findings::Findings;
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plausible_policies::{Member, members};
 use super::problem::Problem;
@@ -27,7 +27,7 @@ impl Replay<'_> {
         &self,
         problem: &Problem<'_>,
         captured: &Captured,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         before: (&ForwardState, &Upstream),
         outcome: &mut Outcome,
     ) -> Result<Findings, StepError> {
@@ -40,7 +40,7 @@ impl Replay<'_> {
             |slab: &Slab, kept: &mut dyn Kept| self.judge.look_at_dk(problem, slab, captured, kept);
         let look_at_dk =
             self.judge.compares_dk_there(problem, captured).then_some(&look_at_dk as _);
-        let mut walk = self.executor.walk(problem, (slice, unit), &members)?;
+        let mut walk = self.executor.walk(problem, (microbatch, unit), &members)?;
         for range in self.plan.slabs(d, v) {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
@@ -56,7 +56,7 @@ impl Replay<'_> {
             self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), &mut findings);
             self.judge.judge_dbias(problem, &slab, captured, &mut findings);
             if self.plan.recomputes() {
-                self.judge.keep_reference(problem, &slab, (slice, unit), outcome);
+                self.judge.keep_reference(problem, &slab, (microbatch, unit), outcome);
             }
             walk.leave_slab();
         }
@@ -68,7 +68,13 @@ impl Replay<'_> {
         dq.once_a_row(problem.head.copies);
         self.judge.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, &mut findings);
         let exact_and_captured = (&dq.exact, captured);
-        self.finish_floors((slice, unit), before, &members, exact_and_captured, &mut findings)?;
+        self.finish_floors(
+            (microbatch, unit),
+            before,
+            &members,
+            exact_and_captured,
+            &mut findings,
+        )?;
         Ok(findings)
     }
 

@@ -26,7 +26,7 @@ pub enum Pass {
 
 /// Whose values a world is asked about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct At {
+pub struct StagePlace {
     /// The stage.
     pub stage: Stage,
     /// Which microbatch; none for sums over them.
@@ -38,7 +38,7 @@ pub struct At {
 /// Values that a stage should have, some rows of it.
 pub struct Expectation<'a> {
     /// Whose.
-    pub at: At,
+    pub place: StagePlace,
     /// Row of the whole tensor that each row here is: a token of `[T, D]`, a class of
     /// `[V, D]`.
     pub rows: &'a [usize],
@@ -126,18 +126,18 @@ pub trait World: Send + Sync {
 
     /// Whether the policy's values stand for the reference in this row: a token's row, or a
     /// class's of a gradient of k.
-    fn emulates(&self, _at: At, _row: usize) -> bool {
+    fn emulates(&self, _at: StagePlace, _row: usize) -> bool {
         true
     }
 
     /// A factor of the stage's values and of their rounding, but not of the rounding with
     /// which they were stored.
-    fn scale(&self, _at: At) -> f64 {
+    fn scale(&self, _at: StagePlace) -> f64 {
         1.0
     }
 
     /// The token whose gradient a row of dq holds, where rows lie elsewhere than declared.
-    fn token(&self, _at: At, token: usize) -> usize {
+    fn token(&self, _at: StagePlace, token: usize) -> usize {
         token
     }
 
@@ -159,13 +159,13 @@ pub trait World: Send + Sync {
     /// More variance of an element of a gradient of k, where this world puts a value that the
     /// declared head has elsewhere or not at all: its roundings are not those that are allowed
     /// for the element as declared.
-    fn noise(&self, _at: At, _row: usize, _column: usize) -> f64 {
+    fn noise(&self, _at: StagePlace, _row: usize, _column: usize) -> f64 {
         0.0
     }
 
     /// What stands in for a captured tensor: a fixed kernel's values, to be judged in its
     /// place.
-    fn captured(&self, _at: &At) -> Option<&Supplied> {
+    fn captured(&self, _at: &StagePlace) -> Option<&Supplied> {
         None
     }
 
@@ -275,15 +275,15 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().find_map(|world| world.policy_of(declared, unit))
     }
 
-    fn emulates(&self, at: At, row: usize) -> bool {
+    fn emulates(&self, at: StagePlace, row: usize) -> bool {
         self.iter().all(|world| world.emulates(at, row))
     }
 
-    fn scale(&self, at: At) -> f64 {
+    fn scale(&self, at: StagePlace) -> f64 {
         self.iter().map(|world| world.scale(at)).product()
     }
 
-    fn token(&self, at: At, token: usize) -> usize {
+    fn token(&self, at: StagePlace, token: usize) -> usize {
         self.iter().rev().fold(token, |token, world| world.token(at, token))
     }
 
@@ -299,11 +299,11 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().for_each(|world| world.expected(expectation));
     }
 
-    fn noise(&self, at: At, row: usize, column: usize) -> f64 {
+    fn noise(&self, at: StagePlace, row: usize, column: usize) -> f64 {
         self.iter().map(|world| world.noise(at, row, column)).sum()
     }
 
-    fn captured(&self, at: &At) -> Option<&Supplied> {
+    fn captured(&self, at: &StagePlace) -> Option<&Supplied> {
         self.iter().find_map(|world| world.captured(at))
     }
 
@@ -337,7 +337,7 @@ impl<W: World + ?Sized> World for Vec<&W> {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Supplied {
     /// Which stage, microbatch and, for dk and its parts, first rank of the unit.
-    pub at: At,
+    pub place: StagePlace,
     /// `[T, D]` of the microbatch for dq and its parts, `[V, D]` for dk and its parts,
     /// `[V]` for dbias, `[T]` for lse, label_logits and logprobs; row-major.
     pub values: Vec<f64>,

@@ -31,7 +31,7 @@ impl PartialEq for Drawings {
 
 /// How much of a rank the dump holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Held {
+pub enum RankState {
     /// Files of the rank are there.
     Recorded,
     /// The rank closed its part of the step without recording anything.
@@ -48,7 +48,7 @@ pub struct RankDrawn {
     /// The name of its machine; empty where no shard of it is listed.
     pub host: String,
     /// How much of it the dump holds.
-    pub held: Held,
+    pub state: RankState,
     /// Shards that it recorded.
     pub shards: u64,
     /// Bytes of these shards.
@@ -81,7 +81,7 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     let drawn_rank = |rank: u32| RankDrawn {
         rank,
         host: String::new(),
-        held: if missing.contains(&Rank(rank)) { Held::Missing } else { Held::Nothing },
+        state: if missing.contains(&Rank(rank)) { RankState::Missing } else { RankState::Nothing },
         shards: 0,
         bytes: 0,
         faults: [0; 4],
@@ -91,7 +91,7 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     let mut drawn: Vec<RankDrawn> = (0..world).map(drawn_rank).collect();
     for file in &dump.manifest.files {
         let Some(rank) = drawn.get_mut(file.rank.0 as usize) else { continue };
-        rank.held = Held::Recorded;
+        rank.state = RankState::Recorded;
         for shard in &file.shards {
             rank.shards += 1;
             rank.bytes += shard.length;

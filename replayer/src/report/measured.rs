@@ -40,7 +40,7 @@ pub(super) fn gradcheck(out: &mut String, stages: &[StageReport]) {
     }
 }
 
-fn at(index: (u64, u64)) -> String {
+fn index_in_words(index: (u64, u64)) -> String {
     format!("[{}, {}]", index.0, index.1)
 }
 
@@ -48,17 +48,17 @@ fn at(index: (u64, u64)) -> String {
 pub(super) fn sizes(summary: &Summary, elements: u64) -> String {
     let mut text = format!("max abs {}", short(summary.max_abs));
     if let Some(worst) = summary.worst {
-        text += &format!(" at {}", at(worst.index));
+        text += &format!(" at {}", index_in_words(worst.index));
     }
     text += &format!(", max rel {}", short(summary.max_rel));
     if let Some(index) = summary.max_rel_index {
-        text += &format!(" at {}", at(index));
+        text += &format!(" at {}", index_in_words(index));
     }
     let (differ, all) = (count(summary.mismatches), count(elements));
     text += &format!(", cosine {:.9}; {differ} of {all} elements differ", summary.cosine);
     if let Some(first) = summary.first_mismatch {
         let (x, y) = (short(first.captured), short(first.reference));
-        text += &format!(", the first at {}: {x} for {y}", at(first.index));
+        text += &format!(", the first at {}: {x} for {y}", index_in_words(first.index));
     }
     text
 }

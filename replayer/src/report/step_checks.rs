@@ -124,7 +124,7 @@ pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<F
         }
         if seen.iter().all(|cause| cause.id != id) {
             let stages = stage.map(Stage::name).into_iter().collect();
-            let evidence = format!("{}{}", at(finding), finding.evidence);
+            let evidence = format!("{}{}", place_prefix(finding), finding.evidence);
             let advice = finding.advice.trim_end_matches('.').into();
             seen.push(Found::seen(id, stages, evidence, advice));
         }
@@ -139,7 +139,7 @@ pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<F
     seen.into_iter().chain(kept).collect()
 }
 
-fn at(finding: &Finding) -> String {
+fn place_prefix(finding: &Finding) -> String {
     match place(finding.place.microbatch, one_rank(finding)) {
         text if text.is_empty() => text,
         text => format!("{text}: "),
@@ -159,7 +159,7 @@ pub(super) fn lines(checked: &Checked, whose: &str) -> Vec<String> {
         all.push(format!(
             "{whose}{word} {}{cause}: {}{}",
             finding.check,
-            at(finding),
+            place_prefix(finding),
             finding.evidence
         ));
     }

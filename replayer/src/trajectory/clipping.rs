@@ -8,7 +8,7 @@
 use backtape::scalars::CLIPPED_BEYOND;
 
 use super::chance::{FALSE_ALARM, binomial_tail};
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::median;
 use super::{Series, View};
 use crate::number::short;
@@ -19,7 +19,7 @@ const SHARE: f64 = 0.9;
 /// Fewest steps that can show a share above nine in ten, if all are clipped: 0.9^88 < 1e-4.
 const LEAST: usize = 88;
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether every step is clipped";
     let pair = view.of("grad_norm").zip(view.of("grad_norm_clipped"));
     let Some((before, after)) = pair else {
@@ -75,7 +75,7 @@ fn warm_from(rate: &Series) -> Option<u64> {
 }
 
 /// Flags steps whose clipped norm is larger than the norm before clipping.
-fn swapped(all: &[(u64, f64, f64)], results: &mut Found) {
+fn swapped(all: &[(u64, f64, f64)], results: &mut FlagResults) {
     let larger = |(_, norm, clipped): &&(u64, f64, f64)| *clipped > norm * CLIPPED_BEYOND;
     let count = all.iter().filter(larger).count();
     if let Some((step, norm, clipped)) = all.iter().find(larger) {

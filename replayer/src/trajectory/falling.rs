@@ -9,7 +9,7 @@
 //! are assumed, the largest batches in use.
 
 use super::View;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::median;
 use crate::number::short;
 
@@ -38,7 +38,7 @@ const WINDOW: usize = 5;
 /// Share of log V below which almost no loss is left, as when the model copies its input.
 const NOTHING: f64 = 0.01;
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether the loss falls too fast";
     let Some(loss) = view.loss.as_ref().filter(|loss| loss.len() >= WINDOW) else {
         return results.skip(what, "fewer than 5 values of loss were recorded");
@@ -91,7 +91,7 @@ pub(super) fn run(view: &View<'_>, results: &mut Found) {
 
 fn raise(
     view: &View<'_>,
-    results: &mut Found,
+    results: &mut FlagResults,
     step: u64,
     level: f64,
     (uniform, floor, seen): (f64, f64, f64),

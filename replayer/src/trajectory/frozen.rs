@@ -7,14 +7,14 @@
 
 use super::View;
 use super::chance::{FALSE_ALARM, NORM_ROUNDING};
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::Series;
 use crate::number::short;
 
 /// Smallest ratio of distinct losses to the length of the stretch: the loss must have changed.
 const MOVED: f64 = 0.5;
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether gradient norms stand still";
     let Some(loss) = &view.loss else {
         return results.skip(what, "no loss was recorded to hold them against");

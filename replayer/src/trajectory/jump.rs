@@ -7,7 +7,7 @@
 
 use super::View;
 use super::chance::FALSE_ALARM;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::{median, noise};
 use crate::number::short;
 
@@ -24,7 +24,7 @@ const WANDER: f64 = 6.0;
 /// Smallest height of a spike above its neighbours, in units of the noise.
 const SPIKE: f64 = 8.0;
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether the loss comes back from jumps";
     let Some(loss) = view.loss.as_ref().filter(|loss| loss.len() >= 2 * WINDOW) else {
         return results.skip(what, format!("fewer than {} losses were recorded", 2 * WINDOW));
@@ -76,7 +76,7 @@ pub(super) fn run(view: &View<'_>, results: &mut Found) {
 }
 
 /// Notes values far above those before, which came back.
-fn spikes(view: &View<'_>, results: &mut Found) {
+fn spikes(view: &View<'_>, results: &mut FlagResults) {
     let loss = view.loss.as_ref().expect("looked at");
     let values = loss.values();
     let least = SPIKE * noise(values);

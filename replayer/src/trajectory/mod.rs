@@ -32,7 +32,7 @@ use std::collections::BTreeSet;
 
 use serde::Serialize;
 
-pub use finding::{Finding, Found, Severity, Skipped};
+pub use finding::{Finding, FlagResults, Severity, Skipped};
 pub use read::{RankScalars, ReadError, Trajectory, read};
 pub use series::Series;
 
@@ -93,7 +93,7 @@ pub struct Flag {
     pub name: &'static str,
     /// What it looks for, in a few words.
     pub about: &'static str,
-    run: fn(&View<'_>, &mut Found),
+    run: fn(&View<'_>, &mut FlagResults),
 }
 
 /// Every flag, in the order of a report.
@@ -159,7 +159,7 @@ pub fn judge(trajectory: &Trajectory, declared: &Declared) -> Judged {
     view.vocabulary = vocabulary(&view);
     let mut judged = Judged::default();
     for flag in FLAGS {
-        let mut results = Found::new(flag.name);
+        let mut results = FlagResults::new(flag.name);
         (flag.run)(&view, &mut results);
         let raised = results.findings.iter().any(|one| one.severity == Severity::Flag);
         let status = match (raised, results.looked_at) {

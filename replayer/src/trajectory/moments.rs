@@ -9,7 +9,7 @@
 
 use super::View;
 use super::chance::NORM_ROUNDING;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::{Series, median};
 use crate::number::short;
 
@@ -21,7 +21,7 @@ const LEAST: usize = 40;
 /// bias of v from its start at zero is at most a factor of four from there on.
 const GROWTH: f64 = 1000.0;
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "Adam's second moment";
     let is_square = |name: &&str| name.starts_with("exp_avg_sq_");
     let names: Vec<&str> = view.names().into_iter().filter(is_square).collect();

@@ -4,7 +4,7 @@
 //! and halves its scale. So a gradient norm that is finite again after at most [`MOST_SKIPS`]
 //! steps, while the loss stays finite, is a note.
 
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::read::RankScalars;
 use super::{Series, View};
 
@@ -22,10 +22,10 @@ struct Hit<'a> {
     name: &'a str,
     value: f64,
     count: usize,
-    of: usize,
+    total: usize,
 }
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let (mut hits, mut skipped) = (Vec::new(), Vec::new());
     for rank in &view.trajectory.ranks {
         for (name, series) in &rank.series {
@@ -61,7 +61,7 @@ fn first<'a>(rank: &RankScalars, name: &'a str, series: &Series) -> Option<Hit<'
     let index = series.values().iter().position(|value| !value.is_finite())?;
     let count = series.values().iter().filter(|value| !value.is_finite()).count();
     let (step, value) = (series.steps()[index], series.values()[index]);
-    Some(Hit { step, rank: rank.rank, name, value, count, of: series.len() })
+    Some(Hit { step, rank: rank.rank, name, value, count, total: series.len() })
 }
 
 /// Whether every stretch of values that are not finite is short and ends, while the loss stays
@@ -98,7 +98,7 @@ fn names(hits: &[Hit<'_>]) -> Vec<String> {
                 super::ranks::name_ranks(&ranks),
                 hit.step,
                 hit.count,
-                hit.of
+                hit.total
             ));
         }
     }

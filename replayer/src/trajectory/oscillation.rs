@@ -6,7 +6,7 @@
 //! Independent noise around a level, and noise that wanders, have neither.
 
 use super::View;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::{Series, median};
 use crate::number::short;
 
@@ -23,7 +23,7 @@ const ALIKE: f64 = 0.4;
 /// Smallest ratio of the swing to the level that matters.
 const SWING: f64 = 0.02;
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether the loss swings in place";
     let Some(loss) = view.loss.as_ref().map(Series::regular) else {
         return results.skip(what, "no loss was recorded");

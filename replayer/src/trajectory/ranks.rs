@@ -8,7 +8,7 @@ use backtape::identity::Rank;
 
 use super::View;
 use super::chance::{NORM_ROUNDING, spacing};
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::read::RankScalars;
 use crate::dump::name_ranks as of_ranks;
 use crate::number::short;
@@ -27,7 +27,7 @@ pub(super) fn name_ranks(ranks: &[u32]) -> String {
     of_ranks(&ranks)
 }
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let ranks = &view.trajectory.ranks;
     if ranks.len() < 2 {
         return results.skip("whether ranks agree", "only one rank recorded scalars");
@@ -79,7 +79,7 @@ fn starts_equal(holders: &[&RankScalars], name: &str) -> bool {
 
 /// Finds the first step at which the ranks differ by more than rounding, and which ranks differ
 /// from the majority.
-fn compare(name: &str, holders: &[&RankScalars], by_name: bool, results: &mut Found) {
+fn compare(name: &str, holders: &[&RankScalars], by_name: bool, results: &mut FlagResults) {
     results.looked();
     let all = holders.iter().flat_map(|rank| rank.series[name].values().iter().copied());
     // The rounding of the sum, plus one rounding to the format that the scalar is kept in.
@@ -168,7 +168,7 @@ fn groups(values: &[f64], allowed: f64) -> Vec<Vec<usize>> {
 
 /// Notes ranks whose record ends before the others', because they died or write slowly. It is only
 /// a note, since a running job looks the same.
-fn stopped(ranks: &[RankScalars], results: &mut Found) {
+fn stopped(ranks: &[RankScalars], results: &mut FlagResults) {
     let last: Vec<u64> = ranks.iter().filter_map(RankScalars::last_step).collect();
     let Some(&end) = last.iter().max() else { return };
     let early = |rank: &&RankScalars| rank.last_step().is_some_and(|step| step < end);

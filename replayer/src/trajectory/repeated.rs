@@ -9,7 +9,7 @@
 
 use super::View;
 use super::chance::FALSE_ALARM;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::{Series, noise};
 use crate::number::short;
 
@@ -32,7 +32,7 @@ const SHARE: f64 = 0.5;
 const DROP: f64 = 8.0;
 const DROPS: usize = 5;
 
-pub(super) fn run(view: &View<'_>, results: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether the data repeat";
     let Some(loss) = view.loss.as_ref().map(|loss| loss.regular().last(LAST)) else {
         return results.skip(what, "no loss was recorded");
@@ -105,7 +105,7 @@ fn ranks(values: &[f64]) -> Vec<f64> {
 }
 
 /// Flags equally spaced drops of the loss at which the learning rate does not change.
-fn sawtooth(view: &View<'_>, loss: &Series, changes: &[f64], results: &mut Found) {
+fn sawtooth(view: &View<'_>, loss: &Series, changes: &[f64], results: &mut FlagResults) {
     let least = DROP * noise(loss.values()) * std::f64::consts::SQRT_2;
     let rate = view.of("learning_rate");
     let steered = |index: usize| {

@@ -13,7 +13,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::assemble::tests::{WORLD, cut};
-use crate::dump::fixture::{Dumped, Held, commit, held, key, naive_cut, noise, slabs};
+use crate::dump::fixture::{
+    Dumped, FixtureShard, commit, fixture_shard, key, naive_cut, noise, slabs,
+};
 use crate::dump::{OpenError, Selection, open};
 
 fn check(dumped: &Dumped) -> Verification {
@@ -35,17 +37,17 @@ fn sentences(verification: &Verification, kind: FindingKind) -> Vec<&str> {
 }
 
 /// q of 8 rows by 3 on 4 ranks, two rows each.
-fn four_slabs() -> Vec<Held> {
+fn four_slabs() -> Vec<FixtureShard> {
     slabs("q", &[8, 3], 4, &noise(5, 96))
 }
 
 /// The same box on each of `ranks`.
-fn replicas(ranks: u32) -> Vec<Held> {
+fn replicas(ranks: u32) -> Vec<FixtureShard> {
     let whole = noise(5, 96);
     let place = || IndexBox::whole(&[8, 3]);
     let replica = |rank| {
         let global = (Dtype::F32, &[8, 3][..]);
-        let mut shard = held(&key("k"), global, place(), rank, whole.clone());
+        let mut shard = fixture_shard(&key("k"), global, place(), rank, whole.clone());
         shard.record.replica = rank;
         shard
     };
@@ -53,11 +55,17 @@ fn replicas(ranks: u32) -> Vec<Held> {
 }
 
 /// Gives a shard other bytes, as if the rank had held them.
-fn hold(shard: &mut Held, change: impl FnOnce(&mut Vec<u8>)) {
+fn hold(shard: &mut FixtureShard, change: impl FnOnce(&mut Vec<u8>)) {
     change(&mut shard.bytes);
     let record = &shard.record;
     let global = (record.dtype, record.shape.as_slice());
-    let new = held(&record.key, global, record.place.clone(), record.rank.0, shard.bytes.clone());
+    let new = fixture_shard(
+        &record.key,
+        global,
+        record.place.clone(),
+        record.rank.0,
+        shard.bytes.clone(),
+    );
     shard.record.hash = new.record.hash;
     shard.record.fingerprint = new.record.fingerprint;
 }
@@ -69,7 +77,7 @@ proptest! {
     /// fingerprint is also that of the array before it was cut.
     #[test]
     fn nothing_is_found_in_a_clean_dump_however_it_is_cut(cut in cut()) {
-        let verification = check(&commit(cut.held("q"), WORLD));
+        let verification = check(&commit(cut.fixture_shards("q"), WORLD));
         prop_assert!(verification.intact(), "{:#?}", verification.findings);
         prop_assert_eq!(verification.unusable(&key("q")), None);
         prop_assert_eq!(verification.hashes_ok, cut.shards.len() as u64);
@@ -240,7 +248,7 @@ fn gaps_and_overlaps_are_named_by_their_boxes() {
         let mut shards = four_slabs();
         let place = IndexBox(vec![(1, 3), (0, 2)]);
         let bytes = naive_cut(&[8, 3], &noise(5, 96), &place, 4);
-        let mut extra = held(&key("q"), (Dtype::F32, &[8, 3]), place, 3, bytes);
+        let mut extra = fixture_shard(&key("q"), (Dtype::F32, &[8, 3]), place, 3, bytes);
         if differs {
             hold(&mut extra, |bytes| bytes[9] ^= 1);
         }
@@ -259,7 +267,7 @@ fn gaps_and_overlaps_are_named_by_their_boxes() {
 
 #[test]
 fn ranks_that_declare_a_tensor_differently_are_named() {
-    type Change = fn(&mut Held);
+    type Change = fn(&mut FixtureShard);
     let cases: [(&str, Change); 4] = [
         ("dtype: f32 on ranks 0, 1 and 3, i32 on rank 2", |s| s.record.dtype = Dtype::I32),
         ("shape: [8, 3] on ranks 0, 1 and 3, [9, 3] on rank 2", |s| s.record.shape[0] = 9),
@@ -280,7 +288,7 @@ fn ranks_that_declare_a_tensor_differently_are_named() {
 }
 
 /// One whole addend of dk per rank.
-fn addends(ranks: u32) -> Vec<Held> {
+fn addends(ranks: u32) -> Vec<FixtureShard> {
     let mut shards = replicas(ranks);
     for (rank, shard) in shards.iter_mut().enumerate() {
         hold(shard, |bytes| *bytes = noise(rank as u64, 96));
@@ -306,7 +314,7 @@ fn addends_may_differ_but_none_may_be_lost_or_narrower() {
     let mut shards = addends(3);
     let place = IndexBox(vec![(0, 5), (0, 3)]);
     let bytes = shards[2].bytes[..60].to_vec();
-    shards[2] = held(&key("dk"), (Dtype::F32, &[8, 3]), place, 2, bytes);
+    shards[2] = fixture_shard(&key("dk"), (Dtype::F32, &[8, 3]), place, 2, bytes);
     shards[2].record.partial = Some(Reduction::Sum);
     let verification = check(&commit(shards, 3));
     assert_eq!(
@@ -335,7 +343,7 @@ fn on_a_mesh_the_addends_are_counted_and_their_replicas_compared() {
         }
         shards
     };
-    let check_mesh = |shards: Vec<Held>| {
+    let check_mesh = |shards: Vec<FixtureShard>| {
         let mut dumped = commit(shards, 4);
         dumped.manifest.mesh = Mesh(vec![("data".into(), 2), ("tensor".into(), 2)]);
         dumped.seal();

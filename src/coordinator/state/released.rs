@@ -18,7 +18,7 @@ impl AttemptState {
     pub(crate) fn taken_by(&self, step: Step) -> Taken {
         let Some(state) = self.steps.get(&step) else { return Taken::default() };
         let entries = state.sums.files.max(state.closed.len() as u64);
-        Taken { entries, bytes: state.said() }
+        Taken { entries, bytes: state.bytes_of_closes() }
     }
 
     /// Number of reported files of a step.

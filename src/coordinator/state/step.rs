@@ -223,7 +223,7 @@ impl StepState {
     }
 
     /// Bytes of its ranks' closes.
-    pub(super) fn said(&self) -> u64 {
+    pub(super) fn bytes_of_closes(&self) -> u64 {
         self.weights.values().sum()
     }
 

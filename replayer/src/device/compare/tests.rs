@@ -2,11 +2,11 @@
 
 use super::super::Device;
 use super::super::machine::Machine;
-use super::super::own::launch::Launches;
 use super::super::room::Room;
 use super::super::tests::{
     Little, NOISE, Named, Owned, cuda, flat, heads, host, on, on_every_machine,
 };
+use super::super::user_kernel::launch::Launches;
 use super::{Comparison, Rooms};
 use crate::compare::RowTally;
 use crate::compare::allowance::{

@@ -40,10 +40,10 @@ pub(in crate::device) fn backward<M: Machine>(
     let there = There {
         back: Back::of(machine, &narrow)?,
         head: Head::new(machine, policy, inputs)?,
-        queries: Queries { held: Vec::new(), all: fits },
+        queries: Queries { chunks: Vec::new(), all: fits },
         key: Operands::default(),
         tile: Tile::default(),
-        own: Room::default(),
+        part: Room::default(),
         dq: DqSums::zeros(machine, elements, fits)?,
         dk: Room::default(),
         dbias: Room::default(),
@@ -62,7 +62,7 @@ struct There<'a, M: Machine> {
     key: Operands<M>,
     tile: Tile<M>,
     /// A tile's own part of a sum, where that is rounded.
-    own: Room<M>,
+    part: Room<M>,
     dq: DqSums<M>,
     dk: Room<M>,
     dbias: Room<M>,
@@ -142,7 +142,7 @@ impl<M: Machine> There<'_, M> {
         };
         for (product, rounding) in [(dq, of_dq), (dk, of_dk)] {
             let sum = Sum { target: product.target, elements: product.rows * depth, rounding };
-            sum.join(machine, &mut self.own, product.add, |target, add| {
+            sum.join(machine, &mut self.part, product.add, |target, add| {
                 // SAFETY: the targets have a row of D for each token and each row of the block,
                 // the operands are stored as the product takes them.
                 unsafe { machine.multiply(&Product { target, add, ..product }) }
@@ -161,7 +161,7 @@ impl<M: Machine> There<'_, M> {
         let (machine, width) = (self.head.machine, self.key.rows.len());
         let tile = self.tile.values.address(machine);
         let sum = Sum { target: self.dbias.address(machine), elements: width, rounding };
-        sum.join(machine, &mut self.own, adds, |sums, adds| {
+        sum.join(machine, &mut self.part, adds, |sums, adds| {
             let (threads, rows, adds) = (width as i64, rows as i64, adds.into());
             // SAFETY: the tile has those rows, the sums a value a column.
             unsafe { machine.launch(&Columns { threads, tile, rows, sums, adds }) }
@@ -203,7 +203,7 @@ impl Sum {
 
 /// Chunks of q, in the order of the walk.
 struct Queries<M: Machine> {
-    held: Vec<Operands<M>>,
+    chunks: Vec<Operands<M>>,
     /// Whether all of them are kept.
     all: bool,
 }
@@ -216,10 +216,10 @@ impl<M: Machine> Queries<M> {
         span: Range<usize>,
     ) -> Result<&Operands<M>, DeviceError> {
         let index = if self.all { chunk } else { 0 };
-        if self.held.len() <= index {
-            self.held.push(Operands::default());
+        if self.chunks.len() <= index {
+            self.chunks.push(Operands::default());
         }
-        let query = &mut self.held[index];
+        let query = &mut self.chunks[index];
         if query.rows != span {
             query.load(head.machine, head.policy, (&head.inputs.q, span), true)?;
         }

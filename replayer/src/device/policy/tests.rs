@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::device::Device;
-use crate::device::own::launch::Launches;
 use crate::device::tests::{Little, cuda, heads, host, on_every_machine, runs};
+use crate::device::user_kernel::launch::Launches;
 use crate::kernels::fixture::{Counter, Fixture};
 use crate::kernels::policy::{self, DkParts, DqParts, LogitRounding, PolicyForward, Walk};
 use crate::kernels::{Cotangents, Matrix, NoProgress, Transform, Values};

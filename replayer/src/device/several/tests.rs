@@ -7,8 +7,8 @@ use super::*;
 use crate::device::compare::tests::assert_kept;
 use crate::device::host::Host;
 use crate::device::machine::{Arguments, Product};
-use crate::device::own::launch::{Code, Launch, Passed};
 use crate::device::tests::{NOISE, assert_all, cuda, heads, host, on, wanted};
+use crate::device::user_kernel::launch::{Code, Launch, Passed};
 use crate::kernels::NoProgress;
 use crate::kernels::fixture::Fixture;
 

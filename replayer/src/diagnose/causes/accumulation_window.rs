@@ -20,7 +20,7 @@ use crate::diagnose::detectors::addends::{divisor, unrecorded};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::fitted_numbers::rounded;
 use crate::diagnose::detectors::least_squares::multiples;
-use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::sum_counts::{CountedSums, GradientPart};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::head::step::numbers;
@@ -67,7 +67,7 @@ impl Cause for AccumulationWindow {
 /// The hypothesis of sums that contain some ranks' microbatches more or less often than once, from
 /// the weights of their tokens, as ranks that share tokens have no addend of their own.
 fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let sums = CountedSums::of(evidence, Of::Whole)?;
+    let sums = CountedSums::of(evidence, GradientPart::Whole)?;
     if !sums.of_parts || sums.parts.is_empty() {
         return None;
     }
@@ -114,7 +114,7 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// The hypothesis that gradients of microbatches contain those of other microbatches too, because
 /// the buffer that they were recorded from was not cleared.
 fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let mut world = Uncleared { of: BTreeMap::new() };
+    let mut world = Uncleared { gradients: BTreeMap::new() };
     let mut words = Vec::new();
     let stages: Vec<Stage> =
         Stage::GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits).collect();
@@ -167,12 +167,12 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let addends = held_microbatches
             .into_iter()
             .map(|(times, _, of)| (times, of.columns, of.values.clone()));
-        world.of.insert(key, addends.collect());
+        world.gradients.insert(key, addends.collect());
     }
     words.truncate(TOLD);
     let parameters = vec![("which", words.join("; "))];
     let fitted = words.len();
-    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
+    (!world.gradients.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
 /// The report lists at most this many gradients.
@@ -181,17 +181,17 @@ const TOLD: usize = 4;
 /// Captured gradients of other microbatches that are added to a gradient: how often, the number of
 /// columns, and the values.
 struct Uncleared {
-    of: BTreeMap<Key, Vec<(f64, usize, Vec<f64>)>>,
+    gradients: BTreeMap<Key, Vec<(f64, usize, Vec<f64>)>>,
 }
 
 impl World for Uncleared {
     fn expected(&self, expectation: &mut Expectation<'_>) {
         let key = Key {
-            stage: expectation.at.stage,
-            microbatch: expectation.at.microbatch,
-            rank: expectation.at.rank,
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
         };
-        for (times, columns, addend) in self.of.get(&key).into_iter().flatten() {
+        for (times, columns, addend) in self.gradients.get(&key).into_iter().flatten() {
             for (row, values) in expectation
                 .rows
                 .iter()

@@ -9,7 +9,7 @@ use crate::diagnose::detectors::common_factor::stages_times;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::worlds::{BackwardStarts, DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
-use crate::replay::world::{At, Pass, UnitTokens, World};
+use crate::replay::world::{Pass, StagePlace, UnitTokens, World};
 
 /// The catalogue's entry.
 pub struct BiasTwice;
@@ -95,7 +95,7 @@ impl World for Biased {
         inputs.bias.iter_mut().flatten().for_each(|b| *b *= self.times);
     }
 
-    fn scale(&self, at: At) -> f64 {
+    fn scale(&self, at: StagePlace) -> f64 {
         if at.stage == Stage::Dbias { self.gradient } else { 1.0 }
     }
 

@@ -118,7 +118,7 @@ fn sizes(evidence: &Evidence<'_>, operand: Operand) -> Vec<usize> {
 /// whose block lies beyond the end.
 fn strict(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(nans_found) = nans(evidence) else { return Vec::new() };
-    let Some(key) = nans_found.of.keys().find(|key| key.stage >= Stage::DkLse) else {
+    let Some(key) = nans_found.masks.keys().find(|key| key.stage >= Stage::DkLse) else {
         return Vec::new();
     };
     let rows = nans_found.rows(*key, true);

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 use backtape::nan::largest;
 
-use super::overwritten_logits::{Held, PLANE, SAME, Tokens, of_logits};
+use super::overwritten_logits::{LogitsContent, PLANE, SAME, Tokens, of_logits};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::data_worlds::ReplacedValues;
@@ -79,7 +79,7 @@ fn of_gradients(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    let is_any = !world.of.is_empty();
+    let is_any = !world.rows_of_key.is_empty();
     let hypothesis = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
     is_any.then(hypothesis).into_iter().collect()
 }
@@ -150,7 +150,7 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    let is_any = !world.of.is_empty();
+    let is_any = !world.rows_of_key.is_empty();
     let hypothesis = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
     is_any.then(hypothesis).into_iter().collect()
 }
@@ -188,7 +188,7 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         ("tensor", "logits".to_string()),
         ("holds", "their gradient, when a second backward reads them".to_string()),
     ];
-    vec![Hypothesis::new(SecondBackward { of: all }, parameters)]
+    vec![Hypothesis::new(SecondBackward { tokens: all }, parameters)]
 }
 
 /// Logits of some tokens that hold their own gradient, before the head's transform, which gives
@@ -218,7 +218,7 @@ fn overwritten(
         let held_values: Vec<f64> = (0..valid)
             .map(|v| {
                 let logit = direct.logit_of(&q, v);
-                Held::Gradient.of(logit, lse[t], upstream, inputs.labels[t] as usize == v)
+                LogitsContent::Gradient.of(logit, lse[t], upstream, inputs.labels[t] as usize == v)
             })
             .collect();
         overwritten.lse[t] = direct.lse(&held_values);
@@ -271,19 +271,19 @@ fn shows(
 }
 
 struct SecondBackward {
-    of: Tokens<Overwritten>,
+    tokens: Tokens<Overwritten>,
 }
 
 impl World for SecondBackward {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        if let Some(overwritten) = self.of.get(&inputs.microbatch) {
+        if let Some(overwritten) = self.tokens.get(&inputs.microbatch) {
             inputs.reads =
                 Some(Misread { q: None, k: None, scores: Some(overwritten.raw.clone()) });
         }
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let overwritten = self.of.get(&inputs.microbatch).filter(|_| pass == Pass::Backward);
+        let overwritten = self.tokens.get(&inputs.microbatch).filter(|_| pass == Pass::Backward);
         if let Some(overwritten) = overwritten {
             lse.copy_from_slice(&overwritten.lse);
         }

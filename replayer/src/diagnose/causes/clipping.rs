@@ -156,7 +156,7 @@ fn of_repeated_clips(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let to: Vec<String> = to.into_iter().collect();
     parameters.extend((!to.is_empty()).then(|| ("max_norm", to.join(", "))));
     (!solved_sums.is_empty())
-        .then(|| Hypothesis::new(Weighted { of: solved_sums }, parameters).fitted(fitted))
+        .then(|| Hypothesis::new(Weighted { sums: solved_sums }, parameters).fitted(fitted))
 }
 
 /// The weights of a sum's addends, if those of each microbatch are no larger than those of the next

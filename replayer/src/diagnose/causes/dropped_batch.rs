@@ -115,5 +115,5 @@ fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mb = out.microbatch.map_or(String::new(), |mb| mb.to_string());
     let rank = out.rank.map_or("all".into(), |rank| rank.to_string());
     let parameters = vec![("microbatch", mb), ("rank", rank)];
-    vec![Hypothesis::new(Weighted { of: sums }, parameters)]
+    vec![Hypothesis::new(Weighted { sums }, parameters)]
 }

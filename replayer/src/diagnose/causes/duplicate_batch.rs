@@ -223,5 +223,5 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         all.map(name_of).collect::<Vec<String>>().join(", ")
     };
     let parameters = vec![("twice", named(2.0)), ("left out", named(0.0))];
-    vec![Hypothesis::new(Weighted { of: sums }, parameters)]
+    vec![Hypothesis::new(Weighted { sums }, parameters)]
 }

@@ -54,9 +54,9 @@ impl World for Emulated {
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let here = self.forward.get(&expectation.at.microbatch);
+        let here = self.forward.get(&expectation.place.microbatch);
         if let Some(label) = here.and_then(|here| here.label.as_ref())
-            && expectation.at.stage == Stage::LabelLogits
+            && expectation.place.stage == Stage::LabelLogits
         {
             expectation.values.copy_from_slice(label);
         }

@@ -98,7 +98,7 @@ struct Skips {
 
 impl World for Skips {
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let place = expectation.at;
+        let place = expectation.place;
         let here = |unit: &Filtered| {
             unit.microbatch == place.microbatch && (unit.rank == place.rank || place.rank.is_none())
         };
@@ -106,7 +106,7 @@ impl World for Skips {
             if !here(unit) {
                 continue;
             }
-            match expectation.at.stage {
+            match expectation.place.stage {
                 Stage::Dk | Stage::DkLse => self.subtract_from_dk(unit, tiled, expectation),
                 Stage::Dq | Stage::DqLse => self.subtract_from_dq(unit, tiled, expectation),
                 Stage::Dbias => self.subtract_from_dbias(unit, tiled, expectation),

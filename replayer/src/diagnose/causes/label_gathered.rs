@@ -78,7 +78,7 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let z = logit(&direct, inputs, lengths, t).unwrap_or(captured.values[t]);
             rows.insert(t, vec![(0, z)]);
         }
-        world.of.insert(key, rows);
+        world.rows_of_key.insert(key, rows);
     }
     let parameters = vec![
         ("operand", "the label's logit".to_string()),

@@ -19,7 +19,7 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::kernels::round::Precision;
 use crate::replay::summation_search;
-use crate::replay::summation_search::{Found, divisors};
+use crate::replay::summation_search::{FewBitSum, divisors};
 use crate::replay::world::{Chain, World};
 
 /// The catalogue's entry.
@@ -92,11 +92,11 @@ fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
         let rows = order.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
         world = world.rows(key, rows);
     }
-    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
+    (!world.rows_of_key.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
 /// A sum, words for how it was taken, and the number of columns.
-type Ordered = (Found, Vec<(&'static str, String)>, usize);
+type Ordered = (FewBitSum, Vec<(&'static str, String)>, usize);
 
 fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered> {
     let ring = over == Over::Ranks;
@@ -154,7 +154,7 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             ("addends rounded to", precision.name().to_string()),
             ("accumulator", "f32".to_string()),
         ];
-        (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters))
+        (!world.rows_of_key.is_empty()).then(|| Hypothesis::new(world, parameters))
     })
 }
 

@@ -19,7 +19,7 @@ const MOVES: [isize; 2] = [1, -1];
 
 /// One input column of a policy loss, read from other tokens.
 struct MovedColumn {
-    of: Role,
+    role: Role,
     /// The token whose value each token reads; none for 0.
     from: From,
 }
@@ -29,7 +29,7 @@ type From = BTreeMap<Option<Microbatch>, Vec<Option<usize>>>;
 
 impl World for MovedColumn {
     fn policy_column(&self, role: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
-        let Some(from) = self.from.get(&inputs.microbatch).filter(|_| role == self.of) else {
+        let Some(from) = self.from.get(&inputs.microbatch).filter(|_| role == self.role) else {
             return;
         };
         let declared = values.to_vec();
@@ -41,14 +41,14 @@ impl World for MovedColumn {
 
 /// The log-probabilities of one policy are replaced by those of another.
 struct OtherPolicyLogprobs {
-    of: Role,
+    role: Role,
     /// The other policy's log-probabilities, `[T]` by microbatch.
     by: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
 impl World for OtherPolicyLogprobs {
     fn policy_column(&self, role: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
-        if let Some(by) = self.by.get(&inputs.microbatch).filter(|_| role == self.of) {
+        if let Some(by) = self.by.get(&inputs.microbatch).filter(|_| role == self.role) {
             values.copy_from_slice(by);
         }
     }
@@ -70,7 +70,7 @@ fn with_other_policys_logprobs(evidence: &Evidence<'_>, replaced: Role) -> Vec<H
         let by = evidence.inputs.iter().map(values).collect::<Option<_>>()?;
         let words = format!("with the {words} in the place of the {}", words_of(replaced));
         Some(Hypothesis::new(
-            OtherPolicyLogprobs { of: replaced, by },
+            OtherPolicyLogprobs { role: replaced, by },
             vec![("each token counts", words)],
         ))
     };
@@ -121,7 +121,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 fn hypothesis(role: Role, from: From, words: String) -> Hypothesis {
     let column = role.name().replace('_', " ");
     let words = format!("with the {column} of {words}");
-    Hypothesis::new(MovedColumn { of: role, from }, vec![("each token counts", words)])
+    Hypothesis::new(MovedColumn { role, from }, vec![("each token counts", words)])
 }
 
 /// The hypothesis that each token reads the value of the token before or after it.

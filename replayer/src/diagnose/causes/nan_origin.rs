@@ -77,7 +77,7 @@ impl Cause for NanOrigin {
         }
         let parameters = of_inputs(evidence).unwrap_or_else(|| origin(&first_nans));
         let hypothesis_of = |distrusts: Vec<_>| {
-            let world = NanWhere { of: first_nans.of.clone(), distrusts };
+            let world = NanWhere { masks: first_nans.masks.clone(), distrusts };
             Hypothesis::new(world, parameters.clone()).fitted(FITTED)
         };
         let mut all = overflown;
@@ -133,7 +133,7 @@ fn origin(nans: &Nans) -> Vec<(&'static str, String)> {
     parameters.extend(nans.rank.map(|rank| ("rank", rank.to_string())));
     parameters.push(("row", nans.row.to_string()));
     parameters.push(("column", nans.column.to_string()));
-    let count: usize = nans.of[&first].1.iter().filter(|&&bad| bad).count();
+    let count: usize = nans.masks[&first].1.iter().filter(|&&bad| bad).count();
     parameters.push(("values", count.to_string()));
     parameters
 }

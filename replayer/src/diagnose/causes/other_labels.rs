@@ -47,7 +47,7 @@ impl Cause for OtherLabels {
             return Vec::new();
         }
         let g = Some(evidence.reference().g.clone());
-        let words = told(evidence, labels);
+        let words = labels_in_words(evidence, labels);
         let (words, follows_a_rule) = words;
         let world = Relabelled { labels: labels.clone(), g, ..Relabelled::default() };
         let hypothesis = Hypothesis::new(world, vec![("labels", words)]);
@@ -56,7 +56,7 @@ impl Cause for OtherLabels {
 }
 
 /// The labels in words, and whether they follow a rule.
-fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
+fn labels_in_words(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
     let (missing, changed): (Vec<_>, Vec<_>) =
         changed(evidence, labels).into_iter().partition(|(.., label)| *label == NONE);
     let Some(&(first, t, label)) = changed.first() else { return (String::new(), false) };

@@ -11,7 +11,7 @@ use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::single_tokens::{Direct, WORK};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
-use crate::replay::world::{At, Expectation, UnitName, UnitTokens, World};
+use crate::replay::world::{Expectation, StagePlace, UnitName, UnitTokens, World};
 
 /// The hypotheses, with and without the padding's own entries.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
@@ -30,11 +30,11 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     };
     let with_entries = entries(evidence, share).map(|with_entries| {
         Hypothesis::new(
-            OverPadding { share, valid, own: with_entries },
+            OverPadding { share, valid, entries: with_entries },
             words("-g ε/V, in dq and dk too"),
         )
     });
-    let set = OverPadding { share, valid, own: Entries::new() };
+    let set = OverPadding { share, valid, entries: Entries::new() };
     let set = Hypothesis::new(set, words("set to 0"));
     [Some(set), with_entries].into_iter().flatten().collect()
 }
@@ -117,7 +117,7 @@ struct OverPadding {
     share: f64,
     /// Columns that are not padding.
     valid: usize,
-    own: Entries,
+    entries: Entries,
 }
 
 impl World for OverPadding {
@@ -126,13 +126,13 @@ impl World for OverPadding {
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let Some(entries) = self.own.get(&expectation.at.microbatch) else { return };
-        let sums = entries.sums.get(&(expectation.at.microbatch, expectation.at.rank));
+        let Some(entries) = self.entries.get(&expectation.place.microbatch) else { return };
+        let sums = entries.sums.get(&(expectation.place.microbatch, expectation.place.rank));
         for (row, values) in
             expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
         {
             let padded = *row >= self.valid;
-            match (expectation.at.stage, entries.entries.get(row), sums) {
+            match (expectation.place.stage, entries.entries.get(row), sums) {
                 (Stage::Dlogits, Some(entry), _) => {
                     values[self.valid..].iter_mut().for_each(|to| *to += entry);
                 }
@@ -148,8 +148,8 @@ impl World for OverPadding {
         }
     }
 
-    fn noise(&self, at: At, row: usize, column: usize) -> f64 {
-        let entries = self.own.get(&at.microbatch).filter(|_| row >= self.valid);
+    fn noise(&self, at: StagePlace, row: usize, column: usize) -> f64 {
+        let entries = self.entries.get(&at.microbatch).filter(|_| row >= self.valid);
         let sums = entries.and_then(|own| own.sums.get(&(at.microbatch, at.rank)));
         sums.filter(|_| at.stage == Stage::Dk).map_or(0.0, |of| of.noise[column])
     }

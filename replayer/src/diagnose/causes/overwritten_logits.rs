@@ -30,7 +30,7 @@ pub(super) const PLANE: usize = 1 << 25;
 
 /// What recorded logits may hold, computed from a logit z, the token's lse and its cotangents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Held {
+pub(super) enum LogitsContent {
     Gradient,
     /// `p - onehot`, before the token's weight and cotangent multiply it.
     Difference,
@@ -40,23 +40,23 @@ pub(super) enum Held {
     LogProbabilities,
 }
 
-impl Held {
-    const ALL: [Held; 5] = [
-        Held::Gradient,
-        Held::Counted,
-        Held::Difference,
-        Held::Probabilities,
-        Held::LogProbabilities,
+impl LogitsContent {
+    const ALL: [LogitsContent; 5] = [
+        LogitsContent::Gradient,
+        LogitsContent::Counted,
+        LogitsContent::Difference,
+        LogitsContent::Probabilities,
+        LogitsContent::LogProbabilities,
     ];
 
     fn name(self) -> &'static str {
         match self {
-            Held::Gradient => "their gradient",
-            Held::Difference | Held::Counted => {
+            LogitsContent::Gradient => "their gradient",
+            LogitsContent::Difference | LogitsContent::Counted => {
                 "p less 1 at the label, without the tokens' weights"
             }
-            Held::Probabilities => "probabilities",
-            Held::LogProbabilities => "log-probabilities",
+            LogitsContent::Probabilities => "probabilities",
+            LogitsContent::LogProbabilities => "log-probabilities",
         }
     }
 
@@ -70,11 +70,13 @@ impl Held {
         label: bool,
     ) -> f64 {
         match self {
-            Held::Counted if cotangents.lse == 0.0 => 0.0,
-            Held::Difference | Held::Counted => probability(z, lse) - f64::from(u8::from(label)),
-            Held::Gradient => slope * cotangents.entry(probability(z, lse), label),
-            Held::Probabilities => probability(z, lse),
-            Held::LogProbabilities => z - lse,
+            LogitsContent::Counted if cotangents.lse == 0.0 => 0.0,
+            LogitsContent::Difference | LogitsContent::Counted => {
+                probability(z, lse) - f64::from(u8::from(label))
+            }
+            LogitsContent::Gradient => slope * cotangents.entry(probability(z, lse), label),
+            LogitsContent::Probabilities => probability(z, lse),
+            LogitsContent::LogProbabilities => z - lse,
         }
     }
 }
@@ -92,7 +94,7 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     // logits, not of the captured ones.
     let right = ReplacedValues { distrusts: vec![Stage::Logits], ..ReplacedValues::default() };
     let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
-    for content in Held::ALL {
+    for content in LogitsContent::ALL {
         let times_of = |key: &Key| logits_hold(evidence, &reference, *key, content);
         let Some(times) = keys.iter().map(times_of).collect::<Option<Vec<f64>>>() else { continue };
         // All microbatches must have one factor, which multiplies the gradient afterwards.
@@ -100,7 +102,7 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let Some(times) = times.map(power_of_two) else { continue };
         let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
         let world = LogitsHold {
-            held: content,
+            content,
             times,
             labels: labels.collect(),
             lse: reference.lse.clone(),
@@ -163,9 +165,9 @@ impl World for NotTheirs {
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
         let key = Key {
-            stage: expectation.at.stage,
-            microbatch: expectation.at.microbatch,
-            rank: expectation.at.rank,
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
         };
         let Some((columns, values)) = self.planes.get(&key) else { return };
         for (&row, to) in
@@ -183,7 +185,7 @@ fn logits_hold(
     evidence: &Evidence<'_>,
     reference: &Reference,
     key: Key,
-    content: Held,
+    content: LogitsContent,
 ) -> Option<f64> {
     let inputs = evidence.inputs_of(key.microbatch)?;
     let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence, inputs)?);
@@ -211,7 +213,11 @@ fn logits_hold(
     let times = both / size;
     let times = match content {
         // A gradient may lack the loss scale, or the division of a mean that is taken later.
-        Held::Gradient | Held::Difference | Held::Counted if (times - 1.0).abs() > NEAR => times,
+        LogitsContent::Gradient | LogitsContent::Difference | LogitsContent::Counted
+            if (times - 1.0).abs() > NEAR =>
+        {
+            times
+        }
         _ => 1.0,
     };
     let off = captured_energy - 2.0 * times * both + times * times * size;
@@ -219,7 +225,7 @@ fn logits_hold(
 }
 
 struct LogitsHold {
-    held: Held,
+    content: LogitsContent,
     times: f64,
     labels: Tokens<Vec<u32>>,
     lse: Tokens<Vec<f64>>,
@@ -233,8 +239,8 @@ impl World for LogitsHold {
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let mb = &expectation.at.microbatch;
-        if expectation.at.stage != Stage::Logits {
+        let mb = &expectation.place.microbatch;
+        if expectation.place.stage != Stage::Logits {
             return;
         }
         let (Some(labels), Some(lse), Some(cotangents)) =
@@ -249,7 +255,7 @@ impl World for LogitsHold {
             for (v, z) in row.iter_mut().enumerate() {
                 let label = labels[t] as usize == v;
                 let value =
-                    self.held.of((*z, self.transform.slope_at(*z)), lse[t], upstream, label);
+                    self.content.of((*z, self.transform.slope_at(*z)), lse[t], upstream, label);
                 *z = self.times * value;
             }
         }

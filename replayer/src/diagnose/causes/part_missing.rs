@@ -18,7 +18,7 @@ use crate::diagnose::detectors::dlogits_plane::Rows;
 use crate::diagnose::detectors::fitted_numbers::rounded;
 use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::single_tokens::{energy, multiple};
-use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::sum_counts::{CountedSums, GradientPart};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::replay::world::{Expectation, UnitTokens, World};
@@ -72,7 +72,7 @@ impl Cause for PartMissing {
 /// Hypotheses that sums of dk lack one of the two parts for some microbatches or ranks, or contain
 /// it twice.
 fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let hypothesis_of = |(of, name): (Of, &'static str)| {
+    let hypothesis_of = |(of, name): (GradientPart, &'static str)| {
         let counted = CountedSums::of(evidence, of)?;
         if !counted.of_parts || counted.parts.is_empty() {
             return None;
@@ -82,7 +82,8 @@ fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let (fitted, where_summed) = (counted.parts.len(), "the sums of dk".to_string());
         Some(Hypothesis::new(counted, vec![("of", where_summed), (name, words)]).fitted(fitted))
     };
-    let terms = [(Of::Softmax, "the softmax part"), (Of::Label, "the label's part")];
+    let terms =
+        [(GradientPart::Softmax, "the softmax part"), (GradientPart::Label, "the label's part")];
     terms.into_iter().filter_map(hypothesis_of).collect()
 }
 
@@ -137,7 +138,7 @@ struct Added {
 impl World for Added {
     fn expected(&self, expectation: &mut Expectation<'_>) {
         let is_same_place =
-            |key: &Key| key.stage == expectation.at.stage && key.rank == expectation.at.rank;
+            |key: &Key| key.stage == expectation.place.stage && key.rank == expectation.place.rank;
         if !self.keys.iter().any(is_same_place) {
             return;
         }
@@ -253,7 +254,7 @@ impl World for Terms {
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        if expectation.at.stage != Stage::Dk {
+        if expectation.place.stage != Stage::Dk {
             return;
         }
         for (row, values) in

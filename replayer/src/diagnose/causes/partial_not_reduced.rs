@@ -25,7 +25,7 @@ use crate::diagnose::detectors::implied_lse::{implied_lse, median};
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::detectors::segments::{Segments, segments};
 use crate::diagnose::detectors::single_tokens::{Direct, alike, distance, energy, tokens};
-use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::sum_counts::{CountedSums, GradientPart};
 use crate::diagnose::detectors::vocab_shards::{MOST, Shard, rows_of_shards, shards};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
@@ -74,10 +74,10 @@ impl Cause for PartialNotReduced {
         let words = format!(
             "{} has {} versions, one a rank, and their sum is what each of them should be",
             versions_of_dq.key,
-            versions_of_dq.of.len()
+            versions_of_dq.versions.len()
         );
         let parameters =
-            vec![("of", "dq".to_string()), ("shards", versions_of_dq.of.len().to_string())];
+            vec![("of", "dq".to_string()), ("shards", versions_of_dq.versions.len().to_string())];
         Some(Observed { evidence: words, stages: vec![Stage::Dq], parameters })
     }
 }
@@ -86,7 +86,7 @@ impl Cause for PartialNotReduced {
 /// gradients.
 fn sums_of_groups(evidence: &Evidence<'_>, versions: &Versions) -> Option<Observed> {
     let sums = versions.as_sums(evidence)?;
-    if !sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
+    if !sums.versions.iter().all(|(_, addends)| holds_ranks(addends)) {
         return None;
     }
     let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
@@ -98,7 +98,7 @@ fn sums_of_groups(evidence: &Evidence<'_>, versions: &Versions) -> Option<Observ
             if devices.is_empty() { name_ranks(&of_ranks) } else { devices.join(" and ") };
         format!("{}: those of {holders_of_sum}", name_ranks(ranks))
     };
-    let of_devices = sums.of.iter().flat_map(|(_, all)| all).any(|of| of.device.is_some());
+    let of_devices = sums.versions.iter().flat_map(|(_, all)| all).any(|of| of.device.is_some());
     let holders = if of_devices { "devices" } else { "ranks" };
     let rows = sums.place();
     let place = if rows.is_empty() { String::new() } else { format!(" in {rows}") };
@@ -106,7 +106,7 @@ fn sums_of_groups(evidence: &Evidence<'_>, versions: &Versions) -> Option<Observ
         "{} differs between {holders}{place}, and each version is the sum of some {holders}' gradients alone there",
         versions.key
     );
-    let held_words = sums.of.iter().map(word).collect::<Vec<_>>().join("; ");
+    let held_words = sums.versions.iter().map(word).collect::<Vec<_>>().join("; ");
     let mut parameters = vec![("of", format!("dk over {holders}")), ("holds only", held_words)];
     parameters.extend((!rows.is_empty()).then_some(("where", rows)));
     Some(Observed { evidence: words, stages: vec![Stage::Reduce], parameters })
@@ -123,7 +123,7 @@ fn of_rows_of_dq(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let shards: Vec<String> = rows.tokens.keys().map(ToString::to_string).collect();
     let parameters = vec![
         ("of", "some rows of dq".to_string()),
-        ("shards", rows.of.to_string()),
+        ("shards", rows.shards.to_string()),
         ("shard", shards.join(", ")),
         ("which", tokens.join(", ")),
     ];
@@ -146,7 +146,7 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         seen.push(shard.range.clone());
         let parameters = vec![
             ("of", "dq".to_string()),
-            ("shards", shard.of.to_string()),
+            ("shards", shard.count.to_string()),
             ("shard", shard.number.to_string()),
             ("vocabulary", format!("{}..{}", shard.range.start, shard.range.end)),
         ];
@@ -296,7 +296,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let lse = evidence.inputs.iter().filter_map(of_microbatch).collect();
     let parameters = vec![
         ("of", "lse".to_string()),
-        ("shards", shard.of.to_string()),
+        ("shards", shard.count.to_string()),
         ("shard", shard.number.to_string()),
     ];
     let captured = captured_lse(evidence);
@@ -325,14 +325,15 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ("holds only ranks", rank_names.join(", ")),
             ("scale", scale),
         ];
-        Hypothesis::new(Weighted { of: solved_sums }, parameters).fitted(fitted)
+        Hypothesis::new(Weighted { sums: solved_sums }, parameters).fitted(fitted)
     };
     all.into_iter().map(hypothesis_of).collect()
 }
 
 /// The hypothesis that sums of dk lack the gradients of some of a rank's devices.
 fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let sums = CountedSums::of(evidence, Of::Whole).filter(|sums| sums.is_of_devices())?;
+    let sums =
+        CountedSums::of(evidence, GradientPart::Whole).filter(|sums| sums.is_of_devices())?;
     let what = "dk over devices".to_string();
     let parameters = vec![("of", what), ("holds only", sums.devices.join(" and "))];
     Some(Hypothesis::new(sums, parameters).fitted(1))
@@ -349,7 +350,7 @@ fn of_segments(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             ("where", segments.places()),
             ("holds", segments.holds()),
         ];
-        let pieces = segments.of.len();
+        let pieces = segments.segments.len();
         Hypothesis::new(segments.world(), parameters).fitted(pieces)
     };
     other.map(of_sum).collect()

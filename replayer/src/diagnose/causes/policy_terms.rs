@@ -390,8 +390,8 @@ impl World for Upstream {
     fn expected(&self, expectation: &mut Expectation<'_>) {
         let upstream = self
             .g
-            .get(&expectation.at.microbatch)
-            .filter(|_| expectation.at.stage == Stage::Dlogprobs);
+            .get(&expectation.place.microbatch)
+            .filter(|_| expectation.place.stage == Stage::Dlogprobs);
         for (&row, to) in expectation.rows.iter().zip(expectation.values.iter_mut()) {
             *to = upstream.map_or(*to, |own| -own[row]);
         }

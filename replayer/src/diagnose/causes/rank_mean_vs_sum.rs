@@ -74,7 +74,7 @@ fn of_segments(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hy
             ("ranks", format!("{size} ({})", sizes[size])),
             ("where", sum.places()),
         ];
-        hypotheses.push(Hypothesis::new(sum.world(), parameters).fitted(sum.of.len()));
+        hypotheses.push(Hypothesis::new(sum.world(), parameters).fitted(sum.segments.len()));
     }
     hypotheses
 }

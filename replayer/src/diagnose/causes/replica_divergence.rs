@@ -50,7 +50,7 @@ impl Cause for ReplicaDivergence {
         let (count, most, bits) = tensor.difference();
         let mut parameters = vec![
             ("tensor", tensor.key.to_string()),
-            ("versions", tensor.of.len().to_string()),
+            ("versions", tensor.versions.len().to_string()),
             ("ranks", ranks.join(", ")),
             ("elements that differ", count.to_string()),
             ("largest difference", format!("{most:.2e} of the tensor's size")),
@@ -58,12 +58,13 @@ impl Cause for ReplicaDivergence {
         if !bits.is_empty() {
             parameters.push(("flipped", bits.join("; ")));
         }
-        let holders: Vec<String> = tensor.of.iter().map(|(ranks, _)| name_ranks(ranks)).collect();
+        let holders: Vec<String> =
+            tensor.versions.iter().map(|(ranks, _)| name_ranks(ranks)).collect();
         let stages: Vec<Stage> = tensor.stage().into_iter().collect();
         let evidence = format!(
             "{} has {} versions of {}: {}",
             tensor.key,
-            tensor.of.len(),
+            tensor.versions.len(),
             tensor.place,
             holders.join(" against ")
         );

@@ -69,7 +69,7 @@ impl Cause for SilentCorruption {
         // upstream.
         for &key in &evidence.failing {
             let Some(elements) = wrong(evidence, key) else { continue };
-            let table = world.of.entry(key).or_default();
+            let table = world.rows_of_key.entry(key).or_default();
             for element in elements {
                 table.entry(element.row).or_default().push((element.column, element.captured));
                 all.push((key, element));
@@ -81,7 +81,8 @@ impl Cause for SilentCorruption {
         let parameters = parameters(&all);
         let fitted = 2 + all.len();
         let stages: Vec<Stage> = all.iter().map(|(key, _)| key.stage).collect();
-        let distrusting = ReplacedValues { of: world.of.clone(), distrusts: stages };
+        let distrusting =
+            ReplacedValues { rows_of_key: world.rows_of_key.clone(), distrusts: stages };
         vec![
             Hypothesis::new(world, parameters.clone()).fitted(fitted),
             Hypothesis::new(distrusting, parameters).fitted(fitted),
@@ -115,14 +116,15 @@ fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     }
     // Garbage that recurs in another microbatch or on another rank comes from the program, not from
     // the hardware.
-    let microbatches: BTreeSet<_> = world.of.keys().filter_map(|key| key.microbatch).collect();
-    let ranks: BTreeSet<_> = world.of.keys().filter_map(|key| key.rank).collect();
+    let microbatches: BTreeSet<_> =
+        world.rows_of_key.keys().filter_map(|key| key.microbatch).collect();
+    let ranks: BTreeSet<_> = world.rows_of_key.keys().filter_map(|key| key.rank).collect();
     if microbatches.len() > 1 || ranks.len() > 1 {
         return None;
     }
     let fitted = 2 + words.len();
     let parameters = vec![("where", words.join("; ")), ("rows", "hold garbage".to_string())];
-    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
+    (!world.rows_of_key.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
 fn parameters(all: &[(Key, Wrong)]) -> Vec<(&'static str, String)> {

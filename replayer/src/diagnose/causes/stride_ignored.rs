@@ -22,7 +22,7 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::world::{At, Expectation, World};
+use crate::replay::world::{Expectation, StagePlace, World};
 
 /// The catalogue's entry.
 pub struct StrideIgnored;
@@ -195,7 +195,12 @@ impl World for Flat {
         self.instead.expected(expectation);
     }
 
-    fn noise(&self, At { stage, microbatch, rank }: At, row: usize, column: usize) -> f64 {
+    fn noise(
+        &self,
+        StagePlace { stage, microbatch, rank }: StagePlace,
+        row: usize,
+        column: usize,
+    ) -> f64 {
         let table = self.noise.get(&Key { stage, microbatch, rank });
         table.and_then(|table| table.get(&row)).map_or(0.0, |of| of[column])
     }

@@ -63,7 +63,7 @@ impl Cause for SyncWrongMicrobatch {
         })?;
         // Versions that contain all microbatches of some ranks and none of the others were not
         // reduced, which is `partial-not-reduced`.
-        if sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
+        if sums.versions.iter().all(|(_, addends)| holds_ranks(addends)) {
             return None;
         }
         let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
@@ -77,7 +77,7 @@ impl Cause for SyncWrongMicrobatch {
             let rank_names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
             format!("rank {} holds microbatches {}", rank_names.join(", "), names.join(", "))
         };
-        let held_words: Vec<String> = sums.of.iter().map(word).collect();
+        let held_words: Vec<String> = sums.versions.iter().map(word).collect();
         let evidence = format!(
             "{} differs between ranks, and each version is the sum of other ranks' and microbatches' gradients",
             versions_of_sum.key

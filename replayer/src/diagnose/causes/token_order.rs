@@ -25,7 +25,7 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::variant::{StandsIn, Variant};
-use crate::replay::world::At;
+use crate::replay::world::StagePlace;
 use crate::replay::world::Supplied;
 
 /// The catalogue's entry.
@@ -145,9 +145,9 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// The captured rows with the permutation undone: the row at `to[t]` is token t's.
 fn in_place(key: Key, captured: &Values, to: &[usize]) -> Supplied {
-    let place = At { stage: key.stage, microbatch: key.microbatch, rank: None };
+    let place = StagePlace { stage: key.stage, microbatch: key.microbatch, rank: None };
     let values = to.iter().flat_map(|&row| captured.row(row)).copied().collect();
-    Supplied { at: place, values, precision: captured.stored() }
+    Supplied { place, values, precision: captured.stored() }
 }
 
 /// The name of a permutation that follows no known rule.

@@ -16,7 +16,7 @@ use crate::head::{MicrobatchInputs, Roundings, Stage};
 use crate::kernels::Tiles;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::round::Precision;
-use crate::replay::world::{At, World};
+use crate::replay::world::{StagePlace, World};
 
 /// The catalogue's entry.
 pub struct Underflow;
@@ -98,25 +98,28 @@ fn hypothesis(roundings: &Roundings, p: Precision, (scale, share): (f64, f64)) -
     if policy.path == Path::Fused {
         policy.label_grad = dlogits;
     }
-    Hypothesis::new(Late { of: Emulated::backward(policy, roundings.tiles), scale }, parameters)
+    Hypothesis::new(
+        Late { emulated: Emulated::backward(policy, roundings.tiles), scale },
+        parameters,
+    )
 }
 
 /// dlogits are rounded before the scale of the loss multiplies them.
 struct Late {
-    of: Emulated,
+    emulated: Emulated,
     scale: f64,
 }
 
 impl World for Late {
     fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
-        self.of.policy(declared)
+        self.emulated.policy(declared)
     }
 
     fn upstream(&self, _inputs: &MicrobatchInputs, g: &mut [f64]) {
         g.iter_mut().for_each(|g| *g /= self.scale);
     }
 
-    fn scale(&self, at: At) -> f64 {
+    fn scale(&self, at: StagePlace) -> f64 {
         if at.stage.is_gradient() { self.scale } else { 1.0 }
     }
 }

@@ -61,7 +61,7 @@ impl Cause for UninitialisedOutput {
             words.last_mut().into_iter().for_each(|w| w.push_str(&format!(" hold {value:e}")));
         }
         let mut hypotheses = Vec::new();
-        if !constant.of.is_empty() {
+        if !constant.rows_of_key.is_empty() {
             let parameters = vec![("rows", words.join("; "))];
             hypotheses.push(Hypothesis::new(constant, parameters).fitted(2 * runs.min(8)));
         }

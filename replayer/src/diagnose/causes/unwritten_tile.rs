@@ -28,7 +28,7 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let (rows, columns) = tile(evidence, *key)?;
         let words = [&rows, &columns].map(|of| format!("{} to {}", of.start, of.end - 1));
         said.push(format!("rows {} of columns {} of {} hold 0", words[0], words[1], key.stage));
-        let table = world.of.entry(*key).or_default();
+        let table = world.rows_of_key.entry(*key).or_default();
         for row in rows {
             table.insert(row, columns.clone().map(|column| (column, 0.0)).collect());
         }

@@ -93,7 +93,7 @@ impl Suspect {
 
     /// The finding for the report. `explained`: whether a cause of the catalogue explains the
     /// divergence too.
-    pub(super) fn told(mut self, explained: bool) -> OtherDeclaration {
+    pub(super) fn finding(mut self, explained: bool) -> OtherDeclaration {
         self.other.misdeclared = match self.kind {
             Kind::Unsaid => self.is_enough(),
             Kind::Counted => !explained,

@@ -103,14 +103,14 @@ impl Solved {
 
     /// The sum with these weights.
     pub fn world(&self) -> Weighted {
-        Weighted { of: vec![self.clone()] }
+        Weighted { sums: vec![self.clone()] }
     }
 }
 
 /// A world in which the addends of some sums have other weights than 1.
 pub struct Weighted {
     /// The sums with their weights.
-    pub of: Vec<Solved>,
+    pub sums: Vec<Solved>,
 }
 
 impl World for Weighted {
@@ -119,7 +119,7 @@ impl World for Weighted {
             // Each rank has its own sum over microbatches.
             of.key.stage == stage && (stage == Stage::Reduce || of.key.rank == rank)
         };
-        let mut all = self.of.iter().filter(of_stage).filter_map(|of| {
+        let mut all = self.sums.iter().filter(of_stage).filter_map(|of| {
             let is_addend =
                 |addend: &&Addend| addend.microbatch == microbatch && addend.rank == rank;
             of.addends.iter().find(is_addend).map(|addend| addend.weight * of.scale)
@@ -129,11 +129,11 @@ impl World for Weighted {
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
         let key = Key {
-            stage: expectation.at.stage,
-            microbatch: expectation.at.microbatch,
-            rank: expectation.at.rank,
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
         };
-        let sum_of_key = self.of.iter().find(|sum| sum.key == key);
+        let sum_of_key = self.sums.iter().find(|sum| sum.key == key);
         let Some(instead) = sum_of_key.and_then(|sum| sum.instead.as_ref()) else { return };
         for (&row, values) in
             expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))

@@ -24,13 +24,13 @@ pub struct Nans {
     /// Column of its first such value.
     pub column: usize,
     /// The mask of each such comparison.
-    pub of: BTreeMap<Key, Mask>,
+    pub masks: BTreeMap<Key, Mask>,
 }
 
 impl Nans {
     /// The rows of a comparison in which all, or any, values are NaN or infinite.
     pub fn rows(&self, key: Key, all: bool) -> Vec<usize> {
-        let Some((columns, mask)) = self.of.get(&key) else { return Vec::new() };
+        let Some((columns, mask)) = self.masks.get(&key) else { return Vec::new() };
         let rows = mask.chunks((*columns).max(1)).enumerate();
         let bad = |row: &[bool]| match all {
             true => row.iter().all(|&bad| bad),
@@ -57,7 +57,7 @@ pub fn nans(evidence: &Evidence<'_>) -> Option<Nans> {
     let position = mask.iter().position(|&bad| bad)?;
     let (row, column) = (position / columns, position % columns);
     let rank = first.rank.or_else(|| holder(evidence, first, row));
-    Some(Nans { first, rank, row, column, of: masks })
+    Some(Nans { first, rank, row, column, masks })
 }
 
 /// The rank that holds a token's row.
@@ -72,7 +72,7 @@ fn holder(evidence: &Evidence<'_>, key: Key, row: usize) -> Option<Rank> {
 /// The reference is NaN where the captured values are NaN or infinite, and as declared elsewhere.
 pub struct NanWhere {
     /// The NaN and infinite values of each comparison.
-    pub of: BTreeMap<Key, Mask>,
+    pub masks: BTreeMap<Key, Mask>,
     /// Stages whose captured values later stages of the job did not read.
     pub distrusts: Vec<Stage>,
 }
@@ -88,11 +88,11 @@ impl World for NanWhere {
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
         let key = Key {
-            stage: expectation.at.stage,
-            microbatch: expectation.at.microbatch,
-            rank: expectation.at.rank,
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
         };
-        let Some((columns, mask)) = self.of.get(&key) else { return };
+        let Some((columns, mask)) = self.masks.get(&key) else { return };
         for (&row, values) in
             expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
         {

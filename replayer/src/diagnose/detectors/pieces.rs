@@ -162,7 +162,7 @@ pub fn search(
 
 /// Some elements of a sum, for pieces along all addends or along a sequence.
 struct Sample {
-    of: Prefix,
+    prefix: Prefix,
     /// The squared error by which each element's misfit is divided: what one sum in f32 leaves of
     /// it plus the mean of its row. So a large element does not outweigh all others.
     sizes: Vec<f64>,
@@ -174,7 +174,7 @@ impl Sample {
     /// The distance of the captured values from the sum taken in these pieces, as a share of their
     /// distance from one sum in f32.
     fn misfit(&self, pieces: &Pieces) -> f64 {
-        self.shares(&self.of.misfits(pieces)) / self.unrounded
+        self.shares(&self.prefix.misfits(pieces)) / self.unrounded
     }
 
     fn shares(&self, left: &[f64]) -> f64 {
@@ -217,7 +217,7 @@ impl Samples {
         let look = |of: Prefix, cells: &[usize]| {
             let sizes = cells.iter().map(|&cell| size(cell)).collect();
             let errors: Vec<f64> = cells.iter().map(|&cell| off[cell]).collect();
-            let sample = Sample { of, sizes, unrounded: 1.0 };
+            let sample = Sample { prefix: of, sizes, unrounded: 1.0 };
             Sample { unrounded: sample.shares(&errors), ..sample }
         };
         let some = |cells: &[usize]| look(taken(cells), cells);
@@ -233,7 +233,7 @@ impl Samples {
     /// The cuts that fit. Families with few cuts are tried before those with many, and the first
     /// family that has one ends the search.
     fn seen(&self, spend: &dyn Fn(usize) -> bool) -> Vec<(f64, Pieces)> {
-        let (n, wanted) = (self.all[2].of.n, self.wanted);
+        let (n, wanted) = (self.all[2].prefix.n, self.wanted);
         if wanted.equal {
             let plain = |(_, cut): &(usize, Cut)| *cut == Cut::default();
             return self.best(sizes(n, wanted.declared).filter(plain), spend);
@@ -269,7 +269,7 @@ impl Samples {
                     continue;
                 }
                 let pieces = Pieces { size, cut, total, addend, walk };
-                if spend(first.of.work(&pieces)) {
+                if spend(first.prefix.work(&pieces)) {
                     break 'all;
                 }
                 near.extend(self.glance(&pieces, spend).map(|misfit| (misfit, pieces)));
@@ -277,7 +277,7 @@ impl Samples {
         }
         near.sort_by(|a, b| a.0.total_cmp(&b.0));
         near.truncate(BEST);
-        let on_all = near.into_iter().filter(|(_, pieces)| !spend(whole.of.work(pieces)));
+        let on_all = near.into_iter().filter(|(_, pieces)| !spend(whole.prefix.work(pieces)));
         let on_all = on_all.map(|(_, pieces)| (whole.misfit(&pieces), pieces));
         on_all.filter(|(misfit, _)| *misfit < SEEN).collect()
     }
@@ -285,7 +285,7 @@ impl Samples {
     /// The misfit of a cut on the second sample, if it fits on the first and on the second.
     fn glance(&self, pieces: &Pieces, spend: &dyn Fn(usize) -> bool) -> Option<f64> {
         let [first, few, _] = &self.all;
-        if !(first.misfit(pieces) < WORTH) || spend(few.of.work(pieces)) {
+        if !(first.misfit(pieces) < WORTH) || spend(few.prefix.work(pieces)) {
             return None;
         }
         Some(few.misfit(pieces)).filter(|misfit| *misfit < SEEN)

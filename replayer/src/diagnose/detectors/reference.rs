@@ -84,7 +84,7 @@ pub fn reference(
     rows: Option<&Sample>,
 ) -> Reference {
     let recorder = Recorder {
-        found: Mutex::default(),
+        reference: Mutex::default(),
         tokens: evidence.inputs.iter().map(|one| (one.microbatch, one.tokens())).collect(),
     };
     let mut worlds = evidence.background.clone();
@@ -95,17 +95,17 @@ pub fn reference(
     // If the dump cannot be judged in this world, the reference stays empty.
     let with = (rows, None, evidence.progress());
     let _ = counted_trial(evidence.step, &compared, &worlds, with);
-    recorder.found.into_inner().unwrap_or_default()
+    recorder.reference.into_inner().unwrap_or_default()
 }
 
 struct Recorder {
-    found: Mutex<Reference>,
+    reference: Mutex<Reference>,
     tokens: BTreeMap<Option<Microbatch>, usize>,
 }
 
 impl World for Recorder {
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let Ok(mut reference) = self.found.lock() else { return };
+        let Ok(mut reference) = self.reference.lock() else { return };
         let noted = match pass {
             Pass::Forward => &mut reference.forward_lse,
             Pass::Backward => &mut reference.lse,
@@ -114,13 +114,13 @@ impl World for Recorder {
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
-        if let Ok(mut reference) = self.found.lock() {
+        if let Ok(mut reference) = self.reference.lock() {
             reference.g.insert(inputs.microbatch, g.to_vec());
         }
     }
 
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
-        let Ok(mut reference) = self.found.lock() else { return };
+        let Ok(mut reference) = self.reference.lock() else { return };
         let noted = reference.cotangents.entry(tokens.inputs.microbatch).or_default();
         let [lse, label, smooth] = [&*lse, &*label, &*smooth];
         for (index, &t) in tokens.rows.iter().enumerate() {
@@ -129,25 +129,27 @@ impl World for Recorder {
     }
 
     fn nll(&self, inputs: &MicrobatchInputs, _read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
-        if let Ok(mut reference) = self.found.lock() {
+        if let Ok(mut reference) = self.reference.lock() {
             reference.nll.insert(inputs.microbatch, nll.to_vec());
         }
         Vec::new()
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let Ok(mut reference) = self.found.lock() else { return };
-        if expectation.at.stage == Stage::LabelLogits {
-            reference.label_logits.insert(expectation.at.microbatch, expectation.values.to_vec());
+        let Ok(mut reference) = self.reference.lock() else { return };
+        if expectation.place.stage == Stage::LabelLogits {
+            reference
+                .label_logits
+                .insert(expectation.place.microbatch, expectation.values.to_vec());
         }
         let key = Key {
-            stage: expectation.at.stage,
-            microbatch: expectation.at.microbatch,
-            rank: expectation.at.rank,
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
         };
-        let tokens = self.tokens.get(&expectation.at.microbatch).copied().unwrap_or(0);
+        let tokens = self.tokens.get(&expectation.place.microbatch).copied().unwrap_or(0);
         let plane =
-            matches!(expectation.at.stage, Stage::Logits | Stage::Logprobs | Stage::Dlogits);
+            matches!(expectation.place.stage, Stage::Logits | Stage::Logprobs | Stage::Dlogits);
         if plane && tokens * expectation.columns > MOST {
             return;
         }

@@ -32,7 +32,7 @@ const LEFT: f64 = 2e-4;
 pub struct Sums {
     /// For each version: the ranks that hold it, and the weights of the gradients of ranks and
     /// microbatches in it.
-    pub of: Vec<(Vec<Rank>, Vec<Addend>)>,
+    pub versions: Vec<(Vec<Rank>, Vec<Addend>)>,
     /// The rows in which the versions differ; none where it is all rows.
     pub rows: Option<Range<usize>>,
 }
@@ -56,7 +56,7 @@ pub struct Versions {
     /// True where the box is the whole tensor.
     pub whole: bool,
     /// The ranks that hold each version, and its values; the version with most holders first.
-    pub of: Vec<(Vec<Rank>, Vec<f64>)>,
+    pub versions: Vec<(Vec<Rank>, Vec<f64>)>,
     bytes: Vec<Vec<u8>>,
     width: usize,
 }
@@ -94,7 +94,7 @@ pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
                 role: info.role,
                 whole: place == IndexBox::whole(&info.shape),
                 place,
-                of: values,
+                versions: values,
                 bytes: by_holders.into_iter().map(|(_, bytes)| bytes.to_vec()).collect(),
                 width: info.dtype.width(),
             });
@@ -127,10 +127,10 @@ impl Versions {
     /// the largest difference relative to the root mean square, and the flipped bits in words where
     /// they are few.
     pub fn difference(&self) -> (usize, f64, Vec<String>) {
-        let (first, bytes) = (&self.of[0].1, &self.bytes[0]);
+        let (first, bytes) = (&self.versions[0].1, &self.bytes[0]);
         let size = (energy(first) / first.len().max(1) as f64).sqrt().max(f64::MIN_POSITIVE);
         let (mut count, mut most, mut bits) = (0, 0.0f64, Vec::new());
-        for ((ranks, values), other) in self.of[1..].iter().zip(&self.bytes[1..]) {
+        for ((ranks, values), other) in self.versions[1..].iter().zip(&self.bytes[1..]) {
             let elements = other.chunks(self.width).zip(bytes.chunks(self.width)).enumerate();
             for (index, (a, b)) in elements.filter(|(_, (a, b))| a != b) {
                 count += 1;
@@ -149,9 +149,9 @@ impl Versions {
 
     /// The ranks that do not hold the majority's version; all ranks where there is no majority.
     pub fn odd(&self) -> Vec<Rank> {
-        let all: usize = self.of.iter().map(|(ranks, _)| ranks.len()).sum();
-        let skipped = usize::from(2 * self.of[0].0.len() > all);
-        self.of[skipped..].iter().flat_map(|(ranks, _)| ranks.clone()).collect()
+        let all: usize = self.versions.iter().map(|(ranks, _)| ranks.len()).sum();
+        let skipped = usize::from(2 * self.versions[0].0.len() > all);
+        self.versions[skipped..].iter().flat_map(|(ranks, _)| ranks.clone()).collect()
     }
 
     /// Each version as a weighted sum of gradients of ranks and microbatches: all of it, or only
@@ -177,21 +177,21 @@ impl Versions {
                     elements.iter().map(|&at| values.get(at).copied().unwrap_or(0.0)).collect();
             }
         }
-        let all = 0..self.of[0].1.len();
+        let all = 0..self.versions[0].1.len();
         let whole = self.sums_in(evidence, &parts, all.clone());
-        let sums = whole.map(|of| Sums { of, rows: None });
+        let sums = whole.map(|of| Sums { versions: of, rows: None });
         sums.or_else(|| {
             let piece = self.differing().filter(|piece| *piece != all)?;
             let columns = self.place.extent().last().map_or(1, |&width| width.max(1) as usize);
             let rows = piece.start / columns..piece.end.div_ceil(columns);
             let sums_of_segment = self.sums_in(evidence, &parts, piece)?;
-            Some(Sums { of: sums_of_segment, rows: Some(rows) })
+            Some(Sums { versions: sums_of_segment, rows: Some(rows) })
         })
     }
 
     /// The range from the first to the last element in which versions differ.
     fn differing(&self) -> Option<Range<usize>> {
-        let (first, rest) = self.of.split_first()?;
+        let (first, rest) = self.versions.split_first()?;
         let differs = |at: &usize| {
             rest.iter().any(|(_, values)| values[*at].to_bits() != first.1[*at].to_bits())
         };
@@ -222,7 +222,7 @@ impl Versions {
             (energy(&left) <= LEFT * energy(values)).then(|| (ranks.clone(), addends))
         };
         let sums: Vec<(Vec<Rank>, Vec<Addend>)> =
-            self.of.iter().map(fitted_sum).collect::<Option<_>>()?;
+            self.versions.iter().map(fitted_sum).collect::<Option<_>>()?;
         let weights = |at: usize| sums[at].1.iter().map(|of: &Addend| of.weight);
         let differ = (1..sums.len()).any(|at| !weights(at).eq(weights(0)));
         differ.then_some(sums)
@@ -233,7 +233,7 @@ impl Versions {
     pub fn is_parts_of_dq(&self, evidence: &Evidence<'_>) -> bool {
         let shown = || {
             let inputs = evidence.inputs_of(self.key.microbatch)?;
-            let alone = self.of.iter().all(|of| of.0.len() == 1);
+            let alone = self.versions.iter().all(|of| of.0.len() == 1);
             if self.role != Some(Role::Dq) || !alone {
                 return None;
             }
@@ -254,7 +254,8 @@ impl Versions {
                 let (wanted, position) = (dq_row(evidence, inputs, t)?, place[&t]);
                 let row =
                     |values: &[f64]| values[position * width..(position + 1) * width].to_vec();
-                let rows: Vec<Vec<f64>> = self.of.iter().map(|(_, values)| row(values)).collect();
+                let rows: Vec<Vec<f64>> =
+                    self.versions.iter().map(|(_, values)| row(values)).collect();
                 let near = |row: &[f64]| distance(row, &wanted) <= 1e-3 * energy(&wanted);
                 let sum: Vec<f64> =
                     (0..width).map(|i| rows.iter().map(|row| row[i]).sum()).collect();

@@ -13,7 +13,7 @@ use super::single_tokens::{distance, dot, energy};
 use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
-use crate::replay::world::{At, Expectation, World};
+use crate::replay::world::{Expectation, StagePlace, World};
 
 /// An element is wrong if it is off by more than this many times its rounding error.
 const ROUNDINGS: f64 = 4.0;
@@ -38,7 +38,7 @@ const MARGIN: f64 = 4.0;
 pub struct Segments {
     /// The segments, as ranges of elements in ascending order, with the weights of their addends
     /// and the common scale of these weights.
-    pub of: Vec<(Range<usize>, Vec<Addend>, f64)>,
+    pub segments: Vec<(Range<usize>, Vec<Addend>, f64)>,
     /// Which sum.
     pub key: Key,
     columns: usize,
@@ -118,7 +118,7 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
     }
     let off = |of: &[f64]| distance(&captured.values, of);
     let explains = off(&values) <= LEFT * off(&right_sum);
-    explains.then_some(Segments { of: segments, key, columns: captured.columns, values, noise })
+    explains.then_some(Segments { segments, key, columns: captured.columns, values, noise })
 }
 
 /// The reference gradient of each microbatch on each rank, for a sum whose recorded addends are the
@@ -188,7 +188,7 @@ impl World for WithSegments {
         self.instead.expected(expectation);
     }
 
-    fn noise(&self, at: At, row: usize, _column: usize) -> f64 {
+    fn noise(&self, at: StagePlace, row: usize, _column: usize) -> f64 {
         let is_noisy =
             at.stage == self.key.stage && self.rows.iter().any(|rows| rows.contains(&row));
         if is_noisy { self.noise } else { 0.0 }
@@ -198,7 +198,7 @@ impl World for WithSegments {
 impl Segments {
     /// The one weight of all addends in all segments, where there is one.
     pub fn factor(&self) -> Option<f64> {
-        let mut all = self.of.iter().flat_map(|(_, addends, scale)| {
+        let mut all = self.segments.iter().flat_map(|(_, addends, scale)| {
             addends.iter().map(move |addend| addend.weight * scale)
         });
         let first = all.next()?;
@@ -212,12 +212,12 @@ impl Segments {
             let (first, last) = (run.start / columns, (run.end - 1) / columns);
             format!("rows {first} to {last}")
         };
-        self.of.iter().map(words_of).collect::<Vec<_>>().join(", ")
+        self.segments.iter().map(words_of).collect::<Vec<_>>().join(", ")
     }
 
     /// The weights of the addends in the first segment, in words.
     pub fn holds(&self) -> String {
-        let Some((_, addends, scale)) = self.of.first() else { return String::new() };
+        let Some((_, addends, scale)) = self.segments.first() else { return String::new() };
         let of_addend = |addend: &Addend| {
             let whose = addend.rank.map_or("all ranks".to_string(), |rank| format!("rank {rank}"));
             let which = addend.microbatch.map_or(String::new(), |mb| format!(" microbatch {mb}"));
@@ -235,7 +235,7 @@ impl Segments {
         let rows = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
             run.start / columns..run.end.div_ceil(columns)
         };
-        let rows = self.of.iter().map(rows).collect();
+        let rows = self.segments.iter().map(rows).collect();
         WithSegments { instead, key: self.key, rows, noise: self.noise }
     }
 }

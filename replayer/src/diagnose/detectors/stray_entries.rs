@@ -112,8 +112,8 @@ impl World for Strays {
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
-        let mb = expectation.at.microbatch;
-        if expectation.at.stage == Stage::LabelLogits {
+        let mb = expectation.place.microbatch;
+        if expectation.place.stage == Stage::LabelLogits {
             for (&t, &z) in self.label_logits.get(&mb).into_iter().flatten() {
                 expectation.values[t] = z;
             }
@@ -124,15 +124,15 @@ impl World for Strays {
         let place: HashMap<usize, usize> =
             expectation.rows.iter().enumerate().map(|(at, &row)| (row, at)).collect();
         for stray in strays {
-            let (row, more): (usize, Vec<(usize, f64)>) = match expectation.at.stage {
+            let (row, more): (usize, Vec<(usize, f64)>) = match expectation.place.stage {
                 Stage::Dlogits => (stray.token, vec![(stray.class, stray.entry)]),
                 Stage::Dq | Stage::DqLabel => {
                     (stray.token, stray.k.iter().map(|k| stray.entry * k).enumerate().collect())
                 }
-                Stage::Dk | Stage::DkLabel if stray.rank == expectation.at.rank => {
+                Stage::Dk | Stage::DkLabel if stray.rank == expectation.place.rank => {
                     (stray.class, stray.q.iter().map(|q| stray.entry * q).enumerate().collect())
                 }
-                Stage::Dbias if stray.rank == expectation.at.rank => {
+                Stage::Dbias if stray.rank == expectation.place.rank => {
                     (stray.class, vec![(0, stray.entry)])
                 }
                 _ => continue,

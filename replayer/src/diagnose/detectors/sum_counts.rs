@@ -24,7 +24,7 @@ const LEFT: f64 = 0.1;
 
 /// Which part of each token's gradient is weighed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Of {
+pub enum GradientPart {
     /// All of it.
     Whole,
     /// The softmax part.
@@ -54,7 +54,7 @@ pub struct CountedSums {
 impl CountedSums {
     /// Solves the failing sums. `None` where another stage fails, where dk of single microbatches
     /// was recorded, or where a sum has too many tokens or no whole-number weights.
-    pub fn of(evidence: &Evidence<'_>, terms: Of) -> Option<CountedSums> {
+    pub fn of(evidence: &Evidence<'_>, terms: GradientPart) -> Option<CountedSums> {
         let sums: Vec<Key> =
             evidence.failing.iter().filter(|key| key.stage.is_sum()).copied().collect();
         let known = |key: &Key| key.stage.is_sum() || key.stage == Stage::Loss;
@@ -145,7 +145,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn of(evidence: &Evidence<'_>, key: Key, terms: Of) -> Option<Tokens> {
+    fn of(evidence: &Evidence<'_>, key: Key, terms: GradientPart) -> Option<Tokens> {
         let divisor = divisor(evidence, key);
         let (mut parts, mut from) = (Vec::new(), 0);
         let [mut entries, mut whole, mut q] = [(); 3].map(|()| Vec::new());
@@ -155,9 +155,9 @@ impl Tokens {
             let plane = evidence.plane_of(unit.microbatch, unit.rank)?;
             let all = plane.entries().values;
             entries.extend(match terms {
-                Of::Whole => all.clone(),
-                Of::Softmax => plane.dense.values.clone(),
-                Of::Label => plane.of_labels().values,
+                GradientPart::Whole => all.clone(),
+                GradientPart::Softmax => plane.dense.values.clone(),
+                GradientPart::Label => plane.of_labels().values,
             });
             whole.extend(all);
             q.extend_from_slice(&plane.q.values);

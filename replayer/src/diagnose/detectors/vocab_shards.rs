@@ -20,7 +20,7 @@ const LEFT: f64 = 0.1;
 /// A vocabulary shard: which one of how many.
 pub struct Shard {
     /// How many shards there are.
-    pub of: usize,
+    pub count: usize,
     /// Which one, counted from 0.
     pub number: usize,
     /// Its classes.
@@ -42,7 +42,7 @@ fn cut_in(vocab: usize, count: usize) -> [Vec<Range<usize>>; 2] {
 /// The shards of every such cut into 2 to [`MOST`] shards.
 pub fn shards(vocab: usize) -> Vec<Shard> {
     let shard_of =
-        |(of, (number, range)): (usize, (usize, Range<usize>))| Shard { of, number, range };
+        |(of, (number, range)): (usize, (usize, Range<usize>))| Shard { count: of, number, range };
     let cut = |count: usize| {
         cut_in(vocab, count)
             .into_iter()
@@ -57,7 +57,7 @@ pub fn shards(vocab: usize) -> Vec<Shard> {
 /// hold another shard's.
 pub struct RowsOfShards {
     /// The number of shards.
-    pub of: usize,
+    pub shards: usize,
     /// The tokens whose rows hold each shard's part.
     pub tokens: BTreeMap<usize, Vec<usize>>,
     /// The world in which these rows hold these parts.
@@ -89,8 +89,11 @@ pub fn rows_of_shards(evidence: &Evidence<'_>) -> Option<RowsOfShards> {
 /// The squared error that is left with this cut, and the rows; none where too much is left, or
 /// every row holds the same shard's part.
 fn rows_of_cut(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfShards)> {
-    let mut rows_found =
-        RowsOfShards { of: cut.len(), tokens: BTreeMap::new(), world: ReplacedValues::default() };
+    let mut rows_found = RowsOfShards {
+        shards: cut.len(),
+        tokens: BTreeMap::new(),
+        world: ReplacedValues::default(),
+    };
     let (mut left, mut before, mut rows) = (0.0, 0.0, 0);
     for gradient in all {
         let mut changed = Vec::new();

@@ -102,7 +102,7 @@ pub(super) struct Proof {
 impl Proof {
     /// Turns the comparisons that it proves wrong into failures of the outcome, and returns the
     /// causes.
-    pub(super) fn told(self, outcome: &mut Outcome) -> Vec<Found> {
+    pub(super) fn into_causes(self, outcome: &mut Outcome) -> Vec<Found> {
         let ids: Vec<&str> = self.found.iter().map(|one| one.id.as_str()).collect();
         let words = format!("{}, but with {} {}", self.hidden, ids.join(" or "), words(self.times));
         for Key { stage, microbatch, rank } in self.of {

@@ -166,7 +166,8 @@ fn leaves(step: &HeadStep<'_>, own_inputs: &MicrobatchInputs, data: &mut Data) -
     let start = match &own_inputs.scores {
         Scores::Product { .. } => {
             data.dumped("q", &own_inputs.rows_key, of_rows.dtype, vec![rows, last]);
-            let key = step.held(Role::K, own_inputs.microbatch).expect("its inputs were gathered");
+            let key =
+                step.recorded(Role::K, own_inputs.microbatch).expect("its inputs were gathered");
             let k = &step.tensors[key];
             data.dumped("k", key, k.dtype, k.shape.clone());
             Start::Product
@@ -180,7 +181,9 @@ fn leaves(step: &HeadStep<'_>, own_inputs: &MicrobatchInputs, data: &mut Data) -
             Start::Logprobs
         }
     };
-    if let (Some(_), Some(key)) = (&own_inputs.bias, step.held(Role::Bias, own_inputs.microbatch)) {
+    if let (Some(_), Some(key)) =
+        (&own_inputs.bias, step.recorded(Role::Bias, own_inputs.microbatch))
+    {
         let bias = &step.tensors[key];
         data.dumped("bias", key, bias.dtype, vec![bias.shape.iter().product()]);
     }

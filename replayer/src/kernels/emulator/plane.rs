@@ -40,7 +40,7 @@ impl<'a> Elements<'a> {
     }
 
     /// Rounds the exact result of one operation.
-    pub(super) fn one(&self, exact: f64) -> f64 {
+    pub(super) fn operation(&self, exact: f64) -> f64 {
         operation(self.register, exact)
     }
 
@@ -56,7 +56,7 @@ impl<'a> Elements<'a> {
     /// The logit of the columns beyond the valid vocabulary; `None` where it is absent or -inf, so
     /// that these columns add nothing to lse.
     pub(super) fn mask(&self) -> Option<f64> {
-        let mask = self.policy.logits.round64(self.one(self.inputs.mask?));
+        let mask = self.policy.logits.round64(self.operation(self.inputs.mask?));
         Some(mask).filter(|&mask| mask != f64::NEG_INFINITY)
     }
 
@@ -98,7 +98,7 @@ impl<'a> Elements<'a> {
         if !self.bias.is_empty() {
             let bias = &self.bias[cols];
             let biased = row.iter_mut().zip(bias);
-            biased.for_each(|(x, bias)| *x = between.round64(self.one(*x + bias)));
+            biased.for_each(|(x, bias)| *x = between.round64(self.operation(*x + bias)));
         }
         if !self.transform.is_identity() {
             let rounded = |value: f64| Rounded { value, register: self.register, between };
@@ -137,7 +137,7 @@ impl<'a> Elements<'a> {
                 smooth: value(declared.smooth),
             };
             if let Some(col) = label {
-                *label_g = self.one(cotangents.label * self.slope(row[col]));
+                *label_g = self.operation(cotangents.label * self.slope(row[col]));
             }
             for (col, x) in row.iter_mut().enumerate() {
                 let slope = self.slope(*x);

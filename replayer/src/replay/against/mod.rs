@@ -105,7 +105,7 @@ pub fn against(
         !keys.any(|key| named.matches(key))
     });
     if let Some(named) = empty {
-        let recorded = held(this_run, other_run);
+        let recorded = recorded_names(this_run, other_run);
         return Err(AgainstError::Nothing { pattern: named.to_string(), held: recorded });
     }
     let lacks = |role: &&Role| {
@@ -113,7 +113,7 @@ pub fn against(
         !infos.any(|info| info.role == Some(**role))
     };
     if let Some(role) = asked.roles.iter().find(lacks) {
-        let recorded = held(this_run, other_run);
+        let recorded = recorded_names(this_run, other_run);
         return Err(AgainstError::Nothing { pattern: role.to_string(), held: recorded });
     }
     let mut differences = Differences::default();
@@ -201,7 +201,7 @@ fn left_out(
 }
 
 /// Names of the tensors of both runs, once each.
-pub(super) fn held(this_run: &Side<'_>, other_run: &Side<'_>) -> String {
+pub(super) fn recorded_names(this_run: &Side<'_>, other_run: &Side<'_>) -> String {
     const SHOWN: usize = 40;
     let names = this_run.dump.tensors().keys().chain(other_run.dump.tensors().keys());
     let names: BTreeSet<&str> = names.map(|key| key.tensor.as_str()).collect();

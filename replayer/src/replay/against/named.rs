@@ -232,7 +232,7 @@ pub(super) fn likely(differences: &[NamedDifference]) -> Option<(usize, String)>
 mod tests {
     use super::*;
 
-    fn found(differences: &[f64]) -> Vec<NamedDifference> {
+    fn differences(differences: &[f64]) -> Vec<NamedDifference> {
         let unit = 1.0 / 256.0;
         let mut most = 0.0f64;
         let difference_of_layer = |(k, &difference): (usize, &f64)| {
@@ -257,14 +257,18 @@ mod tests {
 
     #[test]
     fn an_error_that_grows_like_a_random_walk_points_at_nothing() {
-        assert_eq!(likely(&found(&[0.0, 3e-3, 4e-3, 5e-3, 6e-3])), None);
-        assert_eq!(likely(&found(&[0.0, 1e-7, 3e-3, 4e-3])), None, "one flipped element spreads");
+        assert_eq!(likely(&differences(&[0.0, 3e-3, 4e-3, 5e-3, 6e-3])), None);
+        assert_eq!(
+            likely(&differences(&[0.0, 1e-7, 3e-3, 4e-3])),
+            None,
+            "one flipped element spreads"
+        );
     }
 
     #[test]
     fn the_first_that_leaves_the_walk_or_jumps_is_the_likely_one() {
-        assert_eq!(likely(&found(&[0.0, 3e-3, 9e-2, 9e-2])).unwrap().0, 2);
-        assert_eq!(likely(&found(&[1e-4, 2e-4, 5e-3, 5e-3])).unwrap().0, 2);
-        assert_eq!(likely(&found(&[f64::NAN, 1.0])).unwrap().0, 0, "NaN is within no bound");
+        assert_eq!(likely(&differences(&[0.0, 3e-3, 9e-2, 9e-2])).unwrap().0, 2);
+        assert_eq!(likely(&differences(&[1e-4, 2e-4, 5e-3, 5e-3])).unwrap().0, 2);
+        assert_eq!(likely(&differences(&[f64::NAN, 1.0])).unwrap().0, 0, "NaN is within no bound");
     }
 }

@@ -49,7 +49,7 @@ struct Values {
     rows: u64,
     columns: u64,
     dtype: Dtype,
-    of: Vec<f64>,
+    values: Vec<f64>,
 }
 
 /// What the operands of a tensor say of it.
@@ -91,7 +91,7 @@ impl<'a> Products<'a> {
             let info = side.dump.tensors().get(key)?;
             let view = View::of(side.dump, key);
             let values = view.read(0..view.elements()).ok()?;
-            Some(Values { rows: view.rows, columns: view.columns, dtype: info.dtype, of: values })
+            Some(Values { rows: view.rows, columns: view.columns, dtype: info.dtype, values })
         });
     }
 
@@ -109,7 +109,7 @@ struct Product<'a> {
 
 impl Product<'_> {
     /// `Σ a b` and `Σ |a b|` of an element.
-    fn at(&self, (a, b): (&Values, &Values), row: u64, column: u64) -> (f64, f64) {
+    fn terms(&self, (a, b): (&Values, &Values), row: u64, column: u64) -> (f64, f64) {
         let (mut sum, mut sizes) = (0.0, 0.0);
         for k in 0..self.terms {
             let (index, by) = match self.form {
@@ -117,7 +117,7 @@ impl Product<'_> {
                 Form::RowsByColumns => (row * a.columns + k, k * b.columns + column),
                 Form::ColumnsByColumns => (k * a.columns + row, k * b.columns + column),
             };
-            let term = a.of[index as usize] * b.of[by as usize];
+            let term = a.values[index as usize] * b.values[by as usize];
             sum += term;
             sizes += term.abs();
         }
@@ -127,12 +127,12 @@ impl Product<'_> {
     /// How many times its bound an element is off; NaN is off.
     fn off(&self, x: &Values, operands: (&Values, &Values), element: u64) -> f64 {
         let (row, column) = (element / x.columns, element % x.columns);
-        let (sum, sizes) = self.at(operands, row, column);
+        let (sum, sizes) = self.terms(operands, row, column);
         let wide = [x.dtype, operands.0.dtype, operands.1.dtype].contains(&Dtype::F64);
         // The sum here errs by its own roundings, too.
         let unit = if wide { 2.0 * F64 } else { F32 + F64 };
         let bound = (self.terms as f64 + 2.0) * unit * sizes + unit_of(x.dtype) * sum.abs();
-        let off = (x.of[element as usize] - sum).abs();
+        let off = (x.values[element as usize] - sum).abs();
         let tiny = smallest(x.dtype);
         if off <= bound + tiny {
             off / (bound + tiny)
@@ -252,7 +252,7 @@ fn shows(products: &Products<'_>, key: &TensorKey, product: &Product<'_>) -> Opt
         if !(product.off(x, operands, element) <= 1.0) {
             return Some(false);
         }
-        told += u64::from(x.of[element as usize] != 0.0);
+        told += u64::from(x.values[element as usize] != 0.0);
     }
     Some(told >= SHOWN.min(elements) / 3 && told >= 4)
 }

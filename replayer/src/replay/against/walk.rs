@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::view::View;
 use crate::assemble::AssembleError;
 use crate::compare::measures::Point;
-use crate::compare::pair::{At, Compared, compare};
+use crate::compare::pair::{Compared, FirstElement, compare};
 use crate::compare::ulp::Format;
 
 /// Elements of a slab: a few MiB on each side for each thread, and a fixed
@@ -22,7 +22,7 @@ pub(super) fn walk(ours: &View<'_>, theirs: &View<'_>) -> Result<Compared, Assem
     let same = same.filter(|_| ours.dtype == theirs.dtype);
     let format = ours.stored().filter(|_| theirs.stored().is_some()).and_then(Format::of);
     let compare_slab = |range: &Range<u64>| -> Result<Compared, AssembleError> {
-        let place = At { start: range.start, columns };
+        let place = FirstElement { start: range.start, columns };
         if let Some(dtype) = same {
             let (x, y) = (ours.bytes(range.clone())?, theirs.bytes(range.clone())?);
             return Ok(compare(dtype, &x, &y, place));

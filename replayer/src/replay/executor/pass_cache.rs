@@ -21,10 +21,10 @@ const HELD: usize = 256 << 20;
 
 /// Passes by what they were computed from, labels apart in the forward ones.
 #[derive(Default)]
-pub struct PassCache(Mutex<Held>);
+pub struct PassCache(Mutex<Passes>);
 
 #[derive(Default)]
-struct Held {
+struct Passes {
     forward: HashMap<u64, reference::Forward>,
     label_logits: HashMap<u64, Arc<Vec<f64>>>,
     biases: HashMap<u64, Biases>,
@@ -40,7 +40,7 @@ struct Held {
 struct Judged {
     sum: Arc<Sum>,
     expected: Vec<f64>,
-    found: Comparison,
+    comparison: Comparison,
 }
 
 /// One backward pass.
@@ -71,7 +71,7 @@ impl Debug for PassCache {
 }
 
 impl PassCache {
-    fn held(&self) -> MutexGuard<'_, Held> {
+    fn lock(&self) -> MutexGuard<'_, Passes> {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
@@ -84,13 +84,13 @@ impl PassCache {
         let mut hash = DefaultHasher::new();
         put(&mut hash, head);
         let key = hash.finish();
-        let cached = self.held().forward.get(&key).cloned();
+        let cached = self.lock().forward.get(&key).cloned();
         if let Some(cached) = cached {
             let label_logits = self.label_logits(head).to_vec();
             return Ok(reference::Forward { label_logits, ..cached });
         }
         let forward = run()?;
-        self.held().forward.insert(key, forward.clone());
+        self.lock().forward.insert(key, forward.clone());
         Ok(forward)
     }
 
@@ -100,10 +100,10 @@ impl PassCache {
         put(&mut hash, head);
         hash.write_u128(ContentHash::of(bytemuck::cast_slice(head.labels)).0);
         let key = hash.finish();
-        let cached = self.held().label_logits.get(&key).cloned();
+        let cached = self.lock().label_logits.get(&key).cloned();
         cached.unwrap_or_else(|| {
             let logits = Arc::new(reference::label_logits(head));
-            self.held().label_logits.insert(key, logits.clone());
+            self.lock().label_logits.insert(key, logits.clone());
             logits
         })
     }
@@ -117,10 +117,10 @@ impl PassCache {
         find: impl FnOnce() -> Biases,
     ) -> Biases {
         let key = key_of((head, lse, cotangents), options);
-        let cached = self.held().biases.get(&key).copied();
+        let cached = self.lock().biases.get(&key).copied();
         cached.unwrap_or_else(|| {
             let biases = find();
-            self.held().biases.insert(key, biases);
+            self.lock().biases.insert(key, biases);
             biases
         })
     }
@@ -132,12 +132,12 @@ impl PassCache {
         read: &mut dyn FnMut() -> Result<Captured, E>,
     ) -> Result<Arc<Captured>, E> {
         let key = named(which);
-        let cached = self.held().captured.get(&key).cloned();
+        let cached = self.lock().captured.get(&key).cloned();
         if let Some(cached) = cached {
             return Ok(cached);
         }
         let captured = Arc::new(read()?);
-        let (mut all, bytes) = (self.held(), captured.bytes());
+        let (mut all, bytes) = (self.lock(), captured.bytes());
         if all.of_captured + bytes <= HELD {
             all.of_captured += bytes;
             all.captured.insert(key, captured.clone());
@@ -153,12 +153,12 @@ impl PassCache {
         take: &mut dyn FnMut() -> Result<Sum, E>,
     ) -> Result<Arc<Sum>, E> {
         let key = named(which);
-        let cached = self.held().sums.get(&key).cloned();
+        let cached = self.lock().sums.get(&key).cloned();
         if let Some(cached) = cached {
             return Ok(cached);
         }
         let sum = Arc::new(take()?);
-        let (mut all, bytes) = (self.held(), 3 * size_of::<f64>() * sum.total.len());
+        let (mut all, bytes) = (self.lock(), 3 * size_of::<f64>() * sum.total.len());
         if all.of_captured + bytes <= HELD {
             all.of_captured += bytes;
             all.sums.insert(key, sum.clone());
@@ -174,19 +174,19 @@ impl PassCache {
         judge: &mut dyn FnMut() -> Comparison,
     ) -> Comparison {
         let key = named(which);
-        if let Some(cached) = self.held().judged.get(&key)
+        if let Some(cached) = self.lock().judged.get(&key)
             && Arc::ptr_eq(&cached.sum, sum)
             && cached.expected == expected
         {
-            return cached.found.clone();
+            return cached.comparison.clone();
         }
         let comparison = judge();
         // The first is the one that most trials leave as it is.
         let (sum, expected) = (sum.clone(), expected.to_vec());
-        self.held().judged.entry(key).or_insert(Judged {
+        self.lock().judged.entry(key).or_insert(Judged {
             sum,
             expected,
-            found: comparison.clone(),
+            comparison: comparison.clone(),
         });
         comparison
     }
@@ -199,7 +199,7 @@ impl PassCache {
         run: &mut dyn FnMut() -> BackwardPass,
     ) -> Arc<BackwardPass> {
         let key = key_of((head, lse, cotangents), &(keep, options));
-        let cached = self.held().backward.get(&key).cloned();
+        let cached = self.lock().backward.get(&key).cloned();
         if let Some(cached) = cached {
             return cached;
         }
@@ -213,7 +213,7 @@ impl PassCache {
         if bytes > HELD {
             return pass;
         }
-        let mut all = self.held();
+        let mut all = self.lock();
         if all.bytes + bytes > HELD {
             all.backward.clear();
             all.bytes = 0;

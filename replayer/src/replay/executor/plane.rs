@@ -18,7 +18,7 @@ use crate::kernels::policy::{self, Policy};
 use crate::kernels::reference::{self, TermNoise};
 use crate::kernels::round::Precision;
 use crate::kernels::span_of;
-use crate::replay::microbatch::Slice;
+use crate::replay::microbatch::HeadMicrobatch;
 use crate::replay::tasks::task::PlanePart;
 
 /// Bytes of one f64 buffer over a span of tokens.
@@ -41,7 +41,7 @@ pub(in crate::replay) type JudgeSpan<'a> =
 /// A captured plane, and what its reference starts from.
 pub(in crate::replay) struct CapturedPlane<'a> {
     pub(in crate::replay) key: &'a TensorKey,
-    pub(in crate::replay) slice: &'a Slice,
+    pub(in crate::replay) microbatch: &'a HeadMicrobatch,
     pub(in crate::replay) upstream: SpanUpstream<'a>,
 }
 
@@ -88,7 +88,7 @@ impl<'a> Executor<'a> {
         let SpanUpstream { head, lse, cotangents } = plane.upstream;
         if let Place::Cluster(driver) = &self.place {
             let spans = self.spans(plane.key, head.k.rows)?.into_iter().map(part).collect();
-            let judged = driver.planes(plane.slice, &head, (lse, &cotangents), spans)?;
+            let judged = driver.planes(plane.microbatch, &head, (lse, &cotangents), spans)?;
             judged.into_iter().for_each(put);
             return Ok(());
         }

@@ -13,7 +13,7 @@ use crate::replay::elementwise::sum;
 use crate::replay::forward::ForwardState;
 use crate::replay::judge::Judge;
 use crate::replay::loss::Upstream;
-use crate::replay::microbatch::Slice;
+use crate::replay::microbatch::HeadMicrobatch;
 use crate::replay::plausible_policies::Member;
 use crate::replay::problem::Problem;
 use crate::replay::world::UnitTokens;
@@ -22,20 +22,20 @@ impl Replay<'_> {
     /// A gradient of the unit's tokens; `None` where the policy never has it.
     pub(super) fn gradient(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         (state, upstream): (&ForwardState, &Upstream),
         stage: Stage,
         member: Option<&Member>,
     ) -> Option<Vec<f64>> {
         let mut gradient = Vec::new();
-        self.with_problem(slice, unit, state, upstream, &mut |problem| {
+        self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
             gradient = match member {
                 None => self.exact_gradient(problem, stage),
                 Some(member) => self.emulated_gradient(problem, stage, member),
             };
         });
-        let empty = slice.inputs.tokens() * slice.inputs.width() == 0;
+        let empty = microbatch.inputs.tokens() * microbatch.inputs.width() == 0;
         (!gradient.is_empty() || empty).then_some(gradient)
     }
 
@@ -123,13 +123,13 @@ impl Replay<'_> {
     /// logits, p or dlogits of some tokens, `[tokens, V]`.
     pub(super) fn plane_of(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         (state, upstream): (&ForwardState, &Upstream),
         stage: Stage,
         tokens: Range<usize>,
         member: Option<&Member>,
     ) -> Vec<f64> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let head = inputs.head(self.plan.step).expect("log-probabilities were refused");
         let [g_lse, g_label, g_smooth] = self.judge.cotangents_of(inputs, state, upstream);
         let select = |values: &[f64]| values[tokens.clone()].to_vec();

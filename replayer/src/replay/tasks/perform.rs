@@ -8,7 +8,7 @@ use backtape::shard::TensorKey;
 use backtape::store::layout::MANIFEST;
 
 use super::error::TaskError;
-use super::read::{Held, files, key, rows};
+use super::read::{PartMatrices, files, key, rows};
 use super::task::{Emulated, EmulatedBlock, Kind, RowsOf, Session, Task};
 use crate::dump::{self, OpenError, Place, StepDump};
 use crate::head::roundings::precision_of;
@@ -106,7 +106,7 @@ pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>
     };
     let judge = Judge { plan: &plan, world: &Declared };
     let replay = Replay { plan: &plan, executor: Executor::of_task(&plan, &NoProgress), judge };
-    let operands = Held::read(&dump, &step.options, &task.part)?;
+    let operands = PartMatrices::read(&dump, &step.options, &task.part)?;
     let head = operands.head(&step.options, &task.part);
     replay.perform(&task, &head, sums)
 }

@@ -20,22 +20,22 @@ use crate::kernels::transform::Transform;
 use crate::replay::gathered_rows::Gathered;
 
 /// The matrices of a part, as they were dumped.
-pub(super) struct Held {
+pub(super) struct PartMatrices {
     q: Option<Gathered>,
     k: Option<Gathered>,
     given: Option<Gathered>,
 }
 
-impl Held {
+impl PartMatrices {
     pub(super) fn read(
         dump: &StepDump,
         options: &HeadOptions,
         part: &Part,
-    ) -> Result<Held, TaskError> {
+    ) -> Result<PartMatrices, TaskError> {
         let q = part.q.as_ref().map(|of| rows(dump, of)).transpose()?;
         let k = part.k.as_ref().map(|of| classes(dump, options, of)).transpose()?;
         let given = part.given.as_ref().map(|of| rows(dump, of)).transpose()?;
-        Ok(Held { q, k, given })
+        Ok(PartMatrices { q, k, given })
     }
 
     /// The kernels' view of a part.

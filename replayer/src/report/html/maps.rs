@@ -225,7 +225,7 @@ fn caption(map: &Map, drawn: &[Drawn<'_>]) -> String {
 }
 
 fn source_of(strip: &Strip, cell: &Cell) -> Source {
-    strip.sources.get(cell.of as usize).copied().unwrap_or((None, None))
+    strip.sources.get(cell.source as usize).copied().unwrap_or((None, None))
 }
 
 pub(super) fn whose((microbatch, rank): Source) -> String {
@@ -299,7 +299,7 @@ impl Drawn<'_> {
                 bytes.extend(NONE.to_le_bytes());
                 continue;
             };
-            let number = *numbers.entry(cell.of).or_insert_with(|| {
+            let number = *numbers.entry(cell.source).or_insert_with(|| {
                 let (microbatch, rank) = source_of(self.strip, cell);
                 sources.push((microbatch.map(|mb| mb.0), rank.map(|rank| rank.0)));
                 (sources.len() - 1) as u16

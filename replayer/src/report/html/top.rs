@@ -72,7 +72,7 @@ impl Page<'_> {
             declaration: other
                 .map(|other| format!("{}; to tell, look at {}", other.sentence(), other.look)),
             causes: self.shown(&report.causes),
-            said: said(&report.causes),
+            said: summary_of(&report.causes),
             facts,
             parts,
         })
@@ -80,7 +80,7 @@ impl Page<'_> {
 }
 
 /// What is said of all causes together.
-fn said(causes: &[Found]) -> String {
+fn summary_of(causes: &[Found]) -> String {
     match causes {
         [] => String::new(),
         [first, ..] if first.standing == Standing::Unknown => {

@@ -171,7 +171,7 @@ fn named(name: Name) -> &'static str {
 /// What four runs say.
 fn judged(runs: &[Ended; 4], (dtype, columns): (Type, usize)) -> Vec<String> {
     let [first, second, odd, clear] =
-        runs.each_ref().map(|run| Elements { of: dtype, bytes: &run.output });
+        runs.each_ref().map(|run| Elements { dtype, bytes: &run.output });
     let mut findings = Vec::new();
     let mut say = |what: &str, elements: Vec<usize>| {
         if let Some(&element) = elements.first() {
@@ -206,17 +206,17 @@ fn judged(runs: &[Ended; 4], (dtype, columns): (Type, usize)) -> Vec<String> {
 
 /// The elements of an output.
 struct Elements<'a> {
-    of: Type,
+    dtype: Type,
     bytes: &'a [u8],
 }
 
 impl Elements<'_> {
     fn len(&self) -> usize {
-        self.bytes.len() / self.of.bytes()
+        self.bytes.len() / self.dtype.bytes()
     }
 
     fn at(&self, index: usize) -> &[u8] {
-        &self.bytes[index * self.of.bytes()..][..self.of.bytes()]
+        &self.bytes[index * self.dtype.bytes()..][..self.dtype.bytes()]
     }
 
     fn holds(&self, index: usize, byte: u8) -> bool {
@@ -224,7 +224,7 @@ impl Elements<'_> {
     }
 
     fn is_nan(&self, index: usize) -> bool {
-        values::floats(self.at(index), self.of)[0].is_nan()
+        values::floats(self.at(index), self.dtype)[0].is_nan()
     }
 
     fn all(&self, is_wanted: impl Fn(&usize) -> bool) -> Vec<usize> {

@@ -85,7 +85,7 @@ pub(super) struct Declared {
 /// One dimension of a grid: a number or a size, over another number, rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Extent {
-    of: Count,
+    count: Count,
     over: u32,
 }
 
@@ -192,7 +192,7 @@ impl Declared {
     pub(super) fn grid(&self, sizes: &Sizes) -> Result<[u32; 3], String> {
         let mut grid = [1; 3];
         for (to, extent) in grid.iter_mut().zip(&self.grid) {
-            let count = match extent.of {
+            let count = match extent.count {
                 Count::Of(size) => sizes.of(size),
                 Count::Fixed(number) => number as usize,
             };
@@ -273,7 +273,7 @@ fn extent(text: &str) -> Result<Extent, String> {
         Some(size) => Count::Of(size),
         None => Count::Fixed(number(counted)?),
     };
-    Ok(Extent { of: count, over: number(over)? })
+    Ok(Extent { count, over: number(over)? })
 }
 
 fn number(text: &str) -> Result<u32, String> {
