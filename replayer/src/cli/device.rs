@@ -7,9 +7,9 @@ use crate::postmortem::{AskedDevice, Used};
 /// Which device.
 #[derive(Debug, Default, Args)]
 pub(super) struct DeviceArguments {
-    /// What computes the f64 reference and the emulated policies: cpu, by default, or the first GPU
-    /// as cuda, another as cuda:1, several as cuda:0,1, all as cuda:all. Where it cannot be used the
-    /// CPU does it, and the report says why.
+    /// The device that computes the f64 reference and the emulated policies: cpu (the default),
+    /// cuda for the first GPU, cuda:1 for another, cuda:0,1 for several or cuda:all for all. If it
+    /// cannot be used, the CPU computes them and the report says why.
     #[arg(long, value_name = "DEVICE", conflicts_with = "engine")]
     pub(super) device: Option<AskedDevice>,
 }

@@ -14,8 +14,9 @@ use crate::replay::variant::STAGES;
 /// Which kernels.
 #[derive(Debug, Default, Args)]
 pub(super) struct KernelArguments {
-    /// A kernel of your own for a stage: CUDA C++, PTX or a cubin, launched on the dumped inputs
-    /// between guards; its source says how it is called. It needs a GPU. May be given again.
+    /// Runs your own kernel for a stage on the dumped inputs and judges its output. The file is
+    /// CUDA C++, PTX or a cubin, and a comment in it declares how the kernel is called. It needs a
+    /// GPU and may be given several times.
     #[arg(long = "kernel", value_name = "STAGE=FILE:ENTRY",
           conflicts_with_all = ["against", "engine", "tokens", "freivalds"])]
     pub(super) kernels: Vec<AskedKernel>,
