@@ -76,8 +76,9 @@ pub(crate) struct Dropped {
 impl State {
     /// The oldest step that may be dropped; never `keep`, which is being recorded.
     fn spare(&self, keep: u64) -> Option<u64> {
-        let goes =
-            |(step, held): &(&u64, &RingStep)| **step != keep && !held.wanted && !self.frozen;
+        let goes = |(step, step_held): &(&u64, &RingStep)| {
+            **step != keep && !step_held.wanted && !self.frozen
+        };
         self.steps.iter().find(goes).map(|(step, _)| *step)
     }
 
@@ -207,7 +208,12 @@ impl Ring {
     /// Steps that can be written, ascending.
     pub(crate) fn writable_steps(&self) -> Vec<u64> {
         let state = self.lock();
-        state.steps.iter().filter(|(_, held)| held.closed).map(|(step, _)| *step).collect()
+        state
+            .steps
+            .iter()
+            .filter(|(_, step_held)| step_held.closed)
+            .map(|(step, _)| *step)
+            .collect()
     }
 
     /// Asks for a step; where the ring holds it, it is not dropped before it is taken.
@@ -352,12 +358,12 @@ mod tests {
                         }
                     }
                 }
-                let held = ring.writable_steps();
+                let writable = ring.writable_steps();
                 let most = if frozen { 12 } else { 6 };
-                prop_assert!(held.len() <= most);
+                prop_assert!(writable.len() <= most);
                 if frozen {
                     let kept = before.iter().filter(|step| !written.contains(step));
-                    prop_assert!(kept.into_iter().all(|step| held.contains(step)));
+                    prop_assert!(kept.into_iter().all(|step| writable.contains(step)));
                 }
             }
             ring.clear();

@@ -331,8 +331,10 @@ impl Session {
         let mut seen = Vec::new();
         while let Some(Ok(unsettled)) = deadline.bound(embedded.handle.unsettled()).await {
             // Other ranks of this host may still be writing, which is progress.
-            let now: Vec<(String, u64)> =
-                unsettled.iter().map(|one| (one.missing.clone(), self.written(one.step))).collect();
+            let now: Vec<(String, u64)> = unsettled
+                .iter()
+                .map(|unsettled| (unsettled.missing.clone(), self.written(unsettled.step)))
+                .collect();
             if std::mem::replace(&mut seen, now.clone()) != now {
                 self.recording.patience.progressed();
             }

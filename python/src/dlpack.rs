@@ -246,8 +246,8 @@ pub(crate) fn read_capsule<'py>(
 ) -> PyResult<(Bound<'py, pyo3::types::PyBytes>, (u32, u32))> {
     let py = capsule.py();
     let array = take(capsule);
-    let read = array.and_then(|held| {
-        let place = held.place()?;
+    let read = array.and_then(|tensor| {
+        let place = tensor.place()?;
         if place.device_type != CPU {
             return Err(PyBufferError::new_err("a DLPack capsule of a device's memory"));
         }

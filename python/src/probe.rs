@@ -13,7 +13,7 @@ use crate::postmortem::failed;
 #[pyfunction]
 pub(crate) fn probe_store(py: Python<'_>, place: PathBuf) -> Vec<(&'static str, bool, String)> {
     let probed = py.detach(|| probe::probe(&place));
-    probed.into_iter().map(|one| (one.what, one.works, one.outcome)).collect()
+    probed.into_iter().map(|probed| (probed.what, probed.works, probed.outcome)).collect()
 }
 
 /// A coordinator's version, build and seconds to answer, and what it says of a run. Raises

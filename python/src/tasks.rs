@@ -44,7 +44,8 @@ impl Workers for Cluster {
         from: Vec<Option<Handle>>,
         gives: usize,
     ) -> Result<Vec<Handle>, String> {
-        let from: Vec<Option<u64>> = from.into_iter().map(|of| of.map(|of| of.0)).collect();
+        let from: Vec<Option<u64>> =
+            from.into_iter().map(|handle| handle.map(|handle| handle.0)).collect();
         Python::attach(|py| {
             let given = (PyBytes::new(py, &task), from, gives);
             let started = self.0.call_method1(py, "start", given);

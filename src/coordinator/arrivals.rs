@@ -77,7 +77,7 @@ impl Arrivals {
     /// True when the process sent a second request after its arrival. A first request alone may be
     /// from a process that has died since.
     pub(crate) fn came_back(&self, process: Process) -> bool {
-        self.get(process).is_some_and(|own| own.heard >= own.number)
+        self.get(process).is_some_and(|arrived| arrived.heard >= arrived.number)
     }
 
     /// True when both are known to have been alive at the same time.

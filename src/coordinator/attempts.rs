@@ -78,7 +78,7 @@ pub(crate) fn choose(
             None => Ok(Choice::Enter(attempt)),
         };
     }
-    let next = latest.map_or(Attempt(0), |of| Attempt(of.attempt.0.saturating_add(1)));
+    let next = latest.map_or(Attempt(0), |latest| Attempt(latest.attempt.0.saturating_add(1)));
     match (launch, latest) {
         (Launch::Older, _) | (Launch::Own, None) => return Ok(Choice::Enter(next)),
         (Launch::Own, Some(latest)) => {

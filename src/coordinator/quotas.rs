@@ -82,7 +82,8 @@ fn refuse(said: String) -> Result<(), Refusal> {
 
 /// Memory of a close, in bytes.
 pub(super) fn weight(closing: &Closing) -> u64 {
-    let texts = closing.omissions.iter().map(|one| one.tensor.len() + one.reason.len() + 96);
+    let texts =
+        closing.omissions.iter().map(|omission| omission.tensor.len() + omission.reason.len() + 96);
     let declared = PARSED * (text_length(&closing.head) + text_length(&closing.selection));
     EVENT_BYTES + declared + texts.sum::<usize>() as u64
 }

@@ -258,7 +258,7 @@ impl Runs {
 
     /// What is known of a run's newest attempt.
     pub(crate) fn overview(&self, run: &Name) -> Result<Overview, Refusal> {
-        let known = self.runs.get(run).and_then(|of| of.attempts.values().next_back());
+        let known = self.runs.get(run).and_then(|run| run.attempts.values().next_back());
         let log = known.ok_or_else(|| Refusal::UnknownRun { run: run.clone() })?;
         Ok(Overview { directory: log.directory.path.clone(), ..log.state.overview() })
     }

@@ -137,7 +137,7 @@ impl AttemptState {
     /// Shards of a reported file.
     pub(crate) fn shards(&self, step: Step, rank: Rank, file: &Name) -> u64 {
         let of_rank = self.steps.get(&step).and_then(|state| state.files.get(&rank));
-        let file = of_rank.and_then(|own| own.get(file));
+        let file = of_rank.and_then(|files| files.get(file));
         file.map_or(0, |file| file.sums.shards)
     }
 
@@ -227,7 +227,7 @@ impl AttemptState {
         };
         let file = file.clone();
         let of_rank = state.files.get(&rank);
-        if let Some(known) = of_rank.and_then(|own| own.get(&file)) {
+        if let Some(known) = of_rank.and_then(|files| files.get(&file)) {
             return if known.header_hash == hash || faults::seeded("dedupe-by-name") {
                 Ok(Outcome::Known)
             } else {

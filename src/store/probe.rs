@@ -142,7 +142,7 @@ mod tests {
         let probed = probe(&store.path().join("not/there/yet"));
         assert!(probed.iter().all(|one| one.works), "{probed:?}");
         assert!(probed[0].outcome.contains("is not there yet"), "{probed:?}");
-        let names: Vec<&str> = probed.iter().map(|one| one.what).collect();
+        let names: Vec<&str> = probed.iter().map(|probed| probed.what).collect();
         assert_eq!(
             names,
             ["directory", "write, fsync and name", "never replaces", "direct writes", "space"]

@@ -111,18 +111,19 @@ proptest! {
         };
         let host = Host::new(ROOMY, Turns::SideFirst);
         let sums = Box::new([0u32; 2]);
-        let at = sums.as_ptr() as u64;
-        let arguments = Arguments::new(dtype, &place, tensor.address(), at).unwrap();
+        let sums_address = sums.as_ptr() as u64;
+        let arguments =
+            Arguments::new(dtype, &place, tensor.address(), sums_address).unwrap();
         // SAFETY: both lie there until the stream is through, below.
         unsafe { host.fingerprint(&arguments, SIDE) }.unwrap();
         prop_assert!(host.run());
         // SAFETY: as many bytes as the tensor was made with; the kernel wrote the sums.
-        let (held, found) = unsafe {
-            let held = std::slice::from_raw_parts(tensor.address() as *const u8, bytes);
-            let at = sums.as_ptr();
-            (held, Fingerprint(at.read_volatile(), at.add(1).read_volatile()))
+        let (on_device, fingerprint) = unsafe {
+            let on_device = std::slice::from_raw_parts(tensor.address() as *const u8, bytes);
+            let written = sums.as_ptr();
+            (on_device, Fingerprint(written.read_volatile(), written.add(1).read_volatile()))
         };
-        prop_assert_eq!(found, Fingerprint::of(dtype, &place, held));
+        prop_assert_eq!(fingerprint, Fingerprint::of(dtype, &place, on_device));
     }
 
     /// Goal: what lands is what the tensor held when it was captured, whoever is ahead, with room
@@ -137,21 +138,21 @@ proptest! {
     ) {
         let weights = Tensor::new(700);
         let activations: Vec<Tensor> = lengths.iter().map(|&n| Tensor::new(n)).collect();
-        let of = capturer(Sizes { pinned: 1 << 16, snapshots }, turns);
-        let host = &of.machine;
+        let gpu = capturer(Sizes { pinned: 1 << 16, snapshots }, turns);
+        let host = &gpu.machine;
         let mut arrived = Vec::new();
         for (step, &length) in lengths.iter().enumerate() {
             let (of_weights, of_activation) = (vec![step as u8 + 1; length], vec![!(step as u8); length]);
             host.write(JOB, weights.address(), of_weights.clone());
-            arrived.push((capture(&of, &weights, length, Order::Changing(JOB)).unwrap(), of_weights));
+            arrived.push((capture(&gpu, &weights, length, Order::Changing(JOB)).unwrap(), of_weights));
             let activation = &activations[step];
             host.write(JOB, activation.address(), of_activation.clone());
             let hold = Box::new(Hold { address: activation.address(), bytes: length });
-            let arriving = capture_holding(&of, activation, length, Order::Made(JOB), hold).unwrap();
+            let arriving = capture_holding(&gpu, activation, length, Order::Made(JOB), hold).unwrap();
             arrived.push((arriving, of_activation));
             if early >> step & 1 == 1 {
                 host.run_stream(if early & 1 == 1 { JOB } else { SIDE });
-                of.reap();
+                gpu.reap();
             }
         }
         host.write(JOB, weights.address(), vec![0xee; 700]);
@@ -161,19 +162,19 @@ proptest! {
         }
         prop_assert!(host.run(), "the job's stream comes to its end");
         drop(arrived);
-        of.reap();
-        prop_assert!(of.is_idle());
+        gpu.reap();
+        prop_assert!(gpu.is_idle());
     }
 
     /// Goal: whichever call of the driver fails, a capture is refused or says so when it is read;
     /// it never gives bytes that are not the tensor's, and the device is not used again.
     #[test]
     fn whatever_call_fails_no_wrong_bytes_come(sound in 0usize..16, turns in turns()) {
-        let of = capturer(ROOMY, turns);
+        let gpu = capturer(ROOMY, turns);
         let tensor = Tensor::new(64);
-        of.machine.write(JOB, tensor.address(), vec![9; 64]);
-        of.machine.sound_calls.store(sound, Ordering::SeqCst);
-        let taken = capture(&of, &tensor, 64, Order::Changing(JOB));
+        gpu.machine.write(JOB, tensor.address(), vec![9; 64]);
+        gpu.machine.sound_calls.store(sound, Ordering::SeqCst);
+        let taken = capture(&gpu, &tensor, 64, Order::Changing(JOB));
         let read = taken.map(|arriving| arriving.bytes().map(<[u8]>::to_vec));
         match read {
             Ok(Ok(bytes)) => prop_assert_eq!(bytes, vec![9; 64]),
@@ -181,9 +182,9 @@ proptest! {
             Err(NotTaken::Failed(_)) => {}
             Err(full) => prop_assert!(false, "{}", full),
         }
-        if of.broken() {
-            of.machine.sound_calls.store(usize::MAX, Ordering::SeqCst);
-            prop_assert!(capture(&of, &tensor, 64, Order::Settled).is_err());
+        if gpu.broken() {
+            gpu.machine.sound_calls.store(usize::MAX, Ordering::SeqCst);
+            prop_assert!(capture(&gpu, &tensor, 64, Order::Settled).is_err());
         }
     }
 }

@@ -125,7 +125,7 @@ pub fn addend_parts(
 /// Ranks that hold an addend of a partial tensor (or a shard of any other).
 pub fn holders(dump: &StepDump, key: &TensorKey) -> Vec<Rank> {
     let Some(info) = dump.tensors().get(key) else { return Vec::new() };
-    let records = info.shards.iter().map(|at| dump.record(at));
+    let records = info.shards.iter().map(|shard| dump.record(shard));
     // Ranks along a mesh axis that replicates hold the same addend, which counts once.
     let counted = records.filter(|record| info.partial.is_none() || record.replica == 0);
     let mut ranks: Vec<Rank> = counted.map(|record| record.rank).collect();
@@ -170,7 +170,7 @@ fn addends_of<'a>(
     if info.partial.is_none() {
         return Err(AssembleError::Values { key: key.clone() });
     }
-    let of_ranks = info.shards.iter().filter(|at| ranks.contains(&dump.record(at).rank));
+    let of_ranks = info.shards.iter().filter(|shard| ranks.contains(&dump.record(shard).rank));
     let shards: Vec<ShardRef> = of_ranks.copied().collect();
     if shards.is_empty() {
         let rank = ranks.first().copied().unwrap_or(Rank(0));
@@ -180,7 +180,7 @@ fn addends_of<'a>(
 }
 
 fn distinct_boxes(dump: &StepDump, shards: &[ShardRef]) -> Vec<IndexBox> {
-    let places = shards.iter().map(|at| dump.record(at).place.clone());
+    let places = shards.iter().map(|shard| dump.record(shard).place.clone());
     let mut boxes: Vec<IndexBox> = places.collect();
     boxes.sort();
     boxes.dedup();
@@ -234,19 +234,19 @@ fn fill(
 /// One intact shard for every distinct box that intersects `place`: the lowest replica whose bytes
 /// are there and have the right hash.
 fn choose<'a>(dump: &'a StepDump, shards: &[ShardRef], place: &IndexBox) -> Vec<Source<'a>> {
-    let reaching = shards.iter().filter(|at| intersect(&dump.record(at).place, place));
+    let reaching = shards.iter().filter(|shard| intersect(&dump.record(shard).place, place));
     let mut reaching: Vec<ShardRef> = reaching.copied().collect();
     // Shards of files without a fault come first, though intact shards of faulty files would do.
-    reaching.sort_by_cached_key(|at| {
-        let record = dump.record(at);
-        let faulty = dump.file_of(at).faulty();
-        (record.place.clone(), faulty, record.replica, record.rank, *at)
+    reaching.sort_by_cached_key(|shard| {
+        let record = dump.record(shard);
+        let faulty = dump.file_of(shard).faulty();
+        (record.place.clone(), faulty, record.replica, record.rank, *shard)
     });
     let same_box = |a: &ShardRef, b: &ShardRef| dump.record(a).place == dump.record(b).place;
     let replicas: Vec<&[ShardRef]> = reaching.chunk_by(same_box).collect();
     let first_intact = |replicas: &&[ShardRef]| {
-        replicas.iter().find_map(|at| {
-            let (place, bytes) = (&dump.record(at).place, dump.intact_bytes(at)?);
+        replicas.iter().find_map(|shard| {
+            let (place, bytes) = (&dump.record(shard).place, dump.intact_bytes(shard)?);
             Some(Source { place, bytes })
         })
     };
@@ -307,11 +307,11 @@ fn incomplete(
     let open: Vec<IndexBox> = open.into_iter().map(back).collect();
     let lost: Vec<&ShardRef> = shards
         .iter()
-        .filter(|at| open.iter().any(|gap| intersect(gap, &dump.record(at).place)))
+        .filter(|shard| open.iter().any(|gap| intersect(gap, &dump.record(shard).place)))
         .collect();
-    let mut ranks: Vec<Rank> = lost.iter().map(|at| dump.record(at).rank).collect();
+    let mut ranks: Vec<Rank> = lost.iter().map(|shard| dump.record(shard).rank).collect();
     ranks.dedup();
-    let mut faults: Vec<String> = lost.iter().map(|at| why_lost(dump, at)).collect();
+    let mut faults: Vec<String> = lost.iter().map(|shard| why_lost(dump, shard)).collect();
     faults.sort();
     faults.dedup();
     let missing_ranks = match &dump.state {

@@ -194,11 +194,11 @@ fn equal_batches(
         let once = keys.chunk_by(|a, b| a == b).filter(|same| same.len() == 1);
         once.map(|same| bits.get(&same[0]).copied().unwrap_or(0.0)).sum()
     };
-    let repeated = classes.into_iter().filter(|(_, held)| held.len() > 1);
+    let repeated = classes.into_iter().filter(|(_, indices)| indices.len() > 1);
     let mut groups: Vec<(Vec<usize>, f64)> =
-        repeated.map(|(keys, held)| (held, surprisal(&keys))).collect();
+        repeated.map(|(keys, indices)| (indices, surprisal(&keys))).collect();
     groups.retain(|(_, bits)| *bits >= needed);
-    groups.sort_by_key(|(held, _)| held[0]);
+    groups.sort_by_key(|(indices, _)| indices[0]);
     groups
 }
 

@@ -196,7 +196,7 @@ pub fn check_replayed(subject: Subject<'_>) -> Checked {
 fn run(checks: &[&Check], subjects: &[Subject<'_>]) -> Checked {
     // A partial step holds fewer tokens, microbatches and tensors than the job had, which the other
     // checks would report as faults: only `damage` looks at it.
-    let whole = |one: &&Subject<'_>| one.dump.is_whole();
+    let whole = |subject: &&Subject<'_>| subject.dump.is_whole();
     let whole: Vec<Subject<'_>> = subjects.iter().filter(whole).copied().collect();
     let results_of = |check: &&Check| {
         let mut results = CheckResults::new(check.name);

@@ -37,8 +37,8 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
 fn first<'a>(subject: &Subject<'a>, key: &TensorKey) -> Option<(&'a TensorKey, &'a TensorInfo)> {
     let is_same = |of: &&TensorKey| of.tensor == key.tensor && of.microbatch == key.microbatch;
     let forward = [None, Some(When::AfterOp), Some(When::BeforeOp)];
-    let mut all = subject.dump.tensors().iter().filter(|(of, _)| is_same(of));
-    all.find(|(of, _)| forward.contains(&of.when))
+    let mut all = subject.dump.tensors().iter().filter(|(key, _)| is_same(key));
+    all.find(|(key, _)| forward.contains(&key.when))
 }
 
 type Named<'a> = (&'a TensorKey, &'a TensorInfo);

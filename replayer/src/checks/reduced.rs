@@ -148,7 +148,8 @@ type Content<'a> = (&'a TensorKey, &'a IndexBox, ContentHash);
 
 fn contents<'a>(subject: &Subject<'a>, addends: &[Named<'a>], rank: Rank) -> BTreeSet<Content<'a>> {
     let shards = addends.iter().flat_map(|(_, info)| &info.shards);
-    let records = shards.map(|at| subject.dump.record(at)).filter(|record| record.rank == rank);
+    let records =
+        shards.map(|shard| subject.dump.record(shard)).filter(|record| record.rank == rank);
     records.map(|record| (&record.key, &record.place, record.hash)).collect()
 }
 

@@ -107,7 +107,7 @@ fn differ(
     let holders: usize = versions.iter().map(|piece| piece.holders.len()).sum();
     let majority = versions[0].holders.len() * 2 > holders;
     let holders_of =
-        |pieces: &[&Piece<'_>]| pieces.iter().flat_map(|one| one.holders.clone()).collect();
+        |pieces: &[&Piece<'_>]| pieces.iter().flat_map(|piece| piece.holders.clone()).collect();
     let odd: Vec<Rank> = if majority { holders_of(&versions[1..]) } else { holders_of(versions) };
     let worst = difference(info, versions[0], versions[1]);
     let total = versions[0].bytes.len() / info.dtype.width();

@@ -81,9 +81,9 @@ fn tells(subject: &Subject<'_>, info: &TensorInfo, head: &HeadDeclaration) -> bo
     };
     let row = |bytes: &[u8]| -> Vec<u64> { bytes.chunks_exact(width).map(element_bits).collect() };
     recorded.iter().any(|piece| match head.k_layout {
-        KLayout::Dv => (0..piece.rows()).any(|at| {
+        KLayout::Dv => (0..piece.rows()).any(|index| {
             let classes = valid.saturating_sub(piece.column_range().0);
-            let row = row(piece.row_bytes(at));
+            let row = row(piece.row_bytes(index));
             let row = &row[..row.len().min(usize::try_from(classes).unwrap_or(usize::MAX))];
             row.windows(2).any(|pair| pair[0] != pair[1])
         }),

@@ -16,7 +16,7 @@ pub(super) struct DeviceArguments {
 
 /// Says on the terminal that a device cannot be used: at once, before the work.
 pub(super) fn say(used: &Used) {
-    if let Some(why) = used.report.as_ref().and_then(|of| of.fallback.as_ref()) {
+    if let Some(why) = used.report.as_ref().and_then(|report| report.fallback.as_ref()) {
         anstream::eprintln!("replay: {why}; the CPU computes the reference in its place");
     }
 }

@@ -86,7 +86,7 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), Comma
     let bar = Bar::new(arguments.quiet);
     let sizes = wanted
         .iter()
-        .filter_map(|one| dump.tensors().get(&one.key))
+        .filter_map(|wanted| dump.tensors().get(&wanted.key))
         .map(|info| info.shape.iter().product::<u64>().saturating_mul(info.dtype.width() as u64));
     bar.begin("export", Work::Bytes, sizes.sum());
     let written = export::export(&dump, &wanted, target, arguments.widen, &bar)?;

@@ -110,8 +110,8 @@ impl Chart {
         let mut cells: Vec<Option<Cell>> = vec![None; self.size.1];
         for row in range {
             for column in 0..columns {
-                let at = row * columns + column;
-                let (captured, reference) = (rows.captured.get_f64(at), rows.reference[at]);
+                let flat = row * columns + column;
+                let (captured, reference) = (rows.captured.get_f64(flat), rows.reference[flat]);
                 let index = ((rows.index)(row), column as u64);
                 let allowed = allowed(row, column, reference);
                 let cell = element(index, (captured, reference), &allowed, bound);

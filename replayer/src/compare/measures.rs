@@ -170,7 +170,7 @@ impl Measures {
         Summary {
             max_abs: known(self.max_abs()),
             max_rel: known(self.max_rel.map_or(0.0, |(most, _)| most)),
-            max_rel_index: self.max_rel.map(|(_, at)| at.index),
+            max_rel_index: self.max_rel.map(|(_, point)| point.index),
             from_zero: self.from_zero,
             cosine,
             mismatches: self.mismatches,

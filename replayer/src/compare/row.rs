@@ -267,7 +267,7 @@ impl RowTally {
         self.dot += next.dot;
         self.max_abs = self.max_abs.max(next.max_abs);
         self.beyond = self.beyond.max(next.beyond);
-        self.slope.iter_mut().zip(next.slope).for_each(|(sum, of)| *sum += of);
+        self.slope.iter_mut().zip(next.slope).for_each(|(sum, value)| *sum += value);
         self.allowed.join(&next.allowed);
         self.spots[0].keep(next.spots[0]);
         self.spots[1].keep(next.spots[1]);
@@ -347,7 +347,8 @@ impl RowTally {
     /// elements.
     pub(super) fn measures(&self, row: u64, elements: u64) -> Measures {
         let [first_mismatch, worst, relative] = &self.measured;
-        let max_rel = relative.point(row).map(|at| (at.error() / at.reference.abs(), at));
+        let max_rel =
+            relative.point(row).map(|point| (point.error() / point.reference.abs(), point));
         Measures {
             elements,
             mismatches: self.mismatches,
@@ -408,9 +409,9 @@ mod tests {
     fn a_row_of_several_pieces_is_the_row() {
         let mut draw = Draw::new(7);
         let elements: Vec<Element> = (0..2 * PIECE + 77)
-            .map(|at| {
-                let reference = if at % 41 == 0 { 0.0 } else { 2.0 * draw.unit() - 1.0 };
-                let captured = match at % 1000 {
+            .map(|index| {
+                let reference = if index % 41 == 0 { 0.0 } else { 2.0 * draw.unit() - 1.0 };
+                let captured = match index % 1000 {
                     999 => f64::NAN,
                     _ => reference + 3e-3 * (2.0 * draw.unit() - 1.0),
                 };
@@ -439,9 +440,9 @@ mod tests {
         let pieces: Vec<RowTally> = elements
             .chunks(PIECE)
             .zip((0..).step_by(PIECE))
-            .map(|(of, first)| {
+            .map(|(elements, first)| {
                 let mut piece = RowTally::NONE;
-                for (index, element) in of.iter().enumerate() {
+                for (index, element) in elements.iter().enumerate() {
                     piece.look_at(first + index, *element, format, &Look::whole(9.0));
                 }
                 piece

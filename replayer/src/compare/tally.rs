@@ -370,7 +370,7 @@ impl Tally {
             true => (format.round64(*x) - x) * x,
             false => format.unit_roundoff() * x * x,
         };
-        let sums = reference.par_chunks(CHUNK).map(|of| of.iter().map(error).sum());
+        let sums = reference.par_chunks(CHUNK).map(|values| values.iter().map(error).sum());
         self.slope_stored += sums.collect::<Vec<f64>>().iter().sum::<f64>();
     }
 

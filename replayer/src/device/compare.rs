@@ -211,7 +211,9 @@ impl<M: Machine> Rooms<M> {
     /// Sums of the label part as they are.
     fn put_label(&mut self, machine: &M, label: LabelSums) -> Result<u64, DeviceError> {
         self.label = [(); 5].map(|()| Room::default());
-        for (room, values) in self.label.iter_mut().zip(label).filter(|(_, of)| !of.is_empty()) {
+        for (room, values) in
+            self.label.iter_mut().zip(label).filter(|(_, values)| !values.is_empty())
+        {
             room.put(machine, values)?;
         }
         Ok(0)

@@ -145,13 +145,15 @@ impl<M: Launches> Launches for Little<'_, M> {
 
 /// Heads with every option, in every combination that has a path of its own.
 pub(super) fn heads() -> Vec<(&'static str, Fixture)> {
-    let capped = |of: Fixture, uncapped| {
+    let capped = |fixture: Fixture, uncapped| {
         let transform = Transform { scale: 0.75, softcap: Some(5.0), uncapped };
-        Fixture { transform, ..of }
+        Fixture { transform, ..fixture }
     };
     let usual = Fixture::usual;
-    let scaled =
-        |of: Fixture| Fixture { transform: Transform { scale: 1.5, ..Transform::NONE }, ..of };
+    let scaled = |fixture: Fixture| Fixture {
+        transform: Transform { scale: 1.5, ..Transform::NONE },
+        ..fixture
+    };
     let masked = Fixture { mask: Some(-3.0), ..usual() };
     vec![
         ("plain", usual()),

@@ -219,7 +219,7 @@ impl Progress for Meter<'_> {
 /// Work of the comparisons of an outcome, beside the matrix products.
 fn beside_products(outcome: &Outcome) -> u64 {
     let all = outcome.stages.iter().flat_map(|stage| &stage.comparisons);
-    TRIAL + ELEMENT * all.map(|one| one.tally.elements).sum::<u64>()
+    TRIAL + ELEMENT * all.map(|comparison| comparison.tally.elements).sum::<u64>()
 }
 
 #[cfg(test)]

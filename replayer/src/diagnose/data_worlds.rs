@@ -38,8 +38,8 @@ impl RecordedCounts {
     /// The divisors of the declared head.
     pub fn new(evidence: &Evidence<'_>) -> RecordedCounts {
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let of_microbatch = |own: &MicrobatchInputs| {
-            Some((own.microbatch, evidence.step.denominators(&all, own).ok()?))
+        let of_microbatch = |inputs: &MicrobatchInputs| {
+            Some((inputs.microbatch, evidence.step.denominators(&all, inputs).ok()?))
         };
         RecordedCounts(evidence.inputs.iter().filter_map(of_microbatch).collect())
     }
@@ -196,8 +196,8 @@ pub struct MovedRows {
 }
 
 impl World for MovedRows {
-    fn token(&self, at: StagePlace, token: usize) -> usize {
-        match self.from.get(&at.microbatch).map(|from| from[token]) {
+    fn token(&self, place: StagePlace, token: usize) -> usize {
+        match self.from.get(&place.microbatch).map(|from| from[token]) {
             Some(Row::From(from)) => from,
             _ => token,
         }

@@ -30,7 +30,7 @@ pub struct Decision {
 pub fn decide(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Decision> {
     let accepted: Vec<usize> =
         (0..tried.len()).filter(|&at| tried[at].explains.is_superset(keys)).collect();
-    let left: Vec<f64> = tried.iter().map(|one| one.left_of(keys)).collect();
+    let left: Vec<f64> = tried.iter().map(|trial| trial.left_of(keys)).collect();
     let mut best = best_of_causes(tried, &accepted, &left);
     best.sort_by(|&a, &b| order(tried, &left, a, b));
     let &first = best.first()?;
@@ -88,7 +88,7 @@ fn is_tied(tried: &[Tried<'_>], left: &[f64], first: usize, other: usize) -> boo
 fn ratio(energy: f64, other: f64) -> f64 {
     match (energy, other) {
         (0.0, 0.0) => 1.0,
-        (one, other) => one / other,
+        (value, other) => value / other,
     }
 }
 
@@ -99,13 +99,14 @@ pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<
     let mut left = keys.clone();
     let mut parts = Vec::new();
     while !left.is_empty() {
-        let gain = |one: &Tried<'_>| one.explains.intersection(&left).count();
+        let gain = |trial: &Tried<'_>| trial.explains.intersection(&left).count();
         let most = tried.iter().map(gain).max().filter(|&most| most > 0)?;
         // Of those that explain equally many, the one that leaves least energy in them.
-        let gains_most = |one: &&Tried<'_>| gain(one) == most;
+        let gains_most = |trial: &&Tried<'_>| gain(trial) == most;
         let best = tried.iter().filter(gains_most).min_by(|a, b| {
-            let share =
-                |one: &Tried<'_>| one.left_of(&one.explains.intersection(&left).copied().collect());
+            let share = |trial: &Tried<'_>| {
+                trial.left_of(&trial.explains.intersection(&left).copied().collect())
+            };
             share(a).total_cmp(&share(b))
         })?;
         let part: BTreeSet<Key> = best.explains.intersection(&left).copied().collect();
@@ -175,7 +176,8 @@ mod tests {
         };
         let residuals: Residuals =
             [(key(Stage::Dq), residual(dq)), (key(Stage::Dk), residual(dk))].into_iter().collect();
-        let explains = residuals.iter().filter(|(_, of)| of.passes).map(|(&key, _)| key).collect();
+        let explains =
+            residuals.iter().filter(|(_, residual)| residual.passes).map(|(&key, _)| key).collect();
         let hypothesis = Hypothesis::new(Declared, Vec::new()).fitted(fitted);
         let against = Counterevidence::default();
         Tried { cause, hypothesis, residuals, explains, left: dq + dk, full: true, against }

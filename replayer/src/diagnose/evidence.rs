@@ -272,7 +272,7 @@ impl<'a> Evidence<'a> {
     /// Whether some failing comparison of these stages has an error too large for rounded partial
     /// sums, which lose the low bits of a gradient, not half of it.
     pub fn is_beyond_rounding(&self, stages: &[Stage]) -> bool {
-        self.failing_of(stages).any(|(_, of)| !(of.energy <= HALF * of.reference))
+        self.failing_of(stages).any(|(_, residual)| !(residual.energy <= HALF * residual.reference))
     }
 
     /// Where computations report their work while parameters are looked for.
@@ -316,8 +316,8 @@ impl<'a> Evidence<'a> {
     /// The reference of all rows. `None` where trials look at a sample and either all rows are too
     /// many, or no sampled row is so far off that it may hold another row's values.
     pub fn all_rows(&self) -> Option<&Reference> {
-        let work = |one: &MicrobatchInputs| {
-            let head = one.head(self.step)?;
+        let work = |inputs: &MicrobatchInputs| {
+            let head = inputs.head(self.step)?;
             Some(head.q.rows as u64 * head.k.rows as u64 * head.q.cols.max(1) as u64)
         };
         match &self.rows {
@@ -352,7 +352,7 @@ impl<'a> Evidence<'a> {
     /// All entries of dlogits of a unit whose gradient fails; `None` where it passes, or the unit
     /// is too large.
     pub fn plane(&self, key: Key) -> Option<Rc<Plane>> {
-        let fails = self.residuals.get(&key).is_some_and(|found| !found.passes);
+        let fails = self.residuals.get(&key).is_some_and(|residual| !residual.passes);
         if fails { self.plane_of(key.microbatch, key.rank) } else { None }
     }
 
@@ -367,7 +367,7 @@ impl<'a> Evidence<'a> {
         let cached = self.planes.borrow().get(&place).cloned();
         let plane = cached.unwrap_or_else(|| {
             let held_entries =
-                self.planes.borrow().values().flatten().map(|one| one.p.values.len()).sum();
+                self.planes.borrow().values().flatten().map(|plane| plane.p.values.len()).sum();
             let made = Plane::new(self, place, held_entries).map(Rc::new);
             self.planes.borrow_mut().insert(place, made.clone());
             made
@@ -377,7 +377,7 @@ impl<'a> Evidence<'a> {
 
     /// The inputs of a microbatch.
     pub fn inputs_of(&self, microbatch: Option<Microbatch>) -> Option<&'a MicrobatchInputs> {
-        self.inputs.iter().find(|one| one.microbatch == microbatch)
+        self.inputs.iter().find(|inputs| inputs.microbatch == microbatch)
     }
 
     /// Whether some comparison of a stage fails. Where dk was recorded only as sums, a failing sum

@@ -174,7 +174,7 @@ pub(super) fn partner(tried: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> 
 /// `unknown`, for comparisons that no hypothesis explains; its evidence names the hypothesis that
 /// comes nearest.
 pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Found {
-    let left = |of: &Tried<'_>| of.left_of(keys);
+    let left = |trial: &Tried<'_>| trial.left_of(keys);
     let nearest = tried.iter().min_by(|a, b| left(a).total_cmp(&left(b)));
     let before = left_of(&evidence.residuals, keys);
     let words = match nearest {
@@ -198,7 +198,8 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
 /// The largest error that a hypothesis leaves in a comparison it does not explain, as a multiple of
 /// the bound of that comparison.
 fn beyond(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
-    let overshoot = |key: &Key| near.residuals.get(key).map_or(f64::INFINITY, |of| of.overshoot);
+    let overshoot =
+        |key: &Key| near.residuals.get(key).map_or(f64::INFINITY, |residual| residual.overshoot);
     let rest = keys.iter().filter(|key| !near.explains.contains(key)).map(overshoot);
     match largest(rest).sqrt() {
         times if times < 1e4 => format!("{times:.1}"),
@@ -225,9 +226,12 @@ fn partly(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
 /// bounds, while no cause reproduces their errors.
 pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
     let keys = &evidence.failing;
-    let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |of| of.overshoot);
+    let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |residual| residual.overshoot);
     let most = largest(keys.iter().map(over)).sqrt();
-    let (kind, more) = match evidence.roundings().map(|of| plausible_policies::open(&of)) {
+    let (kind, more) = match evidence
+        .roundings()
+        .map(|roundings| plausible_policies::open(&roundings))
+    {
         Some(open) if !open.is_empty() => (
             "undeclared roundings",
             format!("; declared dtypes of {} would have it judged more closely", open.join(", ")),
@@ -281,8 +285,8 @@ fn seven_digits(x: f64) -> String {
 fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
     let all: Vec<_> = keys.iter().map(|key| evidence.residuals.get(key)).collect::<Option<_>>()?;
     let factor = all.first()?.factor;
-    let same = |of: &f64| (of / factor - 1.0).abs() < 1e-3;
-    all.iter().all(|of| of.is_scaled() && same(&of.factor)).then_some(factor)
+    let same = |value: &f64| (value / factor - 1.0).abs() < 1e-3;
+    all.iter().all(|residual| residual.is_scaled() && same(&residual.factor)).then_some(factor)
 }
 
 /// The causes of the catalogue that show without a trial.
@@ -323,7 +327,7 @@ fn by_stage(before: &Residuals, tried: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<
         let (stage, sampled) = (stage.name(), !tried.full);
         StageResidual { stage, comparisons, before, after, floor, sampled }
     };
-    stages.into_iter().map(of_stage).filter(|found| found.comparisons > 0).collect()
+    stages.into_iter().map(of_stage).filter(|residual| residual.comparisons > 0).collect()
 }
 
 /// Share of the energy above the floor that the cause removes. The floor of a comparison is the

@@ -105,8 +105,8 @@ impl World for TrialSnapshot {
         self.world.policy(declared)
     }
 
-    fn scale(&self, at: StagePlace) -> f64 {
-        self.world.scale(at)
+    fn scale(&self, place: StagePlace) -> f64 {
+        self.world.scale(place)
     }
 
     fn expected(&self, expectation: &mut Expectation<'_>) {
@@ -254,28 +254,32 @@ impl World for Localized {
         self.inner.policy_of(declared, unit).filter(|_| here)
     }
 
-    fn emulates(&self, at: StagePlace, row: usize) -> bool {
-        let of_class = at.stage.is_of_k();
+    fn emulates(&self, place: StagePlace, row: usize) -> bool {
+        let of_class = place.stage.is_of_k();
         let meant = match (self.places().are_classes(), of_class) {
             (true, true) => self.places().holds_class(row),
             (true, false) => true,
-            (false, true) => self.places().is_in((at.microbatch, at.rank)),
-            (false, false) => self.places().holds(at.microbatch, row),
+            (false, true) => self.places().is_in((place.microbatch, place.rank)),
+            (false, false) => self.places().holds(place.microbatch, row),
         };
-        meant && self.inner.emulates(at, row)
+        meant && self.inner.emulates(place, row)
     }
 
     fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
         self.inner.policy(declared)
     }
 
-    fn scale(&self, at: StagePlace) -> f64 {
-        if self.places().is_in((at.microbatch, at.rank)) { self.inner.scale(at) } else { 1.0 }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if self.places().is_in((place.microbatch, place.rank)) {
+            self.inner.scale(place)
+        } else {
+            1.0
+        }
     }
 
-    fn token(&self, at: StagePlace, token: usize) -> usize {
-        match self.places().holds(at.microbatch, token) {
-            true => self.inner.token(at, token),
+    fn token(&self, place: StagePlace, token: usize) -> usize {
+        match self.places().holds(place.microbatch, token) {
+            true => self.inner.token(place, token),
             false => token,
         }
     }
@@ -320,15 +324,16 @@ impl World for Localized {
         }
     }
 
-    fn noise(&self, at: StagePlace, row: usize, column: usize) -> f64 {
-        match self.places().is_in((at.microbatch, at.rank)) || self.places().holds_class(row) {
-            true => self.inner.noise(at, row, column),
+    fn noise(&self, place: StagePlace, row: usize, column: usize) -> f64 {
+        match self.places().is_in((place.microbatch, place.rank)) || self.places().holds_class(row)
+        {
+            true => self.inner.noise(place, row, column),
             false => 0.0,
         }
     }
 
-    fn captured(&self, at: &StagePlace) -> Option<&Supplied> {
-        self.inner.captured(at).filter(|_| self.places().is_in((at.microbatch, at.rank)))
+    fn captured(&self, place: &StagePlace) -> Option<&Supplied> {
+        self.inner.captured(place).filter(|_| self.places().is_in((place.microbatch, place.rank)))
     }
 
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {

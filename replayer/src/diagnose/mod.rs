@@ -102,7 +102,7 @@ pub fn diagnose(
     }
     let user_causes: Vec<UserVariant> = variants.iter().cloned().map(UserVariant).collect();
     let mut catalogue: Vec<&dyn Cause> = CATALOGUE.to_vec();
-    catalogue.extend(user_causes.iter().map(|one| one as &dyn Cause));
+    catalogue.extend(user_causes.iter().map(|variant| variant as &dyn Cause));
     let (examined, left_out) = examine(step, outcome, &catalogue, budget)?;
     outcome.not_checked.extend(left_out);
     Ok(match examined {
@@ -122,11 +122,12 @@ fn reported(outcome: &mut Outcome, mut causes: Vec<Found>, suspect: Option<Suspe
         // `upstream-factor` says that no count gives the factor; here the declaration gives it. A
         // cause that explains only some of the stages is dropped beside an option that explains
         // all.
-        let known = |one: &Found| one.standing == Standing::Unknown || suspect.is_no_more_than(one);
-        causes.retain(|one| one.id != causes::upstream_factor::ID && known(one));
-        let explained = causes.iter().any(|one| one.standing != Standing::Unknown);
+        let known =
+            |cause: &Found| cause.standing == Standing::Unknown || suspect.is_no_more_than(cause);
+        causes.retain(|cause| cause.id != causes::upstream_factor::ID && known(cause));
+        let explained = causes.iter().any(|cause| cause.standing != Standing::Unknown);
         // The declaration explains the divergence, so it is not `unknown`.
-        causes.retain(|one| one.standing != Standing::Unknown);
+        causes.retain(|cause| cause.standing != Standing::Unknown);
         if let [alone] = &mut causes[..] {
             alone.standing = Standing::Named;
         }
@@ -157,11 +158,12 @@ impl Versions {
     /// then not searched: each of many ranks may hold its own, and one search for each would be
     /// slow.
     pub fn explain_all_of(&self, outcome: &Outcome) -> bool {
-        let fails =
-            |stage: &&StageOutcome| stage.comparisons.iter().any(|one| one.excess.is_some());
+        let fails = |stage: &&StageOutcome| {
+            stage.comparisons.iter().any(|comparison| comparison.excess.is_some())
+        };
         let failing: Vec<&str> =
             outcome.stages.iter().filter(fails).map(|stage| stage.stage.name()).collect();
-        !failing.is_empty() && self.0.iter().any(|of| explains(of, &failing))
+        !failing.is_empty() && self.0.iter().any(|cause| explains(cause, &failing))
     }
 
     /// These causes, followed by those found in single versions that these do not explain.
@@ -223,7 +225,7 @@ const SMALL: u64 = 1 << 22;
 /// wait for it.
 fn in_few_threads<R: Send>(inputs: &[MicrobatchInputs], run: impl FnOnce() -> R + Send) -> R {
     match rayon::ThreadPoolBuilder::new().num_threads(1).build() {
-        Ok(one) if sample::work(inputs).0 <= SMALL => one.install(run),
+        Ok(pool) if sample::work(inputs).0 <= SMALL => pool.install(run),
         _ => rayon::scope(|_| run()),
     }
 }
@@ -284,18 +286,19 @@ fn run_search(
     }
     let suspect = declarations::suspect(&search, &evidence);
     let mut observed = findings::observed(catalogue, &evidence);
-    let is_observed = |key: &Key| observed.iter().any(|one| one.stages.contains(&key.stage.name()));
+    let is_observed =
+        |key: &Key| observed.iter().any(|cause| cause.stages.contains(&key.stage.name()));
     evidence.failing.retain(|key| !is_observed(key));
     if evidence.failing.is_empty() && !(observed.is_empty() && diverged) {
         return Examined::Diverged(observed, suspect);
     }
-    let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
+    let is_unknown = |all: &Vec<Found>| all.iter().all(|cause| cause.standing == Standing::Unknown);
     let compute = |of: &[&dyn Cause]| found_by_trials(&search, of, &evidence);
     let computed_causes = match &suspect {
         // Only the cheap causes are tried: all those that could be mistaken for such an option are
         // among them.
         Some(suspect) if suspect.is_enough() => {
-            let cheap = catalogue.iter().copied().filter(|one| one.effort() == Effort::Little);
+            let cheap = catalogue.iter().copied().filter(|cause| cause.effort() == Effort::Little);
             compute(&cheap.collect::<Vec<_>>())
         }
         _ => search_and_lend_rest(meter, catalogue, compute, is_unknown),
@@ -394,7 +397,7 @@ fn head_and_sums_apart(
     }
     let mut cause_of = |keys| one_cause(search, tried, keys, evidence);
     let each = [(cause_of(&head), &head), (cause_of(&sums), &sums)];
-    if each.iter().all(|(found, _)| found.is_none()) {
+    if each.iter().all(|(causes, _)| causes.is_none()) {
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
     let or_in_part = |(found, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
@@ -444,8 +447,8 @@ const BOUGHT: usize = 2;
 
 /// The stages that were compared, of those that are wanted.
 fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
-    let compared = outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
-    compared.map(|one| one.stage).filter(|&stage| wanted(stage)).collect()
+    let compared = outcome.stages.iter().filter(|outcome| !outcome.comparisons.is_empty());
+    compared.map(|outcome| outcome.stage).filter(|&stage| wanted(stage)).collect()
 }
 
 /// Pairs of causes in the same comparisons: the second explains the error that remains in the world
@@ -473,7 +476,7 @@ fn pairs_of_causes<'a>(
         inner.failing.retain(|key| evidence.failing.contains(key));
         let second = search.all(catalogue, &inner);
         let other =
-            |one: &Tried<'_>| one.cause.id() != first.cause.id() && !one.hypothesis.per_token;
+            |trial: &Tried<'_>| trial.cause.id() != first.cause.id() && !trial.hypothesis.per_token;
         let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();
         let Some(decision) = decide(&second, &inner.failing) else { continue };
         // Little error remains for the second cause, and many causes explain little, so it must
@@ -511,14 +514,14 @@ fn pairs_of_causes<'a>(
 fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a Tried<'c>> {
     let before = search::left_of(&evidence.residuals, &evidence.failing);
     let floor = evidence.failing.len() as f64;
-    let tried = || tried.iter().filter(|one| !one.hypothesis.per_token);
-    let removes = |one: &&Tried<'_>| before - one.left > PARTIAL * (before - floor).max(0.0);
+    let tried = || tried.iter().filter(|trial| !trial.hypothesis.per_token);
+    let removes = |trial: &&Tried<'_>| before - trial.left > PARTIAL * (before - floor).max(0.0);
     let mut partners: Vec<&Tried<'_>> = tried().filter(removes).collect();
     partners.sort_by(|a, b| a.left.total_cmp(&b.left));
     partners.truncate(PARTNERS);
-    let explains = |one: &&Tried<'_>| !removes(one) && !one.explains.is_empty();
+    let explains = |trial: &&Tried<'_>| !removes(trial) && !trial.explains.is_empty();
     let mut explaining: Vec<&Tried<'_>> = tried().filter(explains).collect();
-    explaining.sort_by_key(|one| std::cmp::Reverse(one.explains.len()));
+    explaining.sort_by_key(|trial| std::cmp::Reverse(trial.explains.len()));
     partners.extend(explaining.into_iter().take(EXPLAINING));
     partners
 }
@@ -577,7 +580,7 @@ mod tests {
 
     fn ids_and_standings(pairs: Vec<Pair<'_>>) -> Vec<(String, Standing)> {
         let all = best_pairs(pairs).unwrap_or_default();
-        all.into_iter().map(|one| (one.id, one.standing)).collect()
+        all.into_iter().map(|cause| (cause.id, cause.standing)).collect()
     }
 
     #[test]

@@ -38,10 +38,10 @@ pub(super) fn few(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows
 /// Multiply-adds of one GEMM over all microbatches, and the number of rows of k; zeros where the
 /// logits were recorded and there is no GEMM.
 pub(super) fn work(inputs: &[MicrobatchInputs]) -> (u64, usize) {
-    let sizes = inputs.iter().filter_map(|one| match &one.scores {
+    let sizes = inputs.iter().filter_map(|inputs| match &inputs.scores {
         Scores::Product { q, k } => {
             let d = q.shape.last().copied().unwrap_or(1);
-            Some((one.tokens() as u64 * k.shape[0] * d, k.shape[0] as usize))
+            Some((inputs.tokens() as u64 * k.shape[0] * d, k.shape[0] as usize))
         }
         _ => None,
     });
@@ -58,7 +58,7 @@ fn sampled(
         return None;
     }
     let mut hits: BTreeMap<u32, u64> = BTreeMap::new();
-    let labels = inputs.iter().flat_map(|one| &one.labels).filter(|&&label| label != IGNORED);
+    let labels = inputs.iter().flat_map(|inputs| &inputs.labels).filter(|&&label| label != IGNORED);
     labels.for_each(|&label| *hits.entry(label).or_default() += 1);
     let mut frequent: Vec<(u64, u32)> = hits.into_iter().map(|(label, n)| (n, label)).collect();
     frequent.sort_unstable_by(|a, b| b.cmp(a));
@@ -84,7 +84,7 @@ fn worst(
     let mut rows = BTreeSet::new();
     for &stage in stages {
         for comparison in &outcome.stage(stage).comparisons {
-            if microbatch.is_some_and(|of| of != comparison.microbatch) {
+            if microbatch.is_some_and(|microbatch| microbatch != comparison.microbatch) {
                 continue;
             }
             rows.extend(comparison.tally.worst_rows.iter().map(|row| row.row as usize));

@@ -77,8 +77,8 @@ impl Tried<'_> {
 /// missing.
 pub fn left_of(residuals: &Residuals, keys: &BTreeSet<Key>) -> f64 {
     let of_key = |key: &Key| match residuals.get(key) {
-        Some(found) if found.energy == 0.0 => 0.0,
-        Some(found) => found.energy / found.floor.max(f64::MIN_POSITIVE),
+        Some(residual) if residual.energy == 0.0 => 0.0,
+        Some(residual) => residual.energy / residual.floor.max(f64::MIN_POSITIVE),
         None => f64::INFINITY,
     };
     keys.iter().map(of_key).sum()
@@ -88,10 +88,10 @@ pub fn left_of(residuals: &Residuals, keys: &BTreeSet<Key>) -> f64 {
 /// expensive causes, which round partial sums, need not be tried.
 fn is_settled(tried: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
     let before = left_of(&evidence.residuals, &evidence.failing);
-    let settles = |(_, one): &(usize, Tried<'_>)| {
-        !one.hypothesis.per_token
-            && one.explains.is_superset(&evidence.failing)
-            && SETTLED * one.left <= before
+    let settles = |(_, trial): &(usize, Tried<'_>)| {
+        !trial.hypothesis.per_token
+            && trial.explains.is_superset(&evidence.failing)
+            && SETTLED * trial.left <= before
     };
     tried.iter().any(settles)
 }
@@ -102,7 +102,7 @@ fn is_settled(tried: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
 /// something.
 fn discount_overfit(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeSet<Key>) {
     let has = |part: Part| explains.iter().any(|key| Part::of(key.stage) == part);
-    let elements = |key: &Key| residuals.get(key).map_or(0, |of| of.elements as usize);
+    let elements = |key: &Key| residuals.get(key).map_or(0, |residual| residual.elements as usize);
     let all: usize = explains.iter().map(elements).sum();
     let beside = has(Part::OfK) || has(Part::Sums) || has(Part::Forward);
     let of_one = hypothesis.per_token && !(has(Part::OfQ) && beside);
@@ -216,14 +216,17 @@ impl<'a> Search<'a> {
     /// the glance's rows.
     fn dismissed(&self, worlds: &[&dyn World], evidence: &Evidence<'_>) -> Option<Dismissed> {
         let base = evidence.glance()?;
-        let clear =
-            |key: &Key| base.get(key).is_some_and(|of| !of.passes && of.energy > SHOWN * of.floor);
+        let clear = |key: &Key| {
+            base.get(key).is_some_and(|residual| {
+                !residual.passes && residual.energy > SHOWN * residual.floor
+            })
+        };
         if !evidence.failing.iter().all(clear) {
             return None;
         }
         let residuals = self.glance(worlds)?;
         let share = left_of(&residuals, &evidence.failing) / left_of(base, &evidence.failing);
-        let passes = |key: &Key| residuals.get(key).is_some_and(|of| of.passes);
+        let passes = |key: &Key| residuals.get(key).is_some_and(|residual| residual.passes);
         if !(share > DISMISSED) || evidence.failing.iter().any(passes) {
             return None;
         }
@@ -255,15 +258,16 @@ impl<'a> Search<'a> {
     /// which nothing fails. A family stays whole, as a gradient is judged as the sum of its
     /// recorded parts.
     pub(super) fn of_failing(&self, failing: &BTreeSet<Key>) -> Search<'a> {
-        let fails = |of: &[Stage]| failing.iter().any(|key| of.contains(&key.stage));
-        let families = [&Stage::OF_Q[..], &Stage::OF_CLASSES[..]].map(|of| (of, fails(of)));
-        self.only(|stage| families.iter().all(|(of, fails)| *fails || !of.contains(&stage)))
+        let fails = |stages: &[Stage]| failing.iter().any(|key| stages.contains(&key.stage));
+        let families =
+            [&Stage::OF_Q[..], &Stage::OF_CLASSES[..]].map(|stages| (stages, fails(stages)));
+        self.only(|stage| families.iter().all(|(stages, fails)| *fails || !stages.contains(&stage)))
     }
 
     /// True when some comparisons pass in these worlds over all rows.
     pub fn holds(&self, worlds: &[&dyn World], keys: &BTreeSet<Key>) -> bool {
         let all = self.of_failing(keys).in_full(worlds, keys).unwrap_or_default();
-        keys.iter().all(|key| all.get(key).is_some_and(|found| found.passes))
+        keys.iter().all(|key| all.get(key).is_some_and(|residual| residual.passes))
     }
 
     /// Tries a hypothesis again over all rows, in the families of gradients in which something
@@ -314,7 +318,7 @@ impl<'a> Search<'a> {
                 trials.extend(self.in_each_place(&trials, evidence));
             }
         }
-        if alone && !trials.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
+        if alone && !trials.iter().any(|(_, trial)| trial.explains.is_superset(&evidence.failing)) {
             self.try_without_parts(&of_effort(Effort::Little), evidence, &mut trials);
         }
         // Tied causes are reported in the order of the catalogue.
@@ -334,7 +338,7 @@ impl<'a> Search<'a> {
         trials: &[(usize, Tried<'c>)],
         evidence: &Evidence<'_>,
     ) -> Vec<(usize, Tried<'c>)> {
-        if trials.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
+        if trials.iter().any(|(_, trial)| trial.explains.is_superset(&evidence.failing)) {
             return Vec::new();
         }
         let mut more = Vec::new();
@@ -347,7 +351,7 @@ impl<'a> Search<'a> {
                 }
                 let restricted = localized(trial.hypothesis.clone(), evidence, &within);
                 more.extend(
-                    self.try_one(trial.cause, restricted, evidence).map(|one| (*index, one)),
+                    self.try_one(trial.cause, restricted, evidence).map(|trial| (*index, trial)),
                 );
             }
         }
@@ -379,8 +383,8 @@ impl<'a> Search<'a> {
     ) {
         // A hypothesis with many fitted numbers does not stop those that hold in some places only.
         let explained = |found: &[(usize, Tried<'c>)]| {
-            let explains_all = |one: &Tried<'c>| one.explains.is_superset(&evidence.failing);
-            found.iter().any(|(_, one)| explains_all(one) && one.hypothesis.fitted <= FEW)
+            let explains_all = |trial: &Tried<'c>| trial.explains.is_superset(&evidence.failing);
+            found.iter().any(|(_, trial)| explains_all(trial) && trial.hypothesis.fitted <= FEW)
         };
         let mut last = Vec::new();
         for (number, look) in looks.iter().enumerate() {
@@ -388,7 +392,7 @@ impl<'a> Search<'a> {
             if further && explained(found) {
                 break;
             }
-            for &(at, cause) in causes {
+            for &(index, cause) in causes {
                 let all = self.hypotheses(cause, look.shown);
                 for offered in all {
                     if self.meter.is_spent() {
@@ -400,26 +404,27 @@ impl<'a> Search<'a> {
                         None => offered,
                     };
                     match hypothesis.emulates(evidence) {
-                        true => last.push((at, further, cause, hypothesis)),
-                        false => found
-                            .extend(self.try_one(cause, hypothesis, evidence).map(|one| (at, one))),
+                        true => last.push((index, further, cause, hypothesis)),
+                        false => found.extend(
+                            self.try_one(cause, hypothesis, evidence).map(|trial| (index, trial)),
+                        ),
                     }
                 }
             }
         }
         last.sort_by_key(|(at, ..)| *at);
         let mut reproduced = None;
-        for (at, further, cause, of) in last {
+        for (index, further, cause, hypothesis) in last {
             // Once a hypothesis of this cause reproduces every bit, its other hypotheses are
             // superfluous.
-            if (further && explained(found)) || reproduced == Some(at) {
+            if (further && explained(found)) || reproduced == Some(index) {
                 continue;
             }
-            let mut one = self.try_one(cause, of, evidence);
-            if one.as_mut().is_some_and(|one| self.reproduces(one, evidence)) {
-                reproduced = Some(at);
+            let mut tried = self.try_one(cause, hypothesis, evidence);
+            if tried.as_mut().is_some_and(|trial| self.reproduces(trial, evidence)) {
+                reproduced = Some(index);
             }
-            found.extend(one.map(|one| (at, one)));
+            found.extend(tried.map(|trial| (index, trial)));
         }
     }
 

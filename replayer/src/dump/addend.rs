@@ -33,7 +33,7 @@ impl std::fmt::Display for Addend {
 /// The shards of each addend. They are grouped by coordinates only if every shard names the same
 /// summed axes.
 pub(crate) fn group(dump: &StepDump, info: &TensorInfo) -> BTreeMap<Addend, Vec<ShardRef>> {
-    let records = || info.shards.iter().map(|at| dump.record(at));
+    let records = || info.shards.iter().map(|shard| dump.record(shard));
     let axes = records().next().map(summed_axes).unwrap_or_default();
     let same = |record: &ShardRecord| {
         summed_axes(record) == axes && axes.iter().all(|axis| record.mesh.contains_key(*axis))

@@ -15,8 +15,8 @@ const NAMED: usize = 24;
 pub enum FindError {
     #[error("{name:?} is no name of a tensor")]
     Name { name: String, source: NameError },
-    #[error("no {name}{}{}; the step holds: {}", of(*microbatch), meant(name, held), some(held))]
-    Absent { name: String, microbatch: Option<u32>, held: Vec<TensorKey> },
+    #[error("no {name}{}{}; the step holds: {}", of(*microbatch), meant(name, recorded), some(recorded))]
+    Absent { name: String, microbatch: Option<u32>, recorded: Vec<TensorKey> },
     #[error("{name} was captured for microbatches {}: choose one, as in --microbatch {}", numbers(microbatches), microbatches[0])]
     Microbatch { name: String, microbatches: Vec<u32> },
     #[error("{name} was captured at several moments: choose {}", moments(found))]
@@ -46,7 +46,7 @@ impl StepDump {
             of_name.iter().filter(|key| key.microbatch == wanted).copied().collect();
         let name = name.to_string();
         match matches.as_slice() {
-            [one] => Ok((*one).clone()),
+            [key] => Ok((*key).clone()),
             // With a single microbatch there is nothing to choose.
             [] if microbatch.is_none() && of_name.len() == 1 => Ok(of_name[0].clone()),
             [] => {
@@ -59,7 +59,7 @@ impl StepDump {
                     }
                     _ => {
                         let keys = self.tensors().keys().cloned().collect();
-                        Err(FindError::Absent { name, microbatch, held: keys })
+                        Err(FindError::Absent { name, microbatch, recorded: keys })
                     }
                 }
             }

@@ -244,7 +244,7 @@ fn choose_step(
         (Some(wanted), steps) if steps.contains(&wanted) => Ok(wanted),
         (Some(wanted), _) => Err(OpenError::NoSuchStep { path, wanted, steps }),
         (None, []) => Err(OpenError::NoSteps { path }),
-        (None, [one]) => Ok(*one),
+        (None, [step]) => Ok(*step),
         (None, _) => Err(OpenError::SeveralSteps { path, steps }),
     }
 }

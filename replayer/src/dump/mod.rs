@@ -385,7 +385,7 @@ pub(crate) fn name_ranks(ranks: &[Rank]) -> String {
     let shown: Vec<String> = ranks.iter().take(SHOWN).map(Rank::to_string).collect();
     match ranks {
         [] => "no rank".into(),
-        [one] => format!("rank {one}"),
+        [rank] => format!("rank {rank}"),
         _ if ranks.len() > SHOWN => {
             format!("ranks {} and {} more", shown.join(", "), ranks.len() - SHOWN)
         }

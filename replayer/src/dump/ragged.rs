@@ -62,19 +62,19 @@ pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option
     let mut ends = 0;
     let starts: BTreeMap<Vec<u32>, u64> = lengths
         .into_iter()
-        .map(|(at, rows)| {
+        .map(|(labels, rows)| {
             ends += rows;
-            (at, ends - rows)
+            (labels, ends - rows)
         })
         .collect();
-    let placed = |&(record, at): &(&ShardRecord, ShardRef)| {
+    let placed = |&(record, shard): &(&ShardRecord, ShardRef)| {
         let start = starts[&order(record)?];
         let mut placed_record = record.clone();
         placed_record.shape.splice(cut.clone(), [ends]);
         let own_range = (start, start + length(record));
         let ranges = &mut placed_record.place.0;
         ranges.splice(cut.clone(), [own_range]);
-        Some((at, placed_record))
+        Some((shard, placed_record))
     };
     shards.iter().map(placed).collect()
 }

@@ -68,7 +68,8 @@ struct Readable {
 pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenError> {
     let (step, journal) = (located.step.step, journal(located));
     let recovered = journal.as_ref().and_then(|journal| journal.manifest(step));
-    if let Some(manifest) = recovered.filter(|of| of.attempt == located.attempt.attempt) {
+    if let Some(manifest) = recovered.filter(|manifest| manifest.attempt == located.attempt.attempt)
+    {
         let why = format!("{why}; its files are listed by {JOURNAL}");
         return Ok(Salvaged::of_whole(manifest, StepState::Recovered { why }));
     }

@@ -84,7 +84,9 @@ pub(super) fn index(
     for (key, shards) in gathered {
         let ragged = settle(&shards, &manifest.mesh);
         let described = match &ragged {
-            Some(ragged) => describe(ragged.iter().map(|(at, record)| (record, *at)).collect()),
+            Some(ragged) => {
+                describe(ragged.iter().map(|(shard, record)| (record, *shard)).collect())
+            }
             None => describe(shards),
         };
         let is_ragged = ragged.is_some();
@@ -116,7 +118,7 @@ fn describe(mut shards: Vec<(&ShardRecord, ShardRef)>) -> Option<TensorInfo> {
         shape: shape.clone(),
         partial,
         ragged: false,
-        shards: shards.iter().map(|(_, at)| *at).collect(),
+        shards: shards.iter().map(|(_, shard)| *shard).collect(),
         disagreements,
     })
 }

@@ -55,7 +55,7 @@ pub fn disagrees(dump: &StepDump, info: &TensorInfo, place: &IndexBox) -> bool {
 
 /// Whether the job declares that all holders of a box hold the same value.
 pub fn one_value(dump: &StepDump, info: &TensorInfo) -> bool {
-    let placed = || info.shards.iter().any(|at| !dump.record(at).placement.is_empty());
+    let placed = || info.shards.iter().any(|shard| !dump.record(shard).placement.is_empty());
     !matches!(info.role, None | Some(Role::Loss)) || placed()
 }
 
@@ -105,8 +105,8 @@ pub fn versions(dump: &StepDump, usable: impl Fn(&TensorKey) -> bool) -> Vec<Hel
     }
     let version_of =
         |(hashes_of_ranks, ranks): (&BTreeMap<(&TensorKey, &IndexBox), ContentHash>, Vec<Rank>)| {
-            let keep = |key: &TensorKey, at: &ShardRef| {
-                let record = dump.record(at);
+            let keep = |key: &TensorKey, shard: &ShardRef| {
+                let record = dump.record(shard);
                 let versions = disputed.get(key).and_then(|boxes| boxes.get(&record.place));
                 versions.is_none_or(|versions| {
                     let most = versions.iter().max_by_key(|(_, ranks)| {
@@ -127,7 +127,7 @@ impl StepDump {
     fn keeping(&self, keep: impl Fn(&TensorKey, &ShardRef) -> bool) -> StepDump {
         let mut tensors = self.tensors.clone();
         for (key, info) in &mut tensors {
-            info.shards.retain(|at| keep(key, at));
+            info.shards.retain(|shard| keep(key, shard));
         }
         StepDump {
             run: self.run.clone(),

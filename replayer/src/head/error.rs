@@ -29,13 +29,13 @@ pub enum StepError {
     Head(#[from] super::options::HeadError),
     /// A role that every replay needs was not recorded.
     #[error(
-        "the dump holds no {role}{of}: record it with tape.record(\"{role}\", ...) or do not ask for it; recorded: {recorded}"
+        "the dump holds no {role}{of_microbatch}: record it with tape.record(\"{role}\", ...) or do not ask for it; recorded: {recorded}"
     )]
     Missing {
         /// The role.
         role: Role,
         /// In which microbatch, in words.
-        of: String,
+        of_microbatch: String,
         /// The names of the tensors that were recorded.
         recorded: String,
     },

@@ -164,7 +164,8 @@ impl HeadStep<'_> {
         microbatch: Option<Microbatch>,
     ) -> Result<MicrobatchInputs, StepError> {
         let scores = self.scores();
-        let lost = [scores, Role::K].iter().any(|&of| self.lacking.input(of, microbatch).is_some());
+        let lost =
+            [scores, Role::K].iter().any(|&role| self.lacking.input(role, microbatch).is_some());
         if lost {
             return self.counted(scores, microbatch);
         }
@@ -390,9 +391,9 @@ impl HeadStep<'_> {
         let key = self.recorded(Role::Cotangent, microbatch);
         match (given, key) {
             (Some(_), Some(key)) if self.options.reduction != LossReduction::None => {
-                let found = "recorded, one number a token".to_string();
+                let recorded = "recorded, one number a token".to_string();
                 let wanted = "reduction=\"none\" with it: a reduced loss has one cotangent".into();
-                Err(StepError::Unfit { key: key.clone(), found, wanted })
+                Err(StepError::Unfit { key: key.clone(), found: recorded, wanted })
             }
             (given, _) => Ok(given.unwrap_or_else(|| vec![1.0; tokens])),
         }

@@ -63,12 +63,12 @@ pub struct HeadOptions {
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum HeadError {
     /// Two options that cannot both hold.
-    #[error("the head declares {one} and {other}: {why}")]
+    #[error("the head declares {first} and {second}: {why}")]
     Contradiction {
         /// The first option with its value.
-        one: String,
+        first: String,
         /// The second option with its value.
-        other: String,
+        second: String,
         /// What to do about it.
         why: &'static str,
     },
@@ -184,8 +184,8 @@ fn walk(head: &HeadDeclaration) -> Result<Walk, HeadError> {
     };
     match (named(&head.path), base.map(|base| (base, named(base)))) {
         (Some(path), Some((base, Some(walk)))) if path != walk => Err(HeadError::Contradiction {
-            one: format!("path={}", head.path),
-            other: format!("policy={{base: {base}}}"),
+            first: format!("path={}", head.path),
+            second: format!("policy={{base: {base}}}"),
             why: "one of them names another walk; declare the same in both",
         }),
         (_, Some((_, Some(walk)))) => Ok(walk),
@@ -239,8 +239,8 @@ type Contradiction = (bool, [&'static str; 2], &'static str);
 fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
     let all = [of_terms(head), of_loss(head), of_sequences(head)].concat();
     let Some((_, names, why)) = all.into_iter().find(|(both, ..)| *both) else { return Ok(()) };
-    let [one, other] = names.map(|name| format!("{name}={}", written(head, name)));
-    Err(HeadError::Contradiction { one, other, why })
+    let [first, second] = names.map(|name| format!("{name}={}", written(head, name)));
+    Err(HeadError::Contradiction { first, second, why })
 }
 
 /// Contradictions of reduction, factors and masks.

@@ -118,7 +118,7 @@ impl<'a> HeadStep<'a> {
         step.options.lowered = super::lowered::lowered(&step);
         // An output of a stage of which nothing is held counts as not captured.
         let read = step.inputs_read();
-        let of_input = |key: &TensorKey| step.role_of(key).is_some_and(|of| read.contains(&of));
+        let of_input = |key: &TensorKey| step.role_of(key).is_some_and(|role| read.contains(&role));
         let kept: BTreeSet<TensorKey> =
             step.unusable.keys().filter(|key| of_input(key)).cloned().collect();
         step.unusable.retain(|key, _| dump.tensors().contains_key(key) || kept.contains(key));
@@ -266,10 +266,10 @@ impl<'a> HeadStep<'a> {
             let (key, why) = (key.clone(), self.unusable[key].clone());
             return StepError::Unusable { key, why };
         }
-        let of = microbatch.map(|mb| format!(" of microbatch {mb}")).unwrap_or_default();
+        let of_microbatch = microbatch.map(|mb| format!(" of microbatch {mb}")).unwrap_or_default();
         let names: std::collections::BTreeSet<_> =
             self.tensors.keys().map(|key| key.tensor.as_str()).collect();
         let recorded = names.into_iter().collect::<Vec<_>>().join(", ");
-        StepError::Missing { role, of, recorded }
+        StepError::Missing { role, of_microbatch, recorded }
     }
 }

@@ -176,8 +176,8 @@ impl HeadStep<'_> {
         };
         let of_tokens = self.tensors.values().filter(|info| info.role == Some(self.scores()));
         let of_tokens = of_tokens.flat_map(|info| &info.shards);
-        let known: BTreeSet<Rank> = of_tokens.map(|at| self.dump.record(at).rank).collect();
-        let mut adding = self.tensors[key].shards.iter().map(|at| self.dump.record(at).rank);
+        let known: BTreeSet<Rank> = of_tokens.map(|shard| self.dump.record(shard).rank).collect();
+        let mut adding = self.tensors[key].shards.iter().map(|shard| self.dump.record(shard).rank);
         let joined = |rank: &Rank| units.iter().any(|unit| unit.ranks.contains(rank));
         // On a mesh of several axes a rank's addend may include those of ranks that recorded
         // nothing.
@@ -440,7 +440,7 @@ impl HeadStep<'_> {
     }
 
     fn parted<'m>(&self, all: &[&'m MicrobatchInputs]) -> Result<Vec<Parted<'m>>, String> {
-        all.iter().map(|&one| Ok((one, self.counted_together(one)?))).collect()
+        all.iter().map(|&inputs| Ok((inputs, self.counted_together(inputs)?))).collect()
     }
 
     /// Adds to each group the tokens of the same ranks in every microbatch, or only in its own, as
@@ -450,9 +450,9 @@ impl HeadStep<'_> {
             Microbatches::One => vec![(wanted.0, unit.clone())],
             Microbatches::All => all
                 .iter()
-                .flat_map(|(one, units)| units.iter().map(move |unit| (*one, unit)))
+                .flat_map(|(inputs, units)| units.iter().map(move |unit| (*inputs, unit)))
                 .filter(|(_, other)| other.rank() == unit.rank())
-                .map(|(one, other)| (one, other.clone()))
+                .map(|(inputs, other)| (inputs, other.clone()))
                 .collect(),
         };
         wanted.1.iter().map(|unit| (unit.clone(), over(unit))).collect()

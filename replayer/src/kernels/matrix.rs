@@ -181,7 +181,7 @@ pub(crate) fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadIn
         given: head.given.map(|given| rows_of(&given, tokens.clone())),
         reads: head.reads.map(|reads| Reads {
             q: rows_of(&reads.q, tokens.clone()),
-            scores: reads.scores.map(|(of, first)| (rows_of(&of, tokens.clone()), first)),
+            scores: reads.scores.map(|(matrix, first)| (rows_of(&matrix, tokens.clone()), first)),
             ..reads
         }),
         ..*head

@@ -28,8 +28,10 @@ impl Transform {
     pub const NONE: Transform = Transform { scale: 1.0, softcap: None, uncapped: false };
 
     /// Its constants, for those who take them by name.
-    pub const CONSTANTS: [Constant; 2] =
-        [("scale", |of| of.scale), ("softcap", |of| of.softcap.unwrap_or(0.0))];
+    pub const CONSTANTS: [Constant; 2] = [
+        ("scale", |transform| transform.scale),
+        ("softcap", |transform| transform.softcap.unwrap_or(0.0)),
+    ];
 
     /// Of a scale, and a softcap where there is one.
     pub const fn new(scale: f64, softcap: Option<f64>) -> Transform {

@@ -104,7 +104,7 @@ impl<'a> Uncertain<'a> {
     /// The variance of the error that is the element's own, and of that which its row shares.
     pub fn variances(&self) -> (f64, f64) {
         let (row, own_terms) = self.by.split_at(self.roundings.shared.get());
-        let sum = |of: &[f64]| of.iter().map(|c| c * c).sum();
+        let sum = |values: &[f64]| values.iter().map(|c| c * c).sum();
         (sum(own_terms), sum(row))
     }
 

@@ -54,7 +54,7 @@ fn first() -> MutexGuard<'static, Option<Panicked>> {
 }
 
 fn panicked(info: &PanicHookInfo<'_>) -> Panicked {
-    let place = info.location().map(|at| format!("{}:{}", at.file(), at.line()));
+    let place = info.location().map(|location| format!("{}:{}", location.file(), location.line()));
     Panicked { what: words(info.payload()), place: place.unwrap_or_default() }
 }
 

@@ -154,9 +154,13 @@ fn reasons(ours: Vec<Reason>, theirs: Vec<Reason>, differences: &Differences) ->
     let other = |reason: Reason| Reason { what: format!("other run: {}", reason.what), ..reason };
     all.extend(theirs.into_iter().map(other));
     let stages = differences.stages.iter().filter(|stage| stage.status == Status::Fail);
-    all.extend(stages.map(|one| Reason::diverged(format!("both runs: {}", one.stage))));
+    all.extend(
+        stages.map(|difference| Reason::diverged(format!("both runs: {}", difference.stage))),
+    );
     let named = differences.named.iter().filter(|named| named.status == Status::Fail);
-    all.extend(named.map(|one| Reason::diverged(format!("both runs: {}", one.tensor))));
+    all.extend(
+        named.map(|difference| Reason::diverged(format!("both runs: {}", difference.tensor))),
+    );
     if differences.stages.is_empty() && differences.named.is_empty() {
         all.push(Reason::incomplete("nothing that was asked for could be compared"));
     }

@@ -86,7 +86,7 @@ pub fn trajectory_report(
     let holds = |attempt: &&AttemptDir| attempt.path.join(scalars::DIRECTORY).is_dir();
     let attempts_with_scalars: Vec<&AttemptDir> = attempts.iter().filter(holds).collect();
     let attempt = match attempts_with_scalars.as_slice() {
-        [one] => *one,
+        [attempt] => *attempt,
         [] => return Err(ReadError::None { path: place.given(&run) }.into()),
         several => {
             let numbers: Vec<String> = several.iter().map(|a| a.attempt.to_string()).collect();

@@ -178,10 +178,10 @@ pub fn differences(
         }
     };
     let mut steps: Vec<AtStep> = wanted.into_iter().map(errors_at).collect();
-    if let Some(best) = smallest(&steps, |at| at.forward_f32) {
+    if let Some(best) = smallest(&steps, |step| step.forward_f32) {
         steps[best].forward_best = steps[best].forward_best.and_measured();
     }
-    if let Some(best) = smallest(&steps, |at| at.central_f32) {
+    if let Some(best) = smallest(&steps, |step| step.central_f32) {
         steps[best].central_best = steps[best].central_best.and_measured();
     }
     Differences {
@@ -209,7 +209,7 @@ pub fn check(loss: &Loss<'_>, scale: f64, noise: Option<f64>, draw: &mut Draw) -
             (loss.alone(token), token, Direction::Q(unit))
         })
         .collect();
-    let gradient: Vec<f64> = moved.iter().map(|(one, _, by)| one.derivative(by)).collect();
+    let gradient: Vec<f64> = moved.iter().map(|(loss, _, by)| loss.derivative(by)).collect();
     let size = rms(gradient.iter().copied());
     // Only one token's loss changes; those of the others are reused.
     let loss_at = |(one, token, by): &(Loss<'_>, usize, Direction), step: f64| {
@@ -222,7 +222,7 @@ pub fn check(loss: &Loss<'_>, scale: f64, noise: Option<f64>, draw: &mut Draw) -
             moved.iter().map(|one| (loss_at(one, step) - loss_at(one, -step)) / (2.0 * step));
         rms(differences.zip(&gradient).map(|(found, exact)| found - exact)) / size
     };
-    let third = rms(moved.iter().map(|(one, _, by)| third(&|h| one.at::<f64>(h, by), scale)));
+    let third = rms(moved.iter().map(|(loss, _, by)| third(&|h| loss.at::<f64>(h, by), scale)));
     let best_step = noise.map(|noise| (3.0 * noise / third).cbrt()).filter(|h| *h <= scale);
     let expected = |noise: f64, h: f64| {
         ((noise / h).powi(2) / 2.0 + (h * h * third / 6.0).powi(2)).sqrt() / size

@@ -75,12 +75,12 @@ pub enum PrecisionError {
         scores: &'static str,
     },
     /// No such microbatch.
-    #[error("the dump holds no microbatch {asked}: choose one of {held} with --microbatch")]
+    #[error("the dump holds no microbatch {asked}: choose one of {recorded} with --microbatch")]
     Microbatch {
         /// The microbatch that was asked for.
         asked: u32,
         /// The microbatches of the dump.
-        held: String,
+        recorded: String,
     },
     /// The loss has no tokens.
     #[error(
@@ -226,7 +226,7 @@ fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>,
         None => {
             let names: Vec<String> =
                 step.microbatches.iter().map(|mb| replay::microbatch::words(*mb)).collect();
-            Err(PrecisionError::Microbatch { asked, held: names.join(", ") })
+            Err(PrecisionError::Microbatch { asked, recorded: names.join(", ") })
         }
     }
 }

@@ -51,7 +51,7 @@ impl Added {
         let row = |&row: &usize| row * self.cols..(row + 1) * self.cols;
         let chosen = |all: &[f64]| rows.iter().flat_map(|at| &all[row(at)]).copied().collect();
         let [total, storage, squares] =
-            [&self.total, &self.storage, &self.squares].map(|of| chosen(of));
+            [&self.total, &self.storage, &self.squares].map(|values| chosen(values));
         Added { total, storage, squares, ..*self }
     }
 }
@@ -104,8 +104,8 @@ impl Sum {
             return self;
         };
         let (n, d) = (*rows as usize, *cols as usize);
-        let turned = |of: &[f64]| -> Vec<f64> {
-            (0..d).flat_map(|i| (0..n).map(move |v| v * d + i)).map(|at| of[at]).collect()
+        let turned = |values: &[f64]| -> Vec<f64> {
+            (0..d).flat_map(|i| (0..n).map(move |v| v * d + i)).map(|at| values[at]).collect()
         };
         Sum {
             shape: vec![*cols, *rows],

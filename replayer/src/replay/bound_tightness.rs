@@ -32,9 +32,12 @@ impl Plan<'_> {
         if open.is_empty() {
             return;
         }
-        let far = |one: &&Comparison| {
-            let rounds = one.floor() > 2.0 * F32;
-            one.excess.is_none() && !one.members.is_empty() && rounds && one.ratio() > LOOSE
+        let far = |comparison: &&Comparison| {
+            let rounds = comparison.floor() > 2.0 * F32;
+            comparison.excess.is_none()
+                && !comparison.members.is_empty()
+                && rounds
+                && comparison.ratio() > LOOSE
         };
         outcome.note_closer(|stage| {
             let loose = stage.comparisons.iter().filter(far);
@@ -61,8 +64,8 @@ impl Plan<'_> {
             return;
         }
         outcome.note_closer(|stage| {
-            let with_members = stage.comparisons.iter().filter(|one| !one.members.is_empty());
-            let near = with_members.map(|one| (one.tally.error(), one.least()));
+            let with_members = stage.comparisons.iter().filter(|comparison| !comparison.members.is_empty());
+            let near = with_members.map(|comparison| (comparison.tally.error(), comparison.least()));
             let near = near.filter(|(error, least)| error * COARSE < *least);
             let (error, least) = near.max_by(|a, b| by_size(&a.1, &b.1))?;
             Some(format!(
@@ -76,7 +79,7 @@ impl Plan<'_> {
 impl Outcome {
     /// Marks each passing stage of which this says something, and keeps what it says.
     fn note_closer(&mut self, says: impl Fn(&StageOutcome) -> Option<String>) {
-        for stage in self.stages.iter_mut().filter(|one| one.status == Status::Pass) {
+        for stage in self.stages.iter_mut().filter(|outcome| outcome.status == Status::Pass) {
             if let Some(why) = says(stage) {
                 stage.status = Status::Warn;
                 self.not_checked.push(NotChecked { what: loosely(stage.stage), why });
@@ -93,7 +96,9 @@ impl Outcome {
     ) {
         self.not_checked.retain(|note| note.what != loosely(stage));
         let outcome = &mut self.stages[stage as usize];
-        let is_of_unit = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
+        let is_of_unit = |comparison: &&mut Comparison| {
+            comparison.microbatch == microbatch && comparison.rank == rank
+        };
         if let Some(comparison) = outcome.comparisons.iter_mut().find(is_of_unit) {
             comparison.excess = Some(words.into());
         }
@@ -107,7 +112,9 @@ impl Outcome {
         (microbatch, rank): (Option<Microbatch>, Option<Rank>),
     ) {
         let outcome = &mut self.stages[stage as usize];
-        let is_of_unit = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
+        let is_of_unit = |comparison: &&mut Comparison| {
+            comparison.microbatch == microbatch && comparison.rank == rank
+        };
         if let Some(comparison) = outcome.comparisons.iter_mut().find(is_of_unit) {
             comparison.excess = None;
         }

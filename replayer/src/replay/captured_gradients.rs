@@ -154,7 +154,8 @@ impl Gradient {
     /// Whether it is a sum of what was stored in fewer bits than f32, each addend for itself.
     pub(super) fn is_stored_apart(&self) -> bool {
         let GradientValues::Summed(added) = &self.values else { return false };
-        let [storage, squares] = [&added.storage, &added.squares].map(|of| of.iter().sum::<f64>());
+        let [storage, squares] =
+            [&added.storage, &added.squares].map(|values| values.iter().sum::<f64>());
         added.count > 1.0 && storage > F32 * F32 * squares
     }
 

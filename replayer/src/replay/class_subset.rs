@@ -21,7 +21,7 @@ impl OfClasses {
             _ => IGNORED,
         };
         let read = head.reads.map(|reads| {
-            let scores = reads.scores.map(|(of, _)| columns_of(&of, classes));
+            let scores = reads.scores.map(|(matrix, _)| columns_of(&matrix, classes));
             (Gathered::new(&reads.k, classes), scores)
         });
         OfClasses {

@@ -49,8 +49,8 @@ impl Plan<'_> {
         let of_size = Matrix { values: Values::F64(&sizes), ..q.matrix() };
         let labels: Vec<u32> = rows.iter().map(|&row| head.labels[row]).collect();
         let scores = head.reads.and_then(|reads| reads.scores);
-        let scores = scores.map(|(of, first)| (Gathered::new(&of, &rows), first));
-        let scores = scores.as_ref().map(|(of, first)| (of.matrix(), *first));
+        let scores = scores.map(|(matrix, first)| (Gathered::new(&matrix, &rows), first));
+        let scores = scores.as_ref().map(|(gathered, first)| (gathered.matrix(), *first));
         let k = head.reads.map_or(head.k, |reads| reads.k);
         let reads = Some(Reads { q: read.matrix(), k, q_product: false, k_product: false, scores });
         let head = HeadInputs { q: of_size, labels: &labels, copies: None, reads, ..*head };
@@ -109,7 +109,9 @@ impl Plan<'_> {
         let microbatch = head_microbatch.inputs.microbatch;
         let why = why_unknown(&open, unit.rows.len());
         let name = super::microbatch::words(microbatch);
-        for gradient in captured.gradients.iter().filter(|one| stages.contains(&one.stage)) {
+        for gradient in
+            captured.gradients.iter().filter(|gradient| stages.contains(&gradient.stage))
+        {
             let stage = gradient.stage;
             let all = open.len() == unit.rows.len();
             match findings.uncertain_share(stage) {

@@ -112,7 +112,7 @@ pub(super) fn of_label_addends(
     let chosen: Vec<usize> = counted.into_iter().step_by(step).collect();
     let each: Vec<MeanError> = chosen.par_iter().with_min_len(16).map(of_token).collect();
     let mut all = MeanError::default();
-    each.iter().for_each(|one| all.join(one));
+    each.iter().for_each(|errors| all.join(errors));
     all.most()
 }
 

@@ -102,16 +102,18 @@ impl Judge<'_> {
             return slab.rounded_by_ranks(to);
         }
         let elements = slab.range.start * slab.columns()..slab.range.end * slab.columns();
-        let squares = |of: &Gradient| of.squares(elements.clone()).filter(|(n, _)| *n > 1.0);
+        let squares =
+            |gradient: &Gradient| gradient.squares(elements.clone()).filter(|(n, _)| *n > 1.0);
         let sum =
             (gradient.stage == Stage::Dk && !self.plan.whole_entries).then(|| squares(gradient));
         let Some((n, both)) = sum.flatten() else { return Vec::new() };
         let label = captured.stage(Stage::DkLabel).and_then(squares);
         let joined = self.adding();
-        let each = |(at, &both): (usize, &f64)| {
-            let hits = f64::from(slab.hits[at / slab.columns()]);
+        let each = |(index, &both): (usize, &f64)| {
+            let hits = f64::from(slab.hits[index / slab.columns()]);
             // By Cauchy and Schwarz, of the sums of some tokens' addends each.
-            let label = label.as_ref().map_or(hits * slab.label_sq[at], |(_, of)| of[at]);
+            let label =
+                label.as_ref().map_or(hits * slab.label_sq[index], |(_, values)| values[index]);
             // (a + b)² <= 2 (a² + b²), of what is left when the label part is taken off.
             let dense = if label == 0.0 { both } else { 2.0 * (both + label) };
             joined.of_addends(n, [dense, label]).own

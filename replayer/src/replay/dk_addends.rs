@@ -44,8 +44,9 @@ impl Plan<'_> {
     /// What the reduction over ranks divides by: where dk's addends make up a mean, their number,
     /// of which ranks that cut dk hold one together.
     pub(super) fn ranks_averaged(&self, microbatches: &[HeadMicrobatch]) -> f64 {
-        let first =
-            microbatches.first().and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
+        let first = microbatches
+            .first()
+            .and_then(|microbatch| self.step.find(Role::Dk, microbatch.inputs.microbatch));
         match first.map(|key| (key, self.step.tensors[key].partial)) {
             Some((key, Some(Reduction::Mean))) => {
                 let most = addends_of_elements(self.step, key).into_iter().max();

@@ -36,7 +36,9 @@ impl SharedErrors {
         [finest, coarsest]: [Precision; 2],
         g: &[f64],
     ) -> SharedErrors {
-        let finer = |one: Precision, than: Precision| one.unit_roundoff() < than.unit_roundoff();
+        let finer = |precision: Precision, than: Precision| {
+            precision.unit_roundoff() < than.unit_roundoff()
+        };
         let again = finer(stored, coarsest).then(|| SharedErrors::rounded(entries, coarsest, g));
         let before = finer(finest, stored) && !stored.keeps_f32();
         let before = before.then(|| SharedErrors::stored(entries, stored));
@@ -80,8 +82,8 @@ impl SharedErrors {
         if !(squares > 0.0) || !squares.is_finite() {
             return SharedErrors::default();
         }
-        let apart = |of: &MeanError| {
-            let (error_sum, energy) = of.sums();
+        let apart = |errors: &MeanError| {
+            let (error_sum, energy) = errors.sums();
             ((error_sum - error / squares * energy) / squares).powi(2)
         };
         // What is lost below the format's range is no rounding, and not allowed here.

@@ -296,7 +296,8 @@ impl Judge<'_> {
         let (alike, classes) = (self.transform_scale(), head.valid_vocab.max(1) as f64);
         let moved = exact.lse.iter().zip(&exact.row_max);
         let moved = moved.map(|(lse, max)| alike * max.abs().max(lse.abs() + classes.ln()).powi(2));
-        let moved = moved.zip(self.equal_logits(exact, classes)).map(|(one, other)| one + other);
+        let moved =
+            moved.zip(self.equal_logits(exact, classes)).map(|(value, other)| value + other);
         let labels = exact.label_logits.iter().map(|x| alike * x * x);
         let (moved, labels) = (moved.collect(), labels.collect());
         Variances {
@@ -381,8 +382,9 @@ impl Judge<'_> {
             (a - b, label.variance[t] + lse.variance[t] + relative(compute, a.abs() + b.abs()))
         });
         let (values, between) = logprobs.unzip();
-        let root =
-            |of: &Expected, t: usize| of.shared.get(t).map_or(0.0, |variance| variance.sqrt());
+        let root = |expected: &Expected, t: usize| {
+            expected.shared.get(t).map_or(0.0, |variance| variance.sqrt())
+        };
         let both = (0..lse.values.len()).map(|t| (root(&lse, t) + root(&label, t)).powi(2));
         let both = both.collect();
         ForwardState {

@@ -142,13 +142,13 @@ impl Replay<'_> {
         let whole = unit.rows.iter().all(|&row| self.judge.world.emulates(place, row));
         let policy =
             self.judge.world.policy_of(&self.plan.roundings, problem.unit()).filter(|_| whole);
-        let supposed = policy.map(|(of, _)| Operands {
-            entries: narrowed(&dlogits.values.matrix(), of.dlogits),
-            q: narrowed(&problem.head.q, of.input),
-            k: narrowed(&problem.head.k, of.input),
+        let supposed = policy.map(|(policy, _)| Operands {
+            entries: narrowed(&dlogits.values.matrix(), policy.dlogits),
+            q: narrowed(&problem.head.q, policy.input),
+            k: narrowed(&problem.head.k, policy.input),
         });
         let (entries, head): (Matrix<'_>, HeadInputs<'_>) = match &supposed {
-            Some(of) => (of.entries.matrix(), of.head(&problem.head)),
+            Some(operands) => (operands.entries.matrix(), operands.head(&problem.head)),
             None => (dlogits.values.matrix(), problem.head),
         };
         let formats = [self.plan.roundings.narrowest.dlogits, self.plan.roundings.widest.dlogits];

@@ -34,7 +34,7 @@ impl Plan<'_> {
         let mut squares = SumsOfSquares::default();
         for key in &gradients {
             let tensor = self.step.assemble(key)?;
-            matrix(&tensor).iter().for_each(|of| squares.add(of, norm.captured.is_some()));
+            matrix(&tensor).iter().for_each(|matrix| squares.add(matrix, norm.captured.is_some()));
         }
         if !gradients.is_empty() {
             norm.recomputed = Some(squares.exact.sqrt());

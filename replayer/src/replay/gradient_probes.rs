@@ -50,7 +50,7 @@ impl Replay<'_> {
         let gradients: Vec<_> = of_unit.of(&Stage::OF_Q).chain(captured.of(&Stage::OF_K)).collect();
         let gradients: Vec<_> = gradients
             .into_iter()
-            .filter(|one| !added(one.stage) && !label.contains(&one.stage))
+            .filter(|gradient| !added(gradient.stage) && !label.contains(&gradient.stage))
             .collect();
         let storages: Vec<Box<dyn Fn(usize, f64) -> f64 + Sync>> = gradients
             .iter()

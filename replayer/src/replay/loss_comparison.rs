@@ -286,7 +286,7 @@ impl Judge<'_> {
         for totals in losses {
             whole.push(self.captured_total(totals)?.unwrap_or(totals.whole));
         }
-        let every = losses.iter().map(|of| of.by_rank.as_ref().map_err(Clone::clone));
+        let every = losses.iter().map(|totals| totals.by_rank.as_ref().map_err(Clone::clone));
         let by_rank = every.collect::<Result<Vec<_>, String>>().and_then(|every| {
             let Some(first) = every.first() else { return Ok(Vec::new()) };
             let same = every.iter().all(|ranks| {
@@ -295,9 +295,9 @@ impl Judge<'_> {
             if !same {
                 return Err("other ranks share tokens in each microbatch".to_string());
             }
-            let added_at = |at: usize| {
-                let each: Vec<Total> = every.iter().map(|ranks| ranks[at].1).collect();
-                (first[at].0.clone(), self.added(&each, divisor))
+            let added_at = |index: usize| {
+                let each: Vec<Total> = every.iter().map(|ranks| ranks[index].1).collect();
+                (first[index].0.clone(), self.added(&each, divisor))
             };
             Ok((0..first.len()).map(added_at).collect())
         });
@@ -325,13 +325,13 @@ impl Judge<'_> {
     /// A sum or a mean of losses, each addition rounded.
     fn added(&self, totals: &[Total], divisor: f64) -> Total {
         let sum = |part: fn(&Total) -> f64| totals.iter().map(part).sum::<f64>();
-        let size = sum(|one| one.value.abs());
+        let size = sum(|total| total.value.abs());
         let additions = relative(self.plan.roundings.compute() * (totals.len() as f64 + 1.0), size);
         Total {
-            value: sum(|one| one.value) / divisor,
-            own: (sum(|one| one.own) + additions) / (divisor * divisor),
-            shared: sum(|one| one.shared) / divisor,
-            certain: sum(|one| one.certain) / divisor,
+            value: sum(|total| total.value) / divisor,
+            own: (sum(|total| total.own) + additions) / (divisor * divisor),
+            shared: sum(|total| total.shared) / divisor,
+            certain: sum(|total| total.certain) / divisor,
         }
     }
 }

@@ -21,7 +21,7 @@ const NARROW: [Precision; 2] = [Precision::Bf16, Precision::F16];
 impl Judge<'_> {
     /// The chains of the world, if it has one that bears on a stage.
     fn supposed_chains(&self, stage: Stage) -> Option<[Option<Chain>; 2]> {
-        let [microbatches, ranks] = Stage::SUMS.map(|of| self.world.chain(of));
+        let [microbatches, ranks] = Stage::SUMS.map(|stage| self.world.chain(stage));
         let bears = if stage == Stage::Reduce {
             microbatches.is_some() || ranks.is_some()
         } else {
@@ -109,7 +109,7 @@ impl Plan<'_> {
         let local = self.step.find_reduced(Role::Dk, false);
         let first = head_microbatches
             .first()
-            .and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
+            .and_then(|microbatch| self.step.find(Role::Dk, microbatch.inputs.microbatch));
         let Some(key) = local.or(first) else { return Ok(None) };
         let mut sum = Running::new(ranks, 1.0);
         let mut holders = self.holders(key);
@@ -237,7 +237,7 @@ mod tests {
     fn added(mut each: Vec<Vec<f64>>, chain: Option<Chain>, divisor: f64) -> Vec<f64> {
         let mut sum = Running::new(chain, divisor);
         sum.order(&mut each);
-        each.into_iter().for_each(|one| sum.add(one));
+        each.into_iter().for_each(|values| sum.add(values));
         sum.finish()
     }
 
@@ -271,7 +271,7 @@ mod tests {
     fn an_addition_is_made_in_f32_before_its_sum_is_rounded_to_few_bits() {
         // Half a step of bf16 above 1, and something that f32 loses beside 1: a tie, to even.
         let each = vec![vec![1.0], vec![2f64.powi(-8) + 2f64.powi(-40)]];
-        let chain = chain(false, false).map(|of| Chain { rounds_addends: false, ..of });
+        let chain = chain(false, false).map(|chain| Chain { rounds_addends: false, ..chain });
         assert_eq!(added(each, chain, 1.0), [1.0]);
     }
 
@@ -291,7 +291,7 @@ mod tests {
         let exact: Vec<Vec<f64>> = (0..5).map(|_| (0..n).map(|_| normal()).collect()).collect();
         let half = |x: &f64| Precision::Bf16.round64(*x);
         let stored: Vec<Vec<f64>> =
-            exact.iter().map(|one| one.iter().map(half).collect()).collect();
+            exact.iter().map(|values| values.iter().map(half).collect()).collect();
         let wide = added(stored.clone(), None, 1.0);
         let narrow = added(stored, chain(false, false), 1.0);
         let bound = Bound::new(20, 100, n);

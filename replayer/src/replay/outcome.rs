@@ -140,7 +140,8 @@ impl StageOutcome {
     /// The smallest faults that every one of its comparisons would have shown, where it passes.
     pub fn seen_from(&self) -> Option<SeenFrom> {
         let passes = matches!(self.status, Status::Pass | Status::Warn);
-        let all: Option<Vec<SeenFrom>> = self.comparisons.iter().map(|one| one.seen_from).collect();
+        let all: Option<Vec<SeenFrom>> =
+            self.comparisons.iter().map(|comparison| comparison.seen_from).collect();
         all.filter(|_| passes)?.into_iter().reduce(SeenFrom::in_both)
     }
 
@@ -222,7 +223,7 @@ impl Outcome {
                 comparison.unjudged.get_or_insert_with(|| ONLY_ZEROS.into());
             }
             let (told, nothing): (Vec<Comparison>, Vec<Comparison>) =
-                all.into_iter().partition(|one| one.unjudged.is_none());
+                all.into_iter().partition(|comparison| comparison.unjudged.is_none());
             self.stages[index].comparisons = told;
             for comparison in nothing {
                 self.leave(stage, comparison.microbatch, comparison.unjudged.unwrap_or_default());

@@ -103,14 +103,15 @@ pub(crate) fn joined(policy: Policy, with: Policy, roundings: &Roundings) -> Pol
 
 /// Whether a policy rounds something to fewer bits than the job leaves open.
 pub(crate) fn contradicts(policy: &Policy, roundings: &Roundings) -> bool {
-    let bits = |point: &Point, of| point.in_policy(of).unit_roundoff();
+    let bits = |point: &Point, policy| point.in_policy(policy).unit_roundoff();
     POINTS.iter().any(|point| bits(point, *policy) > bits(point, roundings.widest))
 }
 
 /// Every plausible policy: each point that the job leaves open, rounded or not.
 pub(crate) fn all(roundings: &Roundings) -> Vec<Policy> {
     points(roundings).into_iter().fold(vec![roundings.narrowest], |mut policies, point| {
-        let other: Vec<Policy> = policies.iter().map(|&of| point.switched(of, roundings)).collect();
+        let other: Vec<Policy> =
+            policies.iter().map(|&policy| point.switched(policy, roundings)).collect();
         policies.extend(other);
         policies
     })

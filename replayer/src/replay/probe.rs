@@ -172,8 +172,8 @@ pub fn check(
     let labels = Labels::of(backward, &probed, plan.probes);
     let judge = Judge { backward, model, plan, probed: &probed, labels: &labels, x: &x };
     let known = |stage: Stage| judge.side(stage).is_some();
-    let gradients = captured.iter().filter(|one| known(one.stage));
-    let stages = gradients.map(|one| judge.stage(one)).collect();
+    let gradients = captured.iter().filter(|gradient| known(gradient.stage));
+    let stages = gradients.map(|gradient| judge.stage(gradient)).collect();
     (stages, probed.label_slopes)
 }
 
@@ -561,7 +561,7 @@ impl Judge<'_> {
 impl Reach {
     /// What both promise.
     pub(super) fn worse(self, other: Reach) -> Reach {
-        let any = self.any.zip(other.any).map(|(one, other)| larger(one, other));
+        let any = self.any.zip(other.any).map(|(value, other)| larger(value, other));
         let (single, scale) = (larger(self.single, other.single), larger(self.scale, other.scale));
         Reach { any, single, scale, ..self }
     }

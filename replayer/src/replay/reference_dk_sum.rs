@@ -80,10 +80,11 @@ impl Judge<'_> {
             let of_one = unit.ranks.len() == 1;
             self.keep_allowed(problem, slab, (of_one, weight), &mut sum.allowed[span]);
         }
-        let others = size_of::<(f64, f64)>() * elements + alone.map_or(0, |of| of.bytes(elements));
+        let others =
+            size_of::<(f64, f64)>() * elements + alone.map_or(0, |sums| sums.bytes(elements));
         let fits = (kept.addends.len() + 1) * elements * 8 + others <= KEPT_BYTES;
-        let same = |of: &&mut Addend| {
-            of.microbatch == head_microbatch.inputs.microbatch && of.ranks == unit.ranks
+        let same = |addend: &&mut Addend| {
+            addend.microbatch == head_microbatch.inputs.microbatch && addend.ranks == unit.ranks
         };
         if let Some(addend) = kept.addends.iter_mut().find(same) {
             addend.reference.extend_from_slice(&values);
@@ -137,7 +138,7 @@ impl Judge<'_> {
     fn addend_in_world(&self, problem: &Problem<'_>, slab: &Slab) -> (Vec<f64>, f64) {
         let (microbatch, rank) = (problem.microbatch, problem.rank);
         let place = StagePlace { stage: Stage::Dk, microbatch, rank };
-        let emulated = slab.instead.iter().find(|(of, _)| *of == Stage::Dk);
+        let emulated = slab.instead.iter().find(|(stage, _)| *stage == Stage::Dk);
         let mut values = sum(&slab.lse, &slab.label);
         let range: Vec<usize> = slab.range.clone().collect();
         let rows = slab.classes.as_deref().unwrap_or(&range);

@@ -17,7 +17,8 @@ impl Outcome {
                 && (is_judged(stage) || recorded(step, stage.stage))
                 && (stage.stage != Stage::GradNorm || asked.contains(&Stage::GradNorm))
         };
-        let counted: Vec<Stage> = self.stages.iter().filter(counts).map(|one| one.stage).collect();
+        let counted: Vec<Stage> =
+            self.stages.iter().filter(counts).map(|outcome| outcome.stage).collect();
         let judged = |&&stage: &&Stage| is_judged(self.stage(stage));
         let coverage = Coverage {
             judged: counted.iter().filter(judged).count(),
@@ -44,7 +45,7 @@ impl Outcome {
         let new = |left: &LeftOut| !coverage.left_out.contains(left);
         let more: Vec<LeftOut> = other.left_out.into_iter().filter(new).collect();
         coverage.left_out.extend(more);
-        coverage.left_out.sort_by_key(|one| (one.stage, one.microbatch));
+        coverage.left_out.sort_by_key(|left_out| (left_out.stage, left_out.microbatch));
         let lacks = other.lacks.into_iter().filter(|why| !coverage.lacks.contains(why));
         coverage.lacks.extend(lacks.collect::<Vec<_>>());
         coverage.judged =
@@ -56,16 +57,16 @@ impl Outcome {
     /// What was left out of these stages: each that has no comparison has a reason of its own.
     fn left_of(&self, counted: &[Stage]) -> Vec<LeftOut> {
         let mut left = self.coverage.left_out.clone();
-        left.retain(|one| counted.contains(&one.stage));
+        left.retain(|left_out| counted.contains(&left_out.stage));
         for &stage in counted {
-            let known = left.iter().any(|one| one.stage == stage);
+            let known = left.iter().any(|left_out| left_out.stage == stage);
             let outcome = self.stage(stage);
             if !is_judged(outcome) && !known {
                 let why = outcome.reason.clone();
                 left.push(LeftOut { stage, microbatch: None, why });
             }
         }
-        left.sort_by_key(|one| (one.stage, one.microbatch));
+        left.sort_by_key(|left_out| (left_out.stage, left_out.microbatch));
         left
     }
 
@@ -75,7 +76,7 @@ impl Outcome {
         // Who asks for a sample knows that it is one.
         let meant = |left: &&LeftOut| !self.sampled.contains(&left.stage);
         if !asked.is_empty() {
-            let is_asked = |left: &&LeftOut| asked.iter().any(|&one| of_asked(one, left.stage));
+            let is_asked = |left: &&LeftOut| asked.iter().any(|&stage| of_asked(stage, left.stage));
             let words = |left: &LeftOut| {
                 let LeftOut { stage, why, .. } = left;
                 format!("{stage}{} was asked for and not judged: {why}", left.place())

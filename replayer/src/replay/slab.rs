@@ -98,9 +98,9 @@ impl Slab {
     /// not known: as large in squares as the whole, or as the tokens' addends where those cancel,
     /// and twice that where dense and label part do not.
     pub(super) fn rounded_by_ranks(&self, to: Precision) -> Vec<f64> {
-        let each = |at: usize| {
-            let dense = self.lse_sq[at].max(self.lse[at].powi(2));
-            let label = self.label_sq[at].max(self.label[at].powi(2));
+        let each = |index: usize| {
+            let dense = self.lse_sq[index].max(self.lse[index].powi(2));
+            let label = self.label_sq[index].max(self.label[index].powi(2));
             rounded(to, (2.0 * (dense + label)).sqrt())
         };
         (0..self.lse_sq.len().min(self.lse.len())).map(each).collect()
@@ -275,9 +275,10 @@ mod tests {
 
     /// Sums of some rows, each of which holds its own number and its place.
     fn block(rows: Range<usize>, depth: usize) -> reference::DkBlock {
-        let wide =
-            |of: f64| (rows.start * depth..rows.end * depth).map(|at| of + at as f64).collect();
-        let column = |of: f64| rows.clone().map(|row| of + row as f64).collect();
+        let wide = |value: f64| {
+            (rows.start * depth..rows.end * depth).map(|at| value + at as f64).collect()
+        };
+        let column = |value: f64| rows.clone().map(|row| value + row as f64).collect();
         reference::DkBlock {
             dk_lse: wide(0.1),
             dk_label: wide(0.2),
@@ -302,7 +303,7 @@ mod tests {
     fn a_slab_of_several_blocks_is_that_of_all_their_rows() {
         let told = |borders: &[usize]| {
             let mut slab = Slab { range: 0..7, ..Slab::default() };
-            borders.windows(2).for_each(|of| slab.take(block(of[0]..of[1], 3)));
+            borders.windows(2).for_each(|indices| slab.take(block(indices[0]..indices[1], 3)));
             let Slab { range, lse, label, lse_var, lse_sq, .. } = slab;
             let first = (range, lse, label, lse_var, lse_sq);
             let Slab { label_sq, label_var, label_alike, dropped, confident, .. } = slab;

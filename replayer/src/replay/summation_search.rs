@@ -112,9 +112,9 @@ impl Steps {
     fn sum(&self, order: Order, addends: &[f64]) -> f64 {
         let add = |a: f64, b: f64| self.round(a + b);
         let n = addends.len();
-        let x = |at: usize| match self.rounds_addends {
-            true => self.round(addends[at]),
-            false => addends[at],
+        let x = |index: usize| match self.rounds_addends {
+            true => self.round(addends[index]),
+            false => addends[index],
         };
         // What an accumulator starts from is rounded when it is stored.
         let chain =
@@ -221,11 +221,11 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
 
 impl Summed<'_> {
     fn of(&self, element: usize) -> Vec<f64> {
-        self.addends.iter().map(|one| one[element]).collect()
+        self.addends.iter().map(|values| values[element]).collect()
     }
 
     fn is_sound(&self) -> bool {
-        let same = |one: &Vec<f64>| one.len() == self.captured.len();
+        let same = |values: &Vec<f64>| values.len() == self.captured.len();
         (2..=MOST).contains(&self.addends.len()) && self.addends.iter().all(same)
     }
 
@@ -245,16 +245,16 @@ impl Summed<'_> {
         let mut best: Option<(f64, Steps, Order)> = None;
         for steps in self.divisors.iter().flat_map(|&divisor| Steps::all(divisor)) {
             let narrow = seen.iter().all(|&x| steps.round(x) == x);
-            let value = |order: Order, of: &[f64]| steps.finished(order, of, narrow);
+            let value = |order: Order, values: &[f64]| steps.finished(order, values, narrow);
             for &order in &orders {
-                let made: Vec<f64> = columns.iter().map(|of| value(order, of)).collect();
+                let made: Vec<f64> = columns.iter().map(|values| value(order, values)).collect();
                 let off = distance(&seen, &made);
                 if off <= LEFT * before && best.is_none_or(|(least, ..)| off < least) {
                     best = Some((off, steps, order));
                 }
             }
-            let hit = |(of, seen): (&Vec<f64>, &f64)| {
-                rotations.iter().any(|&order| value(order, of) == *seen)
+            let hit = |(values, seen): (&Vec<f64>, &f64)| {
+                rotations.iter().any(|&order| value(order, values) == *seen)
             };
             if self.ring && columns.iter().zip(&seen).all(hit) {
                 rings.push((steps, narrow));
@@ -319,7 +319,7 @@ mod tests {
     }
 
     fn column(all: &[Vec<f64>], element: usize) -> Vec<f64> {
-        all.iter().map(|one| one[element]).collect()
+        all.iter().map(|values| values[element]).collect()
     }
 
     fn sum_in_few_bits(captured: &[f64], all: &[Vec<f64>]) -> Option<FewBitSum> {

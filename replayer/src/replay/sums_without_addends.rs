@@ -56,7 +56,8 @@ impl Judge<'_> {
         };
         // The norm of all gradients is judged from it as well, so it is put back.
         let Some(mut kept) = outcome.reference_dk.take() else { return Ok(()) };
-        let head = microbatches.first().and_then(|one| one.inputs.head(self.plan.step));
+        let head =
+            microbatches.first().and_then(|microbatch| microbatch.inputs.head(self.plan.step));
         let every: Vec<usize> = (0..head.map_or(1, |head| head.k.rows)).collect();
         let classes = kept.classes.as_deref().unwrap_or(&every);
         let (mut wrong, mut averages) = (false, 1.0_f64);
@@ -200,8 +201,8 @@ impl Values64 {
         if self.values.len() != all * columns {
             return None;
         }
-        let chosen = |of: Vec<f64>| -> Vec<f64> {
-            let row = |&v: &usize| &of[v * columns..(v + 1) * columns];
+        let chosen = |values: Vec<f64>| -> Vec<f64> {
+            let row = |&v: &usize| &values[v * columns..(v + 1) * columns];
             classes.iter().flat_map(row).copied().collect()
         };
         let (values, storage) = (chosen(self.values), self.storage.map(chosen));

@@ -42,7 +42,7 @@ impl Replay<'_> {
         });
         let drawn: Vec<usize> = sample.rows.iter().map(|&row| unit.rows[row]).collect();
         let drawn = Unit { ranks: unit.ranks.clone(), rows: drawn };
-        let gradients = captured.gradients.into_iter().filter(|one| one.stage.is_of_q());
+        let gradients = captured.gradients.into_iter().filter(|gradient| gradient.stage.is_of_q());
         let captured = Captured { gradients: gradients.collect() };
         if captured.gradients.is_empty() {
             return Ok(());

@@ -103,7 +103,7 @@ impl Replay<'_> {
         let (width, classes_in_all) = (microbatch.inputs.width(), k.shape[0] as usize);
         let one_slab = self.plan.slab_rows(width, classes_in_all) >= classes_in_all;
         let both = rows.is_none() && dk && dq && one_slab;
-        let only = |one| if both { Keep::Both } else { one };
+        let only = |keep| if both { Keep::Both } else { keep };
         if dk {
             let sampled = (rows, classes.is_some(), only(Keep::Dk));
             self.with_problem(microbatch, unit, state, upstream, &mut |problem| {

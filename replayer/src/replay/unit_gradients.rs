@@ -95,7 +95,8 @@ impl Judge<'_> {
             && !partial
             && key.when != Some(When::PreReduce)
             && self.plan.step.devices_with_tokens(&microbatch.inputs) > 1;
-        let finer = stored.is_some_and(|of| of.unit_roundoff() < output.unit_roundoff());
+        let finer =
+            stored.is_some_and(|precision| precision.unit_roundoff() < output.unit_roundoff());
         gradient.apart = (summed && finer && gradient.rounded.is_none()).then_some(output);
         Ok(Some(gradient))
     }
@@ -126,10 +127,10 @@ impl Judge<'_> {
     /// What stands in for a captured gradient, where something does.
     pub(super) fn stand_in(
         &self,
-        at: &StagePlace,
+        place: &StagePlace,
         columns: usize,
     ) -> Option<(GradientValues, Option<Precision>)> {
-        let supplied = self.world.captured(at)?;
+        let supplied = self.world.captured(place)?;
         let storage = |&x: &f64| super::rounding_variance::stored(supplied.precision, x);
         let storage = supplied.values.iter().map(storage).collect();
         let squares = supplied.values.iter().map(|x| x * x).collect();

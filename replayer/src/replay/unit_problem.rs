@@ -51,12 +51,12 @@ impl Replay<'_> {
         let labels: Vec<u32> = unit.rows.iter().map(|&t| inputs.labels[t]).collect();
         let copies: Vec<f64> = unit.rows.iter().map(|&t| inputs.copies[t]).collect();
         let copies = Some(&copies[..]);
-        let gather = |of: &Matrix<'_>| Gathered::new(of, &unit.rows);
+        let gather = |matrix: &Matrix<'_>| Gathered::new(matrix, &unit.rows);
         let read = head.reads.map(|reads| {
-            (gather(&reads.q), reads.scores.map(|(of, first)| (gather(&of), first)), reads)
+            (gather(&reads.q), reads.scores.map(|(matrix, first)| (gather(&matrix), first)), reads)
         });
         let reads = read.as_ref().map(|(q, scores, reads)| {
-            let scores = scores.as_ref().map(|(of, first)| (of.matrix(), *first));
+            let scores = scores.as_ref().map(|(gathered, first)| (gathered.matrix(), *first));
             Reads { q: q.matrix(), scores, ..*reads }
         });
         let reads = reads.or(state.products.read_by(&head, (q.matrix(), &unit.rows)));
@@ -73,7 +73,7 @@ impl Replay<'_> {
     ) -> Problem<'h> {
         let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect::<Vec<f64>>();
         let (lse, g) = (pick(&state.lse), pick(&upstream.g));
-        let most = |of: &[f64]| unit.rows.iter().map(|&t| of[t]).fold(0.0, f64::max);
+        let most = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).fold(0.0, f64::max);
         let (alike, few) = (most(&state.alike), most(&state.few));
         let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &microbatch.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
@@ -82,7 +82,7 @@ impl Replay<'_> {
             true => {
                 let unsure = pick(&upstream.certain);
                 let cotangents = self.judge.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
-                (unsure, cotangents.map(|of| of.into_iter().map(f64::abs).collect()))
+                (unsure, cotangents.map(|values| values.into_iter().map(f64::abs).collect()))
             }
             false => Default::default(),
         };
@@ -103,7 +103,7 @@ impl Replay<'_> {
         };
         let constants = self.judge.transform_scale() * (1.0 + spread * spread) + of_lse;
         // Asked for at every element: looked for once.
-        let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
+        let most = |values: &[f64]| values.iter().copied().fold(0.0, f64::max);
         let largest = (most(&scale), most(&variance));
         Problem {
             noise: self.judge.term_noise(head.q.cols),
@@ -202,7 +202,8 @@ impl Judge<'_> {
         if transform.bends() {
             return 0.0;
         }
-        let scaled = |of: &[f64]| of.iter().map(|g| g * transform.scale).collect::<Vec<f64>>();
+        let scaled =
+            |values: &[f64]| values.iter().map(|g| g * transform.scale).collect::<Vec<f64>>();
         of_smoothed_entries(p, dlogits, (&scaled(g_lse), &scaled(g_smooth)))
     }
 
@@ -242,8 +243,11 @@ impl Judge<'_> {
         let each: Vec<TokenCotangents> =
             each.map(|(&lse, &g)| self.plan.step.options.cotangents(g, lse, classes)).collect();
         let list = |of: fn(&TokenCotangents) -> f64| each.iter().map(of).collect::<Vec<f64>>();
-        let [mut of_lse, mut label, mut smooth] =
-            [list(|of| of.lse), list(|of| of.label), list(|of| of.smooth)];
+        let [mut of_lse, mut label, mut smooth] = [
+            list(|cotangents| cotangents.lse),
+            list(|cotangents| cotangents.label),
+            list(|cotangents| cotangents.smooth),
+        ];
         self.world.cotangents(tokens, [&mut of_lse, &mut label, &mut smooth]);
         [of_lse, label, smooth]
     }

@@ -35,7 +35,7 @@ impl Plan<'_> {
             let by_hits = findings.hits.iter().find(|(of, _)| *of == stage);
             let by_hits = by_hits.map(|(_, classes)| classes.clone()).unwrap_or_default();
             let gradient = captured.stage(stage);
-            let source = gradient.map(|of| of.source.clone()).unwrap_or_default();
+            let source = gradient.map(|gradient| gradient.source.clone()).unwrap_or_default();
             let stored_apart = gradient.is_some_and(Gradient::is_stored_apart);
             let comparison = Comparison::new(inputs.microbatch, unit.rank(), source, tally, &bound);
             let sampled = findings.sampled.contains(&stage);

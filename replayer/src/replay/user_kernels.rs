@@ -70,8 +70,8 @@ pub fn run(step: &HeadStep<'_>, device: &dyn Device, kernel: &Kernel) -> Result<
     Ok(ran)
 }
 
-fn supplied(at: StagePlace, given: Given) -> Supplied {
-    Supplied { place: at, values: given.values, precision: given.precision }
+fn supplied(place: StagePlace, given: Given) -> Supplied {
+    Supplied { place, values: given.values, precision: given.precision }
 }
 
 /// Puts a unit's rows into the tensor of its microbatch: of tokens there is one for all units.

@@ -34,15 +34,16 @@ pub const STAGES: [Stage; 10] = [
 impl Variant {
     /// The stages that it gives.
     pub fn stages(&self) -> BTreeSet<Stage> {
-        self.supplied.iter().map(|one| one.place.stage).collect()
+        self.supplied.iter().map(|supplied| supplied.place.stage).collect()
     }
 
-    fn of(&self, at: &StagePlace) -> Option<&Supplied> {
+    fn of(&self, place: &StagePlace) -> Option<&Supplied> {
         // Of tokens there is one tensor for all units.
-        let whole = !at.stage.is_of_k();
-        self.supplied.iter().find(|one| {
-            let same = one.place.stage == at.stage && one.place.microbatch == at.microbatch;
-            same && (whole || one.place.rank == at.rank)
+        let whole = !place.stage.is_of_k();
+        self.supplied.iter().find(|supplied| {
+            let same = supplied.place.stage == place.stage
+                && supplied.place.microbatch == place.microbatch;
+            same && (whole || supplied.place.rank == place.rank)
         })
     }
 }
@@ -68,8 +69,8 @@ impl World for Explains {
 pub struct StandsIn(pub Arc<Variant>);
 
 impl World for StandsIn {
-    fn captured(&self, at: &StagePlace) -> Option<&Supplied> {
-        self.0.of(at)
+    fn captured(&self, place: &StagePlace) -> Option<&Supplied> {
+        self.0.of(place)
     }
 }
 

@@ -21,7 +21,7 @@ pub(crate) fn joined(
 ) -> Option<Outcome> {
     let mut all = judged.iter().zip(holders);
     let mut whole = all.next()?.0.1.clone();
-    all.for_each(|((_, outcome), one)| whole.join(outcome.clone(), &one.ranks, disputed));
+    all.for_each(|((_, outcome), version)| whole.join(outcome.clone(), &version.ranks, disputed));
     Some(whole)
 }
 

@@ -275,16 +275,16 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().find_map(|world| world.policy_of(declared, unit))
     }
 
-    fn emulates(&self, at: StagePlace, row: usize) -> bool {
-        self.iter().all(|world| world.emulates(at, row))
+    fn emulates(&self, place: StagePlace, row: usize) -> bool {
+        self.iter().all(|world| world.emulates(place, row))
     }
 
-    fn scale(&self, at: StagePlace) -> f64 {
-        self.iter().map(|world| world.scale(at)).product()
+    fn scale(&self, place: StagePlace) -> f64 {
+        self.iter().map(|world| world.scale(place)).product()
     }
 
-    fn token(&self, at: StagePlace, token: usize) -> usize {
-        self.iter().rev().fold(token, |token, world| world.token(at, token))
+    fn token(&self, place: StagePlace, token: usize) -> usize {
+        self.iter().rev().fold(token, |token, world| world.token(place, token))
     }
 
     fn trusts(&self, stage: Stage, microbatch: Option<Microbatch>) -> bool {
@@ -299,12 +299,12 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().for_each(|world| world.expected(expectation));
     }
 
-    fn noise(&self, at: StagePlace, row: usize, column: usize) -> f64 {
-        self.iter().map(|world| world.noise(at, row, column)).sum()
+    fn noise(&self, place: StagePlace, row: usize, column: usize) -> f64 {
+        self.iter().map(|world| world.noise(place, row, column)).sum()
     }
 
-    fn captured(&self, at: &StagePlace) -> Option<&Supplied> {
-        self.iter().find_map(|world| world.captured(at))
+    fn captured(&self, place: &StagePlace) -> Option<&Supplied> {
+        self.iter().find_map(|world| world.captured(place))
     }
 
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {

@@ -143,7 +143,8 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
         return String::new();
     };
     let (stages, tensors) = (against.differences.len(), against.tensors.len());
-    let warned = against.tensors.iter().filter(|found| found.status == Status::Warn).count();
+    let warned =
+        against.tensors.iter().filter(|difference| difference.status == Status::Warn).count();
     match verdict {
         Verdict::Agreed => {
             let mut parts = Vec::new();
@@ -157,7 +158,7 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
                 let n = plural((tensors - warned) as u64, "tensor");
                 let passing = |named: &&NamedDifference| named.status == Status::Pass;
                 let mut passed = against.tensors.iter().filter(passing);
-                let equal = passed.all(|found| found.difference == 0.0);
+                let equal = passed.all(|difference| difference.difference == 0.0);
                 let how = match equal {
                     true => "equal bit for bit",
                     false => "equal bit for bit or what their own operands give",

@@ -85,14 +85,14 @@ impl ChecksReport {
 fn step(subject: &Subject<'_>) -> CheckedStep {
     let (dump, proof) = (subject.dump, subject.proof);
     let state = dump.state.to_string();
-    let damage = proof.findings.iter().filter(|found| is_damage(found));
+    let damage = proof.findings.iter().filter(|finding| is_damage(finding));
     CheckedStep {
         step: dump.step.0,
         state,
         passed_over: dump.passed_over(),
         shards: proof.shards,
         tensors: proof.tensors.len() as u64,
-        damage: damage.map(|found| found.sentence.clone()).collect(),
+        damage: damage.map(|finding| finding.sentence.clone()).collect(),
     }
 }
 
@@ -211,7 +211,7 @@ fn unchecked(out: &mut String, items: &[CheckSkipped]) {
 
 fn verdict(report: &ChecksReport) -> String {
     let count = |severity| {
-        report.checked.findings.iter().filter(|found| found.severity == severity).count() as u64
+        report.checked.findings.iter().filter(|finding| finding.severity == severity).count() as u64
     };
     let (fails, warnings) = (count(Severity::Fail), count(Severity::Warn));
     let warned = plural(warnings, "warning");

@@ -101,7 +101,7 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
         }
     }
     note_replicas(dump, &mut drawn);
-    for finding in proof.findings.iter().filter(|of| of.severity == Severity::Fault) {
+    for finding in proof.findings.iter().filter(|finding| finding.severity == Severity::Fault) {
         let Some(kind) = kind(finding.kind) else { continue };
         for rank in &finding.ranks {
             if let Some(drawn_rank) = drawn.get_mut(rank.0 as usize) {
@@ -134,7 +134,7 @@ fn kind(finding: FindingKind) -> Option<usize> {
 fn note_replicas(dump: &StepDump, ranks: &mut [RankDrawn]) {
     for info in dump.tensors().values().filter(|info| info.partial.is_none()) {
         let mut boxes: BTreeMap<&IndexBox, Vec<(Rank, ContentHash)>> = BTreeMap::new();
-        let record = |at: &ShardRef| dump.record(at);
+        let record = |shard: &ShardRef| dump.record(shard);
         for shard in info.shards.iter().map(record) {
             boxes.entry(&shard.place).or_default().push((shard.rank, shard.hash));
         }

@@ -92,7 +92,7 @@ fn ranges(numbers: &[u64]) -> String {
 /// ranks held them.
 fn placed(dump: &StepDump, group: &Group<'_>) -> String {
     let records: Vec<_> =
-        group.iter().flat_map(|(_, info)| &info.shards).map(|at| dump.record(at)).collect();
+        group.iter().flat_map(|(_, info)| &info.shards).map(|shard| dump.record(shard)).collect();
     let said: BTreeSet<String> = records
         .iter()
         .map(|record| {

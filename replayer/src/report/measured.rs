@@ -22,7 +22,7 @@ pub(super) fn render(out: &mut String, comparison: &ComparisonReport) {
 pub(super) fn gradcheck(out: &mut String, stages: &[StageReport]) {
     let measures = |name: &str| {
         let stage = stages.iter().find(|stage| stage.name == name);
-        stage.and_then(|stage| stage.worst.as_ref()).map(|found| &found.measures)
+        stage.and_then(|stage| stage.worst.as_ref()).map(|comparison| &comparison.measures)
     };
     let mut parts = Vec::new();
     if let Some(loss) = measures("loss") {

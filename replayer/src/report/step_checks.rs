@@ -23,8 +23,9 @@ const OF_DATA: [&str; 2] = ["duplicate-batch", "label-shift"];
 /// Lowers the severity of findings that the replay of the head disproves.
 pub fn weighed(dump: &StepDump, mut checked: Checked, outcome: Option<&Outcome>) -> Checked {
     let Some(outcome) = outcome else { return checked };
-    let inferred =
-        |found: &&mut Finding| found.severity == Severity::Fail && INFERRED.contains(&found.check);
+    let inferred = |finding: &&mut Finding| {
+        finding.severity == Severity::Fail && INFERRED.contains(&finding.check)
+    };
     for finding in checked.findings.iter_mut().filter(inferred) {
         let right = stage_of(dump, &finding.place).is_some_and(|stage| {
             let compared = &outcome.stage(stage).comparisons;
@@ -62,7 +63,7 @@ fn stage_of(dump: &StepDump, place: &Place) -> Option<Stage> {
 }
 
 fn failing(checked: &Checked) -> impl Iterator<Item = &Finding> {
-    checked.findings.iter().filter(|found| found.severity == Severity::Fail)
+    checked.findings.iter().filter(|finding| finding.severity == Severity::Fail)
 }
 
 /// The first divergence of the replay or of a failing check, whichever is at the earlier stage; at
@@ -74,7 +75,7 @@ pub fn first_of(
 ) -> Option<FirstDivergence> {
     let stage_named = |name: &str| Stage::ALL.iter().copied().find(|stage| stage.name() == name);
     let own_stage = replayed.as_ref().map(|first| stage_named(&first.stage));
-    let earliest = failing(checked).min_by_key(|found| stage_of(dump, &found.place));
+    let earliest = failing(checked).min_by_key(|finding| stage_of(dump, &finding.place));
     let Some(earliest) = earliest else { return replayed };
     let stage = stage_of(dump, &earliest.place);
     match own_stage {

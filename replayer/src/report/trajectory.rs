@@ -96,7 +96,7 @@ impl TrajectoryReport {
 fn remarks(read: &Trajectory) -> Vec<String> {
     let mut remarks: Vec<String> = Vec::new();
     let absent: Vec<Rank> = (0..read.world_size)
-        .filter(|rank| read.ranks.binary_search_by_key(rank, |held| held.rank).is_err())
+        .filter(|rank| read.ranks.binary_search_by_key(rank, |scalars| scalars.rank).is_err())
         .map(Rank)
         .collect();
     if !absent.is_empty() {

@@ -161,7 +161,7 @@ pub fn judge(trajectory: &Trajectory, declared: &Declared) -> Judged {
     for flag in FLAGS {
         let mut results = FlagResults::new(flag.name);
         (flag.run)(&view, &mut results);
-        let raised = results.findings.iter().any(|one| one.severity == Severity::Flag);
+        let raised = results.findings.iter().any(|finding| finding.severity == Severity::Flag);
         let status = match (raised, results.looked_at) {
             (true, _) => Status::Flagged,
             (false, 0) => Status::NotChecked,

@@ -12,7 +12,7 @@ fn judged(trajectory: &Trajectory) -> Judged {
 }
 
 fn flags(judged: &Judged) -> Vec<&Finding> {
-    judged.findings.iter().filter(|found| found.severity == Severity::Flag).collect()
+    judged.findings.iter().filter(|finding| finding.severity == Severity::Flag).collect()
 }
 
 /// The one flag that is raised.

@@ -109,7 +109,7 @@ fn where_it_belongs(
     let record = dump.record(shard);
     let wanted = record.fingerprint;
     let extent = record.place.extent();
-    let mut others: Vec<_> = info.shards.iter().map(|at| &dump.record(at).place).collect();
+    let mut others: Vec<_> = info.shards.iter().map(|shard| &dump.record(shard).place).collect();
     others.retain(|place| place.extent() == extent && **place != record.place);
     others.sort();
     others.dedup();

@@ -123,12 +123,13 @@ pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification 
     not_checked.extend(unproved(dump, &verdicts, &contents));
     // The sort is stable: findings of one kind and tensor keep the order of their boxes.
     findings.sort_by(|a, b| (a.severity, a.kind, &a.tensor).cmp(&(b.severity, b.kind, &b.tensor)));
-    let right = |at: &ShardRef| contents[at].fingerprint == Some(dump.record(at).fingerprint);
+    let right =
+        |shard: &ShardRef| contents[shard].fingerprint == Some(dump.record(shard).fingerprint);
     Verification {
         shards: contents.len() as u64,
-        bytes: contents.keys().map(|at| dump.record(at).length).sum(),
+        bytes: contents.keys().map(|shard| dump.record(shard).length).sum(),
         hashes_ok: contents.values().filter(|checked| checked.intact).count() as u64,
-        places_ok: contents.keys().filter(|at| right(at)).count() as u64,
+        places_ok: contents.keys().filter(|shard| right(shard)).count() as u64,
         findings,
         tensors: verdicts,
         not_checked,
@@ -154,7 +155,7 @@ fn judge(
         findings.extend(gaps(dump, key, info));
     }
     let unusable = unusable(dump, key, info, &findings);
-    let sources = info.shards.iter().map(|at| dump.record(at).fingerprint_source);
+    let sources = info.shards.iter().map(|shard| dump.record(shard).fingerprint_source);
     let by_framework = sources.clone().all(|source| source == FingerprintSource::Framework);
     let verdict = TensorVerdict {
         key: key.clone(),
@@ -163,7 +164,7 @@ fn judge(
         shape: info.shape.clone(),
         partial: info.partial,
         shards: info.shards.len() as u64,
-        bytes: info.shards.iter().map(|at| dump.record(at).length).sum(),
+        bytes: info.shards.iter().map(|shard| dump.record(shard).length).sum(),
         fingerprint: whole_fingerprint(dump, info, contents, &findings),
         fingerprint_source: match by_framework {
             true => FingerprintSource::Framework,
@@ -246,7 +247,7 @@ fn whole_fingerprint(
 
 /// Ranks of the job that hold no shard of a tensor.
 fn absent_ranks(dump: &StepDump, info: &TensorInfo) -> Vec<Rank> {
-    let holders: BTreeSet<Rank> = info.shards.iter().map(|at| dump.record(at).rank).collect();
+    let holders: BTreeSet<Rank> = info.shards.iter().map(|shard| dump.record(shard).rank).collect();
     let all = (0..dump.manifest.world_size.min(MAX_RANKS)).map(Rank);
     all.filter(|rank| !holders.contains(rank)).collect()
 }

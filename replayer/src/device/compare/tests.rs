@@ -54,7 +54,7 @@ pub(in crate::device) fn sized(draw: &mut Draw, about: f64) -> f64 {
 
 /// What is allowed of a case's elements.
 fn stage(draw: &mut Draw, seed: u64, parts: i64) -> Allowance {
-    let mut size = |of: f64| sized(draw, of);
+    let mut size = |value: f64| sized(draw, value);
     let rounding = |size: &mut dyn FnMut(f64) -> f64| Rounding {
         square: size(1e-6),
         constant: size(1e-9),
@@ -99,9 +99,9 @@ impl Case {
     fn of(shape: (usize, usize), seed: u64, parts: i64) -> Case {
         let (rows, columns) = shape;
         let mut draw = Draw::new(seed);
-        let mut size = |of: f64| sized(&mut draw, of);
+        let mut size = |value: f64| sized(&mut draw, value);
         let all = rows * columns;
-        let mut list = |of: f64| (0..all).map(|_| size(of)).collect::<Vec<f64>>();
+        let mut list = |value: f64| (0..all).map(|_| size(value)).collect::<Vec<f64>>();
         let dense = [list(1.0), list(0.5), list(1e-4), list(1e-5), list(0.1)];
         let mut label = [list(1.0), list(0.3), list(1e-4), list(0.4), list(1.0)];
         let (side, storage) = (list(1.0).iter().map(|&x| x as f32).collect(), list(1e-5));
@@ -110,14 +110,14 @@ impl Case {
             rows.filter(|(row, _)| !is_label(*row)).for_each(|(_, row)| row.fill(0.0));
         }
         let noise = list(5e-3);
-        let captured = (0..all).map(|at| {
-            let (x, y) = (dense[0][at], label[0][at]);
+        let captured = (0..all).map(|index| {
+            let (x, y) = (dense[0][index], label[0][index]);
             let right = [x, y, x + y][parts as usize - 1];
-            (right * (1.0 + noise[at] * [1.0, -1.0][at % 2])) as f32
+            (right * (1.0 + noise[index] * [1.0, -1.0][index % 2])) as f32
         });
         let captured = captured.collect();
         let stage = stage(&mut draw, seed, parts);
-        let mut size = |of: f64| sized(&mut draw, of);
+        let mut size = |value: f64| sized(&mut draw, value);
         let mut of_row = |row: usize| OfRow {
             side: size(1e-6),
             total: size(1e-7),

@@ -26,13 +26,13 @@ on_every_machine! {
 const STAGES: [PlaneStage; 3] = [PlaneStage::Logits, PlaneStage::Logprobs, PlaneStage::Dlogits];
 
 fn rounding(draw: &mut Draw) -> Rounding {
-    let mut size = |of: f64| sized(draw, of);
+    let mut size = |value: f64| sized(draw, value);
     Rounding { square: size(1e-6), constant: size(1e-9), unit: size(1e-3), half: size(1e-5) }
 }
 
 fn allowance(draw: &mut Draw, stage: PlaneStage) -> PlaneAllowance {
     let [entry, subtracted, stored] = [(); 3].map(|()| rounding(draw));
-    let mut size = |of: f64| sized(draw, of);
+    let mut size = |value: f64| sized(draw, value);
     PlaneAllowance {
         stage: stage as i64,
         entry,
@@ -47,7 +47,7 @@ fn allowance(draw: &mut Draw, stage: PlaneStage) -> PlaneAllowance {
 
 /// Numbers of a token, none of them 0.
 fn token(draw: &mut Draw, label: u32) -> OfToken {
-    let mut size = |of: f64| sized(draw, of);
+    let mut size = |value: f64| sized(draw, value);
     OfToken {
         lse: size(3.0),
         upstream: -size(0.3),

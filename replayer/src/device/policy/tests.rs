@@ -131,7 +131,8 @@ fn every_kernel_in_the_source_is_loaded_and_no_other() {
 
 #[test]
 fn a_policys_products_are_in_the_narrowest_type_that_holds_its_operands() {
-    let products: Vec<_> = policies().iter().map(|(name, of)| (*name, Products::of(of))).collect();
+    let products: Vec<_> =
+        policies().iter().map(|(name, policy)| (*name, Products::of(policy))).collect();
     for (name, logits, gradients) in [
         ("plain f32", Compute::F32, Compute::F32),
         ("plain bf16", Compute::Bf16, Compute::Bf16),
@@ -247,7 +248,7 @@ fn logits_that_are_given_have_the_forward_sums_of_the_cpu_bit_for_bit<M: Launche
 /// with their addition. A sum that begins with 0 and one that begins with its first term differ in
 /// the sign of 0, which cuBLAS does not promise.
 fn products_without_a_choice_of_order_have_the_bits_of_the_cpu<M: Launches>(machine: &M) {
-    let exact = |of: &Policy| Products::of(of).gradients != Compute::F32;
+    let exact = |policy: &Policy| Products::of(policy).gradients != Compute::F32;
     for (name, policy) in policies() {
         if policy.path != Path::Fused || !exact(&policy) {
             continue;

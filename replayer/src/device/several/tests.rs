@@ -57,7 +57,7 @@ fn what_machines_share_is_what_the_reference_has() {
                 (&got.logit_sum, &alone.logit_sum),
                 (&got.logit_squares, &alone.logit_squares),
             ] {
-                let bits = |of: &[f64]| of.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                 assert_eq!(bits(got), bits(alone), "{what}");
             }
         }
@@ -67,7 +67,9 @@ fn what_machines_share_is_what_the_reference_has() {
 #[test]
 fn what_machines_keep_is_compared_as_what_they_would_have_fetched() {
     for device in [hosts(2), hosts(3)] {
-        for (what, fixture) in heads().iter().filter(|(_, of)| of.inputs().given.is_none()) {
+        for (what, fixture) in
+            heads().iter().filter(|(_, fixture)| fixture.inputs().given.is_none())
+        {
             assert_kept(&device, what, fixture);
         }
     }

@@ -169,7 +169,7 @@ impl Declared {
         let arguments = part(entry).ok_or("the list of its arguments does not end")?;
         let arguments = list(arguments).map(|one| argument(one, stage));
         let arguments: Vec<Argument> = arguments.collect::<Result<_, _>>()?;
-        let outputs = arguments.iter().filter(|one| one.name == Name::Output).count();
+        let outputs = arguments.iter().filter(|argument| argument.name == Name::Output).count();
         if outputs != 1 {
             return Err(format!("its arguments name {stage} {outputs} times, wanted once"));
         }

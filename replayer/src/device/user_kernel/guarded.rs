@@ -64,7 +64,7 @@ pub(super) unsafe fn run<M: Launches>(
         shared: declared.shared,
     };
     let inputs = unit.inputs(declared).map_err(refused)?;
-    let output = declared.arguments.iter().find(|one| one.name == Name::Output);
+    let output = declared.arguments.iter().find(|argument| argument.name == Name::Output);
     let dtype = output.expect("a declaration names its output").of;
     let attempt = |guard: u8, poison: u8| {
         let given =
@@ -189,9 +189,9 @@ fn judged(runs: &[Ended; 4], (dtype, columns): (Type, usize)) -> Vec<String> {
     let wavers = first.all(|at| first.at(*at) != second.at(*at));
     // Where a run differs from itself, only what becomes NaN, or no longer is, says more.
     let steady = wavers.is_empty();
-    let differs = |other: &Elements<'_>, at: usize| match steady {
-        true => first.at(at) != other.at(at),
-        false => first.is_nan(at) != other.is_nan(at),
+    let differs = |other: &Elements<'_>, index: usize| match steady {
+        true => first.at(index) != other.at(index),
+        false => first.is_nan(index) != other.is_nan(index),
     };
     say("differ between two runs", wavers);
     let read_first = |at: &usize| !unwritten(at) && differs(&odd, *at);

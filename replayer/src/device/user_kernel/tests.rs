@@ -82,7 +82,7 @@ fn elements_that_are_never_written_are_counted_and_the_first_is_named() {
 fn an_output_that_is_added_to_before_it_is_written_is_told() {
     let adding = RIGHT.replace("dq[t * d + i] =", "dq[t * d + i] +=");
     assert_ne!(adding, RIGHT);
-    let mut all = given(&adding).into_iter().map(|one| one.findings);
+    let mut all = given(&adding).into_iter().map(|given| given.findings);
     // Of the token that takes no part: nothing but 0 is added, so a CPU leaves the pattern there.
     let by_host = [
         "3 of 30 elements are never written, the first is [3, 0]",

@@ -100,11 +100,12 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     let Some((&(_, rank), first)) = weights.iter().next() else { return Vec::new() };
     let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
-    let ids: Vec<Option<Microbatch>> = evidence.inputs.iter().map(|one| one.microbatch).collect();
+    let ids: Vec<Option<Microbatch>> =
+        evidence.inputs.iter().map(|inputs| inputs.microbatch).collect();
     let mut parameters = vec![("weights of the microbatches", words.join(", "))];
     parameters.extend(rank.map(|rank| ("rank", rank.to_string())));
     if weights.len() > 1 {
-        let alike = weights.values().all(|one| one == first);
+        let alike = weights.values().all(|values| values == first);
         let others = if alike { "other ranks likewise" } else { "other ranks have other weights" };
         parameters.push(("beside it", others.to_string()));
     }
@@ -128,13 +129,13 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
                 let other_key = Key { microbatch: inputs.microbatch, ..key };
                 Some((other_key, evidence.captured(other_key)?))
             })
-            .filter(|(_, of)| of.values.len() == captured.values.len())
+            .filter(|(_, values)| values.values.len() == captured.values.len())
             .collect();
-        let rows = |of: &Values| -> Vec<f64> {
-            table.keys().flat_map(|&row| of.row(row).to_vec()).collect()
+        let rows = |values: &Values| -> Vec<f64> {
+            table.keys().flat_map(|&row| values.row(row).to_vec()).collect()
         };
         let own_values: Vec<f64> = table.values().flatten().copied().collect();
-        let seen: Vec<Vec<f64>> = others.iter().map(|(_, of)| rows(of)).collect();
+        let seen: Vec<Vec<f64>> = others.iter().map(|(_, values)| rows(values)).collect();
         if evidence.spend((others.len() + 1).pow(2) * own_values.len()) {
             return None;
         }
@@ -146,7 +147,7 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
         let held_microbatches = others.iter().zip(&weights[1..]).filter(|(_, x)| x.round() > 0.0);
         let held_microbatches: Vec<(f64, Key, Rc<Values>)> =
-            held_microbatches.map(|((of, values), x)| (x.round(), *of, values.clone())).collect();
+            held_microbatches.map(|((key, values), x)| (x.round(), *key, values.clone())).collect();
         if held_microbatches.is_empty() {
             return None;
         }
@@ -166,7 +167,7 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         }
         let addends = held_microbatches
             .into_iter()
-            .map(|(times, _, of)| (times, of.columns, of.values.clone()));
+            .map(|(times, _, values)| (times, values.columns, values.values.clone()));
         world.gradients.insert(key, addends.collect());
     }
     words.truncate(TOLD);

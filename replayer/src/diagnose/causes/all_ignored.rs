@@ -107,10 +107,12 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
 fn are_all_nan(evidence: &Evidence<'_>, key: &Key, empty: &[Empty]) -> bool {
     let residual = &evidence.residuals[key];
     let share = residual.nonfinite as f64 / residual.elements.max(1) as f64;
-    let inputs = evidence.inputs.iter().find(|one| one.microbatch == key.microbatch);
+    let inputs = evidence.inputs.iter().find(|inputs| inputs.microbatch == key.microbatch);
     match key.stage {
-        of if of.share() == Share::Label => true,
-        of if of.is_of_k() || of.is_sum() => share >= MOST * valid(&evidence.inputs[0], evidence),
+        stage if stage.share() == Share::Label => true,
+        stage if stage.is_of_k() || stage.is_sum() => {
+            share >= MOST * valid(&evidence.inputs[0], evidence)
+        }
         _ if key.rank.is_some() => share >= MOST,
         _ => inputs.is_some_and(|inputs| share >= MOST * silent_share(evidence, inputs, empty)),
     }

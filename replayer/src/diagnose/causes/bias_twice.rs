@@ -32,7 +32,7 @@ impl Cause for BiasTwice {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let biased = evidence.inputs.iter().any(|one| one.bias.is_some());
+        let biased = evidence.inputs.iter().any(|inputs| inputs.bias.is_some());
         let gradients = evidence.fails_any(&Stage::GRADIENTS);
         if !biased || !(gradients || evidence.fails_any(&Stage::FORWARD)) {
             return Vec::new();
@@ -80,7 +80,10 @@ impl Cause for BiasTwice {
 /// Whether a stage fails because all of it is zero.
 fn is_zero(evidence: &Evidence<'_>, stage: Stage) -> bool {
     evidence.fails(stage)
-        && evidence.residuals.iter().all(|(key, one)| key.stage != stage || one.captured == 0.0)
+        && evidence
+            .residuals
+            .iter()
+            .all(|(key, residual)| key.stage != stage || residual.captured == 0.0)
 }
 
 struct Biased {
@@ -95,8 +98,8 @@ impl World for Biased {
         inputs.bias.iter_mut().flatten().for_each(|b| *b *= self.times);
     }
 
-    fn scale(&self, at: StagePlace) -> f64 {
-        if at.stage == Stage::Dbias { self.gradient } else { 1.0 }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if place.stage == Stage::Dbias { self.gradient } else { 1.0 }
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {

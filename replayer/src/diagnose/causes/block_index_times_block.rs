@@ -160,7 +160,7 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             let right = |t: &usize| match rows[*t] {
                 Row::From(other) => table
                     .get(&other)
-                    .is_none_or(|of| energy(of) == 0.0 || alike(captured.row(*t), of)),
+                    .is_none_or(|values| energy(values) == 0.0 || alike(captured.row(*t), values)),
                 _ => energy(captured.row(*t)) == 0.0,
             };
             fits = table.keys().all(right);

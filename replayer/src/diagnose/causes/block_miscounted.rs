@@ -57,7 +57,8 @@ impl Cause for BlockMiscounted {
             all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();
         let kinds =
             [(GradientPart::Whole, What::Addends), (GradientPart::Softmax, What::OfSoftmax)];
-        hypotheses.extend(kinds.into_iter().filter_map(|(of, what)| of_sums(evidence, of, what)));
+        hypotheses
+            .extend(kinds.into_iter().filter_map(|(part, what)| of_sums(evidence, part, what)));
         hypotheses.extend(of_tokens(evidence));
         hypotheses.extend(of_classes(evidence));
         hypotheses.extend(unwritten_tile::hypothesis(evidence));

@@ -171,7 +171,7 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all = tokens(evidence, inputs);
         let few: Vec<usize> = all.iter().copied().step_by(all.len().div_ceil(4).max(1)).collect();
         let sample = overwritten(evidence, inputs, &few);
-        sample.is_some_and(|of| shows(evidence, (inputs.microbatch, &few), &of))
+        sample.is_some_and(|overwritten| shows(evidence, (inputs.microbatch, &few), &overwritten))
     };
     if !evidence.inputs.iter().any(shown) {
         return Vec::new();

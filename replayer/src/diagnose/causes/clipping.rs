@@ -76,9 +76,9 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let sum = Summed::of(evidence, key, true)?;
     type Whose = fn(&Addend) -> (Option<Microbatch>, Option<Rank>);
     let kinds: [(&str, Whose); 3] = [
-        ("each rank's part", |of| (None, of.rank)),
-        ("each microbatch's part", |of| (of.microbatch, None)),
-        ("each rank's part of each microbatch", |of| (of.microbatch, of.rank)),
+        ("each rank's part", |addend| (None, addend.rank)),
+        ("each microbatch's part", |addend| (addend.microbatch, None)),
+        ("each rank's part of each microbatch", |addend| (addend.microbatch, addend.rank)),
     ];
     kinds.into_iter().find_map(|(words, whose)| {
         let sums = sum.by(whose);
@@ -149,7 +149,8 @@ fn of_repeated_clips(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             return None;
         }
         let parts = sum.parts.iter().zip(weights);
-        let addends = parts.map(|((of, _), weight)| Addend { weight, ..of.clone() }).collect();
+        let addends =
+            parts.map(|((addend, _), weight)| Addend { weight, ..addend.clone() }).collect();
         solved_sums.push(Solved::of(&sum, (key, 1.0), addends));
     }
     let mut parameters = vec![("clipped", "the sum, after every microbatch".to_string())];
@@ -191,9 +192,9 @@ fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
     let cut: Vec<usize> = (0..factors.len()).filter(|&at| factors[at] < 1.0 - ALIKE).collect();
     let to = norms[*cut.first()?] * factors[cut[0]];
     let alike = |x: f64| (x - to).abs() <= ALIKE * to;
-    let of_place = |at: usize| match cut.contains(&at) {
-        true => alike(norms[at] * factors[at]),
-        false => (factors[at] - 1.0).abs() <= ALIKE && norms[at] <= to * (1.0 + ALIKE),
+    let of_place = |index: usize| match cut.contains(&index) {
+        true => alike(norms[index] * factors[index]),
+        false => (factors[index] - 1.0).abs() <= ALIKE && norms[index] <= to * (1.0 + ALIKE),
     };
     let told = cut.len() > 1 || round(to).is_some();
     (told && (0..factors.len()).all(of_place)).then_some(to)
@@ -208,11 +209,14 @@ fn round(norm: f64) -> Option<f64> {
 /// The one factor of all comparisons: the mean of theirs, weighted by their precision; none where
 /// they differ.
 pub(super) fn common(each: &[(Key, Residual)]) -> Option<f64> {
-    let weight = |one: &Residual| one.reference / one.floor.max(f64::MIN_POSITIVE);
-    let sum: f64 = each.iter().map(|(_, one)| weight(one)).sum();
-    let mean = each.iter().map(|(_, one)| weight(one) * one.factor).sum::<f64>() / sum;
-    let alike = |(_, one): &(Key, Residual)| {
-        one.nonfinite == 0 && one.is_scaled() && (one.factor - mean).abs() <= ALIKE * mean
+    let weight = |residual: &Residual| residual.reference / residual.floor.max(f64::MIN_POSITIVE);
+    let sum: f64 = each.iter().map(|(_, residual)| weight(residual)).sum();
+    let mean =
+        each.iter().map(|(_, residual)| weight(residual) * residual.factor).sum::<f64>() / sum;
+    let alike = |(_, residual): &(Key, Residual)| {
+        residual.nonfinite == 0
+            && residual.is_scaled()
+            && (residual.factor - mean).abs() <= ALIKE * mean
     };
     (mean > 0.0 && mean.is_finite() && each.iter().all(alike)).then_some(mean)
 }

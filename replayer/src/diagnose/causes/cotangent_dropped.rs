@@ -131,13 +131,13 @@ impl LeftOut {
     fn there(evidence: &Evidence<'_>) -> Vec<LeftOut> {
         let any = |of: fn(&MicrobatchInputs) -> &[f64]| {
             let not_one = |(&x, &label): (&f64, &u32)| label != IGNORED && x != 1.0;
-            evidence.inputs.iter().any(|one| of(one).iter().zip(&one.labels).any(not_one))
+            evidence.inputs.iter().any(|inputs| of(inputs).iter().zip(&inputs.labels).any(not_one))
         };
-        let cotangent = evidence.step.options.cotangent != 1.0 || any(|one| &one.cotangent);
+        let cotangent = evidence.step.options.cotangent != 1.0 || any(|inputs| &inputs.cotangent);
         // The weights of a policy loss are its mask: without them other tokens count.
-        let weights = any(|one| &one.weights);
+        let weights = any(|inputs| &inputs.weights);
         // Without weights, tokens of weight 0 may count like the others, or stay out.
-        let masked = evidence.inputs.iter().any(|one| one.weights.contains(&0.0));
+        let masked = evidence.inputs.iter().any(|inputs| inputs.weights.contains(&0.0));
         let mean = declared(evidence).values().flatten().any(|&n| n != 1.0);
         let mut combinations = Vec::new();
         for cotangent in [false, true].into_iter().take(1 + usize::from(cotangent)) {
@@ -204,8 +204,9 @@ impl Dropped {
         };
         Stage::GRADIENTS.iter().filter(|&&stage| self.place.holds(stage)).any(|&stage| {
             evidence.fails(stage)
-                && informative(evidence, stage)
-                    .all(|(key, one)| one.nonfinite == 0 && is_towards(one.factor, wanted(&key)))
+                && informative(evidence, stage).all(|(key, residual)| {
+                    residual.nonfinite == 0 && is_towards(residual.factor, wanted(&key))
+                })
         })
     }
 

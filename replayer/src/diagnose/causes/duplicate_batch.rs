@@ -64,19 +64,19 @@ fn same(a: &[f64], b: &[f64]) -> bool {
 /// another microbatch, which passes.
 fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut from = BTreeMap::new();
-    for inputs in evidence.inputs.iter().filter(|one| one.microbatch.is_some()) {
+    for inputs in evidence.inputs.iter().filter(|inputs| inputs.microbatch.is_some()) {
         let is_of_microbatch =
             |key: &&Key| key.microbatch == inputs.microbatch && key.stage != Stage::Loss;
         let Some(&key) = evidence.failing.iter().find(is_of_microbatch) else { continue };
         let Some(captured) = evidence.captured(key) else { continue };
         let is_other = |other: &&MicrobatchInputs| {
             let other_key = Key { microbatch: other.microbatch, ..key };
-            let passes = evidence.residuals.get(&other_key).is_some_and(|found| found.passes);
+            let passes = evidence.residuals.get(&other_key).is_some_and(|residual| residual.passes);
             passes
                 && other.tokens() == inputs.tokens()
                 && evidence
                     .captured(other_key)
-                    .is_some_and(|found| same(&captured.values, &found.values))
+                    .is_some_and(|values| same(&captured.values, &values.values))
         };
         if let Some(other) = evidence.inputs.iter().find(is_other) {
             from.insert(inputs.microbatch, (other.microbatch, None));
@@ -106,8 +106,8 @@ impl ByRank {
         let captured = evidence.captured(**keys.first()?)?;
         let rows = evidence.reference().rows_of(place);
         let all = keys.iter().map(|key| &evidence.residuals[*key]);
-        let (floor, n) =
-            all.fold((0.0, 0), |(floor, n), one| (floor + one.floor, n + one.elements));
+        let (floor, n) = all
+            .fold((0.0, 0), |(floor, n), residual| (floor + residual.floor, n + residual.elements));
         let right = |tokens: &Vec<usize>| {
             let looked: Vec<_> = tokens.iter().filter_map(|t| rows.get_key_value(t)).collect();
             let off: f64 = looked.iter().map(|(t, row)| distance(captured.row(**t), row)).sum();
@@ -205,21 +205,23 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 
 /// The hypothesis that sums contain one microbatch twice and another not at all.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let twice = |found: &Solved| {
-        let weights: Vec<f64> = found.addends.iter().map(|of| of.weight).collect();
+    let twice = |solved: &Solved| {
+        let weights: Vec<f64> = solved.addends.iter().map(|addend| addend.weight).collect();
         let total: f64 = weights.iter().sum();
         weights.contains(&2.0) && weights.contains(&0.0) && total == weights.len() as f64
     };
     let sums: Vec<Solved> = solved(evidence).into_iter().filter(twice).collect();
     let Some(first) = sums.first() else { return Vec::new() };
     let named = |weight: f64| {
-        let all = first.addends.iter().filter(|of| of.weight == weight);
-        let name_of =
-            |of: &crate::diagnose::detectors::addends::Addend| match (of.microbatch, of.rank) {
-                (Some(mb), Some(rank)) => format!("{mb} of rank {rank}"),
-                (Some(mb), None) => mb.to_string(),
-                (None, rank) => rank.map_or("all".into(), |rank| format!("rank {rank}")),
-            };
+        let all = first.addends.iter().filter(|addend| addend.weight == weight);
+        let name_of = |addend: &crate::diagnose::detectors::addends::Addend| match (
+            addend.microbatch,
+            addend.rank,
+        ) {
+            (Some(mb), Some(rank)) => format!("{mb} of rank {rank}"),
+            (Some(mb), None) => mb.to_string(),
+            (None, rank) => rank.map_or("all".into(), |rank| format!("rank {rank}")),
+        };
         all.map(name_of).collect::<Vec<String>>().join(", ")
     };
     let parameters = vec![("twice", named(2.0)), ("left out", named(0.0))];

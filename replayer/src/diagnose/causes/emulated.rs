@@ -94,13 +94,13 @@ pub(super) fn forward(evidence: &Evidence<'_>, policy: &Policy, label: bool) -> 
 
 /// Whether the logits are computed from q and k, not recorded.
 pub(super) fn has_products(evidence: &Evidence<'_>) -> bool {
-    let product = |one: &MicrobatchInputs| matches!(one.scores, Scores::Product { .. });
+    let product = |inputs: &MicrobatchInputs| matches!(inputs.scores, Scores::Product { .. });
     evidence.inputs.iter().all(product)
 }
 
 /// Whether some token has a label.
 pub(super) fn has_labels(evidence: &Evidence<'_>) -> bool {
-    evidence.inputs.iter().flat_map(|one| &one.labels).any(|&label| label != IGNORED)
+    evidence.inputs.iter().flat_map(|inputs| &inputs.labels).any(|&label| label != IGNORED)
 }
 
 /// The path of a head that computes whole entries of dlogits: the declared one, or the plain one
@@ -137,6 +137,6 @@ pub(super) fn likely_formats(roundings: &Roundings) -> Vec<Precision> {
 /// bf16 may scatter in f32.
 pub(super) fn formats_below(declared: Precision, roundings: &Roundings) -> Vec<Precision> {
     let mut formats = likely_formats(roundings);
-    formats.retain(|of| of.unit_roundoff() > declared.unit_roundoff());
+    formats.retain(|precision| precision.unit_roundoff() > declared.unit_roundoff());
     formats
 }

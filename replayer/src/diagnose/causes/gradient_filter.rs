@@ -60,7 +60,7 @@ impl Cause for GradientFilter {
 
 /// Whether dk is nowhere larger than it should be: a filter only takes away.
 fn loses(evidence: &Evidence<'_>) -> bool {
-    let most = |stage| largest(evidence.failing_of(&[stage]).map(|(_, of)| of.factor));
+    let most = |stage| largest(evidence.failing_of(&[stage]).map(|(_, residual)| residual.factor));
     // The factor may exceed 1 a little, by noise.
     most(Stage::Dk) < 1.01
 }

@@ -66,9 +66,12 @@ impl Cause for IndexOverflow32 {
                     // dlogits may be stored in few bits. A stray entry `-g` rounds alike for all
                     // tokens, while p - g together does not, so the rounding matters.
                     let seen = evidence.roundings().filter(|_| hypotheses.len() > before);
-                    let kept = seen.map(|of| of.widest.dlogits);
-                    let few = kept.filter(|&of| of.unit_roundoff() > FULL.unit_roundoff());
-                    hypotheses.extend(few.and_then(|of| of_labels(evidence, index, Some(of))));
+                    let kept = seen.map(|roundings| roundings.widest.dlogits);
+                    let few =
+                        kept.filter(|&precision| precision.unit_roundoff() > FULL.unit_roundoff());
+                    hypotheses.extend(
+                        few.and_then(|precision| of_labels(evidence, index, Some(precision))),
+                    );
                 }
             }
         }

@@ -44,7 +44,7 @@ impl Cause for IntTargetOutOfRange {
             return Vec::new();
         }
         let all: Vec<OutOfRange> =
-            evidence.inputs.iter().filter_map(|one| out_of_range(evidence, one)).collect();
+            evidence.inputs.iter().filter_map(|inputs| out_of_range(evidence, inputs)).collect();
         if all.iter().all(|out_of_range| out_of_range.labels.is_empty()) {
             return Vec::new();
         }
@@ -66,9 +66,9 @@ impl Cause for IntTargetOutOfRange {
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         // Only where nothing fails; otherwise a hypothesis must explain the failure.
         let outside: Vec<&MicrobatchInputs> =
-            evidence.inputs.iter().filter(|one| !one.outside.is_empty()).collect();
+            evidence.inputs.iter().filter(|inputs| !inputs.outside.is_empty()).collect();
         let first = outside.first().filter(|_| evidence.failing.is_empty())?;
-        let count: usize = outside.iter().map(|one| one.outside.len()).sum();
+        let count: usize = outside.iter().map(|inputs| inputs.outside.len()).sum();
         let (token, label) = first.outside[0];
         Some(Observed {
             evidence: format!(
@@ -117,7 +117,7 @@ fn out_of_range(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Ou
 /// The formats that an entry may be rounded to: f64 for none, and the format of dlogits if it has
 /// few bits. All stray entries are about `-g`, so their roundings are alike and add up.
 fn formats(evidence: &Evidence<'_>) -> Vec<Precision> {
-    let narrow = evidence.roundings().map(|of| of.widest.dlogits);
+    let narrow = evidence.roundings().map(|roundings| roundings.widest.dlogits);
     [Precision::F64].into_iter().chain(narrow.filter(|to| !to.keeps_f32())).collect()
 }
 

@@ -51,10 +51,10 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     // The first token's label logit is gathered from the right place in any case.
     let all: Vec<usize> = (1..inputs.tokens()).filter(counted).collect();
     let some: Vec<usize> = all.iter().step_by(all.len().div_ceil(LOOKED).max(1)).copied().collect();
-    let fits = |of: &Lengths| {
+    let fits = |lengths: &Lengths| {
         let mut shown = 0;
         for &t in &some {
-            let Some(z) = logit(&direct, inputs, *of, t) else { continue };
+            let Some(z) = logit(&direct, inputs, *lengths, t) else { continue };
             let logit = captured.values[t];
             if !((logit - z).abs() <= NEAR * (logit.abs() + z.abs())) {
                 return false;

@@ -48,7 +48,7 @@ impl Cause for LabelScatterLowPrecision {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let stages = [Stage::DkLabel, Stage::Dk];
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
-        let several = evidence.inputs.iter().any(|one| repeats(&one.labels));
+        let several = evidence.inputs.iter().any(|inputs| repeats(&inputs.labels));
         if !evidence.fails_any(&stages) || !several || is_everywhere(evidence) {
             return Vec::new();
         }
@@ -78,9 +78,10 @@ fn is_everywhere(evidence: &Evidence<'_>) -> bool {
     let (mut rare, mut frequent) = ((0.0, 0.0), (0.0, 0.0));
     for (key, _) in evidence.failing_of(&[Stage::DkLabel, Stage::Dk]) {
         let comparisons = evidence.outcome.stage(key.stage).comparisons.iter();
-        let is_of_unit =
-            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        for class in comparisons.filter(is_of_unit).flat_map(|one| &one.by_hits) {
+        let is_of_unit = |comparison: &&Comparison| {
+            comparison.microbatch == key.microbatch && comparison.rank == key.rank
+        };
+        for class in comparisons.filter(is_of_unit).flat_map(|comparison| &comparison.by_hits) {
             let to = match class.hits_from {
                 0 | 1 => &mut rare,
                 2 | 3 => continue,
@@ -159,8 +160,8 @@ fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> 
                             * plane.q.row(t)[column];
                         if rounds { precision.round64(x) } else { x }
                     };
-                    let shard = |of: &[usize]| {
-                        of.iter().fold(0.0, |sum, &t| precision.round64(sum + addend(t)))
+                    let shard = |indices: &[usize]| {
+                        indices.iter().fold(0.0, |sum, &t| precision.round64(sum + addend(t)))
                     };
                     let sum: f64 = tokens.chunk_by(|a, b| a / size == b / size).map(shard).sum();
                     off += (wanted - sum).powi(2);

@@ -167,7 +167,7 @@ fn seen(
     for extent in 0..candidates.unwrap_or(0) {
         let runs_of =
             |inputs: &MicrobatchInputs| extents(asked, tests, by, inputs).get(extent).cloned();
-        let test = |microbatch| tests.iter().find(|(_, one)| one.microbatch == microbatch);
+        let test = |microbatch| tests.iter().find(|(_, inputs)| inputs.microbatch == microbatch);
         let end = |inputs: &MicrobatchInputs, ends: &[(usize, usize)]| {
             let (test, _) = test(inputs.microbatch)?;
             end_of(asked, test, inputs, ends)
@@ -228,9 +228,9 @@ fn run_length(
         }
     }
     let reach = by.unsigned_abs();
-    let is_end = |at: usize, length: usize| match by > 0 {
-        true => at % length >= length - reach,
-        false => at % length < reach,
+    let is_end = |index: usize, length: usize| match by > 0 {
+        true => index % length >= length - reach,
+        false => index % length < reach,
     };
     let fits = |&length: &usize| ends.iter().all(|&at| is_end(at, length));
     (reach + 1..longest).rev().find(fits).filter(|_| !ends.is_empty())
@@ -321,8 +321,10 @@ fn with_denominators(
     fitted: usize,
 ) -> Vec<Hypothesis> {
     let counted = |labels: &[u32]| labels.iter().filter(|&&label| label != IGNORED).count();
-    let same = asked.evidence.inputs.iter().all(|one| {
-        labels.get(&one.microbatch).is_none_or(|of| counted(of) == counted(&one.labels))
+    let same = asked.evidence.inputs.iter().all(|inputs| {
+        labels
+            .get(&inputs.microbatch)
+            .is_none_or(|labels| counted(labels) == counted(&inputs.labels))
     });
     let mut parameters = parameters;
     parameters.extend(asked.place().map(|place| ("only in", place)));

@@ -108,7 +108,9 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
     let addends: Vec<Vec<f64>> = match ring {
         true => sum.by(|addend| addend.rank).into_values().collect(),
         // In the sum over all ranks, the order of microbatches within one rank does not show.
-        false if sum.parts.iter().any(|(of, _)| of.rank != sum.parts[0].0.rank) => return None,
+        false if sum.parts.iter().any(|(addend, _)| addend.rank != sum.parts[0].0.rank) => {
+            return None;
+        }
         false => sum.parts.iter().map(|(_, values)| values.clone()).collect(),
     };
     let (wide, divisors) = (sum.total(), divisors(sum.divisor, addends.len()));
@@ -137,13 +139,14 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let sum = Summed::of(evidence, key, true)?;
             let captured = &sum.captured;
             let wide = sum.total();
-            let rounded = |at: usize| {
-                let sent_addend =
-                    |(_, x): &Part| precision.round64(Precision::F32.round64(x[at] * sum.divisor));
+            let rounded = |index: usize| {
+                let sent_addend = |(_, x): &Part| {
+                    precision.round64(Precision::F32.round64(x[index] * sum.divisor))
+                };
                 sum.parts.iter().map(sent_addend).sum::<f64>() / sum.divisor
             };
             let sent: Vec<f64> = (0..wide.len()).map(rounded).collect();
-            let off = |of: &[f64]| distance(&captured.values, of);
+            let off = |values: &[f64]| distance(&captured.values, values);
             if !(off(&sent) <= HELPS * off(&wide)) {
                 return None;
             }

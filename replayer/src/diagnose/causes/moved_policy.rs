@@ -57,12 +57,12 @@ impl World for OtherPolicyLogprobs {
 /// The hypotheses that the old (or reference) policy's log-probabilities are replaced by the
 /// policy's own, or by the other one's.
 fn with_other_policys_logprobs(evidence: &Evidence<'_>, replaced: Role) -> Vec<Hypothesis> {
-    let column = |role: Role, one: &MicrobatchInputs| {
-        evidence.step.optional(role, one.microbatch, one.tokens()).ok().flatten()
+    let column = |role: Role, inputs: &MicrobatchInputs| {
+        evidence.step.optional(role, inputs.microbatch, inputs.tokens()).ok().flatten()
     };
     let other = if replaced == Role::OldLogprobs { Role::RefLogprobs } else { Role::OldLogprobs };
-    let own_logprobs = |one: &MicrobatchInputs| logprobs(evidence, one);
-    let of_other = |one: &MicrobatchInputs| column(other, one);
+    let own_logprobs = |inputs: &MicrobatchInputs| logprobs(evidence, inputs);
+    let of_other = |inputs: &MicrobatchInputs| column(other, inputs);
     let sources: [(&str, OfMicrobatch<'_>); 2] =
         [("policy's own log-probabilities", &own_logprobs), (words_of(other), &of_other)];
     let hypothesis_of = |(words, values): (&str, OfMicrobatch<'_>)| {
@@ -97,7 +97,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let is_recorded =
         |role: &Role| evidence.step.tensors.values().any(|info| info.role == Some(*role));
     let columns = [Role::Advantages, Role::OldLogprobs, Role::RefLogprobs];
-    let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
+    let kinds = evidence.inputs.first().map_or(0, |inputs| known(evidence.step, inputs).len());
     let mut hypotheses = Vec::new();
     for role in columns.into_iter().filter(is_recorded) {
         // Where the loss agrees, only the backward is wrong, and `policy_terms` tries another ratio

@@ -32,12 +32,12 @@ impl World for ShiftedWeights {
 /// differ, and the failing rows of dq, if there are any, are nonzero exactly where the shifted
 /// weights are.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let differ = |one: &MicrobatchInputs| one.weights.iter().any(|x| *x != one.weights[0]);
+    let differ = |inputs: &MicrobatchInputs| inputs.weights.iter().any(|x| *x != inputs.weights[0]);
     let fails = evidence.fails_any(&[&Stage::GRADIENTS[..], &[Stage::Loss]].concat());
     if !fails || !evidence.inputs.iter().any(differ) {
         return Vec::new();
     }
-    let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
+    let kinds = evidence.inputs.first().map_or(0, |inputs| known(evidence.step, inputs).len());
     let mut hypotheses = Vec::new();
     for kind in 0..kinds {
         for by in MOVES {

@@ -46,8 +46,9 @@ impl Cause for NanOrigin {
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let parameters = of_inputs(evidence)?;
         let broken = |mb: Option<Microbatch>| {
-            let head = evidence.inputs_of(mb).and_then(|one| one.head(evidence.step));
-            let whole = |of: &Matrix<'_>| (0..of.len()).all(|at| of.get_f64(at).is_finite());
+            let head = evidence.inputs_of(mb).and_then(|inputs| inputs.head(evidence.step));
+            let whole =
+                |matrix: &Matrix<'_>| (0..matrix.len()).all(|at| matrix.get_f64(at).is_finite());
             head.is_some_and(|head| !whole(&head.q) || !whole(&head.k))
         };
         let after = |key: &Key| {
@@ -67,9 +68,9 @@ impl Cause for NanOrigin {
         let Some(first_nans) = nans(evidence) else { return overflown };
         // If no token counts, the NaN is a 0/0, which is `all-ignored`.
         let counts = |mb| {
-            evidence.inputs_of(mb).is_none_or(|one| {
-                let used = |t: &usize| one.labels[*t] != IGNORED && one.weights[*t] != 0.0;
-                (0..one.tokens()).any(|t| used(&t))
+            evidence.inputs_of(mb).is_none_or(|inputs| {
+                let used = |t: &usize| inputs.labels[*t] != IGNORED && inputs.weights[*t] != 0.0;
+                (0..inputs.tokens()).any(|t| used(&t))
             })
         };
         if !counts(first_nans.first.microbatch) {

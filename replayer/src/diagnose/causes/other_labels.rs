@@ -70,7 +70,7 @@ fn labels_in_words(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
     let apart = (1..first.tokens()).find(|apart| {
         changed
             .iter()
-            .all(|(one, t, l)| t.checked_sub(*apart).is_some_and(|at| one.labels[at] == *l))
+            .all(|(inputs, t, l)| t.checked_sub(*apart).is_some_and(|at| inputs.labels[at] == *l))
     });
     if let Some(apart) = apart {
         let to = changed.iter().map(|(_, t, _)| *t).max().unwrap_or(t);

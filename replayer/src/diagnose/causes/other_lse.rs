@@ -379,12 +379,12 @@ fn window(tokens: &[Probabilities]) -> Option<(usize, usize)> {
     let is = |sum: &[f64], wanted: f64, from: usize, to: usize| {
         (sum[to] - sum[from] - wanted).abs() <= NEAR * wanted.abs()
     };
-    let fits = |from: usize, to: usize| sums.iter().all(|(sum, of)| is(sum, *of, from, to));
+    let fits = |from: usize, to: usize| sums.iter().all(|(sum, value)| is(sum, *value, from, to));
     if !(*wanted > 0.0) {
         return None;
     }
     let off = |&(from, to): &(usize, usize)| -> f64 {
-        sums.iter().map(|(sum, of)| (sum[to] - sum[from] - of).powi(2)).sum()
+        sums.iter().map(|(sum, value)| (sum[to] - sum[from] - value).powi(2)).sum()
     };
     let ends = |from: usize| {
         let near = first.partition_point(|sum| *sum < first[from] + wanted * (1.0 - NEAR));

@@ -92,7 +92,7 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
         }
         let of_unit = evidence.reference().cotangents.get(&inputs.microbatch)?;
         let entries: BTreeMap<usize, f64> =
-            of_unit.iter().map(|(&t, own)| (t, own.smooth * share * slope)).collect();
+            of_unit.iter().map(|(&t, cotangents)| (t, cotangents.smooth * share * slope)).collect();
         let mut k = vec![0.0; direct.head.q.cols];
         for row in valid..rows {
             k.iter_mut().zip(direct.k(Row::From(row))).for_each(|(to, k)| *to += k);
@@ -139,18 +139,18 @@ impl World for OverPadding {
                 (Stage::Dq, Some(entry), _) => {
                     values.iter_mut().zip(&entries.k).for_each(|(to, k)| *to += entry * k);
                 }
-                (Stage::Dk, _, Some(of)) if padded => {
-                    values.iter_mut().zip(&of.products).for_each(|(to, x)| *to += x);
+                (Stage::Dk, _, Some(sums)) if padded => {
+                    values.iter_mut().zip(&sums.products).for_each(|(to, x)| *to += x);
                 }
-                (Stage::Dbias, _, Some(of)) if padded => values[0] += of.entries,
+                (Stage::Dbias, _, Some(sums)) if padded => values[0] += sums.entries,
                 _ => {}
             }
         }
     }
 
-    fn noise(&self, at: StagePlace, row: usize, column: usize) -> f64 {
-        let entries = self.entries.get(&at.microbatch).filter(|_| row >= self.valid);
-        let sums = entries.and_then(|own| own.sums.get(&(at.microbatch, at.rank)));
-        sums.filter(|_| at.stage == Stage::Dk).map_or(0.0, |of| of.noise[column])
+    fn noise(&self, place: StagePlace, row: usize, column: usize) -> f64 {
+        let entries = self.entries.get(&place.microbatch).filter(|_| row >= self.valid);
+        let sums = entries.and_then(|padding| padding.sums.get(&(place.microbatch, place.rank)));
+        sums.filter(|_| place.stage == Stage::Dk).map_or(0.0, |sums| sums.noise[column])
     }
 }

@@ -100,7 +100,8 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         // All microbatches must have one factor, which multiplies the gradient afterwards.
         let times = times.iter().all(|x| (x / times[0] - 1.0).abs() < NEAR).then_some(times[0]);
         let Some(times) = times.map(power_of_two) else { continue };
-        let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
+        let labels =
+            evidence.inputs.iter().map(|inputs| (inputs.microbatch, inputs.labels.clone()));
         let world = LogitsHold {
             content,
             times,
@@ -134,7 +135,7 @@ fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &ReplacedValues) -> 
     let follow = |key: &&Key| key.stage.is_gradient();
     let rest: Vec<&Key> = evidence.failing.iter().filter(follow).collect();
     let captured_plane = |key: &Key| {
-        let captured = evidence.captured(*key).filter(|of| of.values.len() <= PLANE)?;
+        let captured = evidence.captured(*key).filter(|values| values.values.len() <= PLANE)?;
         let values: Vec<f32> = captured.values.iter().map(|&x| x as f32).collect();
         Some((*key, (captured.columns, values)))
     };
@@ -142,7 +143,7 @@ fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &ReplacedValues) -> 
         return None;
     }
     let all = evidence.residuals_in(right)?;
-    let passes = |key: &&Key| all.get(key).is_some_and(|of| of.passes);
+    let passes = |key: &&Key| all.get(key).is_some_and(|residual| residual.passes);
     if !rest.iter().all(passes) {
         return None;
     }
@@ -193,7 +194,8 @@ fn logits_hold(
     let all = tokens(evidence, inputs);
     let few = all.iter().copied().step_by(all.len().div_ceil(16).max(1));
     // Rows of tokens that do not count distinguish the kinds.
-    let blank = cotangents.iter().filter(|(_, of)| of.lse == 0.0).map(|(&t, _)| t).take(2);
+    let blank =
+        cotangents.iter().filter(|(_, cotangents)| cotangents.lse == 0.0).map(|(&t, _)| t).take(2);
     let (mut both, mut size, mut captured_energy) = (0.0, 0.0, 0.0);
     for t in few.chain(blank) {
         // The row's own lse, computed from q and k; the replay's would come from the captured

@@ -54,7 +54,7 @@ impl Cause for PartMissing {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let solved = [Stage::Dq, Stage::Dk].map(|stage| solved(evidence, stage));
-        let terms_of = |found: &Option<Terms>| found.clone();
+        let terms_of = |terms: &Option<Terms>| terms.clone();
         let mut all: Vec<Terms> = solved.iter().filter_map(terms_of).collect();
         if let [Some(dq), Some(dk)] = &solved
             && dq.softmax == dk.softmax
@@ -72,8 +72,8 @@ impl Cause for PartMissing {
 /// Hypotheses that sums of dk lack one of the two parts for some microbatches or ranks, or contain
 /// it twice.
 fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let hypothesis_of = |(of, name): (GradientPart, &'static str)| {
-        let counted = CountedSums::of(evidence, of)?;
+    let hypothesis_of = |(part, name): (GradientPart, &'static str)| {
+        let counted = CountedSums::of(evidence, part)?;
         if !counted.of_parts || counted.parts.is_empty() {
             return None;
         }
@@ -211,9 +211,9 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
         return None;
     }
     let off = |by: [f64; 3]| -> f64 {
-        let squared_error = |at: usize| -> f64 {
-            let sum: f64 = terms.iter().zip(by).map(|(term, x)| x * term[at]).sum();
-            (captured.values[at] - sum).powi(2)
+        let squared_error = |index: usize| -> f64 {
+            let sum: f64 = terms.iter().zip(by).map(|(term, x)| x * term[index]).sum();
+            (captured.values[index] - sum).powi(2)
         };
         (0..captured.values.len()).map(squared_error).sum()
     };

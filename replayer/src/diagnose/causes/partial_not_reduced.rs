@@ -67,10 +67,10 @@ impl Cause for PartialNotReduced {
     /// their own sums for the reduced dk.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
-        if let Some(observed) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
+        if let Some(observed) = all.iter().find_map(|versions| sums_of_groups(evidence, versions)) {
             return Some(observed);
         }
-        let versions_of_dq = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
+        let versions_of_dq = all.iter().find(|versions| versions.is_parts_of_dq(evidence))?;
         let words = format!(
             "{} has {} versions, one a rank, and their sum is what each of them should be",
             versions_of_dq.key,
@@ -90,15 +90,16 @@ fn sums_of_groups(evidence: &Evidence<'_>, versions: &Versions) -> Option<Observ
         return None;
     }
     let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
-        let counted = || addends.iter().filter(|of| of.weight != 0.0);
-        let of_ranks: BTreeSet<Rank> = counted().filter_map(|of| of.rank).collect();
+        let counted = || addends.iter().filter(|addend| addend.weight != 0.0);
+        let of_ranks: BTreeSet<Rank> = counted().filter_map(|addend| addend.rank).collect();
         let of_ranks: Vec<Rank> = of_ranks.into_iter().collect();
-        let devices: Vec<&str> = counted().filter_map(|of| of.device.as_deref()).collect();
+        let devices: Vec<&str> = counted().filter_map(|addend| addend.device.as_deref()).collect();
         let holders_of_sum =
             if devices.is_empty() { name_ranks(&of_ranks) } else { devices.join(" and ") };
         format!("{}: those of {holders_of_sum}", name_ranks(ranks))
     };
-    let of_devices = sums.versions.iter().flat_map(|(_, all)| all).any(|of| of.device.is_some());
+    let of_devices =
+        sums.versions.iter().flat_map(|(_, all)| all).any(|addend| addend.device.is_some());
     let holders = if of_devices { "devices" } else { "ranks" };
     let rows = sums.place();
     let place = if rows.is_empty() { String::new() } else { format!(" in {rows}") };
@@ -153,7 +154,7 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         // Only the microbatches whose dq fails have one shard's part.
         let mut lse = evidence.reference().lse.clone();
         lse.retain(|mb, _| {
-            evidence.inputs.iter().any(|one| one.microbatch == *mb && failing(&one))
+            evidence.inputs.iter().any(|inputs| inputs.microbatch == *mb && failing(&inputs))
         });
         hypotheses.push(Hypothesis::new(OneShard { range: shard.range, lse }, parameters));
     }
@@ -239,8 +240,9 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     let all: Vec<_> =
         evidence.inputs.iter().flat_map(|inputs| implied_lse(evidence, inputs)).collect();
-    let off = median(all.iter().map(|of| of.implied - of.lse).collect());
-    let steady = all.iter().filter(|of| (of.implied - of.lse - off).abs() < 0.02).count();
+    let off = median(all.iter().map(|implied| implied.implied - implied.lse).collect());
+    let steady =
+        all.iter().filter(|implied| (implied.implied - implied.lse - off).abs() < 0.02).count();
     let n = off.exp().round();
     let captured = captured_lse(evidence);
     if n >= 2.0 && n <= MOST as f64 && (off - n.ln()).abs() < 0.01 && 4 * steady >= 3 * all.len() {
@@ -262,7 +264,8 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// The hypothesis that lse is taken over one shard's classes.
 fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let Some(first) = evidence.inputs.iter().find(|one| !implied_lse(evidence, one).is_empty())
+    let Some(first) =
+        evidence.inputs.iter().find(|inputs| !implied_lse(evidence, inputs).is_empty())
     else {
         return Vec::new();
     };
@@ -272,14 +275,14 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let some: Vec<_> = seen.iter().step_by(seen.len().div_ceil(5).max(1)).collect();
     let rows: Vec<Vec<f64>> = some
         .iter()
-        .map(|of| direct.against(&direct.q(Row::From(of.token)), &Row::From).logits)
+        .map(|implied| direct.against(&direct.q(Row::From(implied.token)), &Row::From).logits)
         .collect();
     let fits = |shard: &Shard| {
         let end = shard.range.end.min(valid);
         shard.range.start < end
-            && some.iter().zip(&rows).all(|(of, logits)| {
+            && some.iter().zip(&rows).all(|(implied, logits)| {
                 let lse = direct.lse(&logits[shard.range.start..end]);
-                (lse - of.implied).abs() < 0.01
+                (lse - implied.implied).abs() < 0.01
             })
     };
     let Some(shard) = shards(direct.head.k.rows).into_iter().find(fits) else { return Vec::new() };
@@ -308,7 +311,10 @@ fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut all: Vec<(BTreeSet<Option<Rank>>, Vec<Solved>)> = Vec::new();
     for solved_sum in solved(evidence) {
         let Some(out) = solved_sum.ranks_left_out() else { continue };
-        match all.iter_mut().find(|(of, same)| *of == out && same[0].scale == solved_sum.scale) {
+        match all
+            .iter_mut()
+            .find(|(ranks, same)| *ranks == out && same[0].scale == solved_sum.scale)
+        {
             Some((_, same)) => same.push(solved_sum),
             None => all.push((out, vec![solved_sum])),
         }
@@ -343,7 +349,7 @@ fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 /// mean are `rank-mean-vs-sum`.
 fn of_segments(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let all = segments(evidence).into_iter();
-    let other = all.filter(|found| !found.factor().is_some_and(|factor| factor < 1.0));
+    let other = all.filter(|segments| !segments.factor().is_some_and(|factor| factor < 1.0));
     let of_sum = |segments: Segments| {
         let parameters = vec![
             ("of", "a part of dk over ranks".to_string()),

@@ -70,7 +70,8 @@ fn with(
     options: HeadOptions,
 ) -> ChangedOptions<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
     let lowered = evidence.step.options.lowered;
-    let change = move |of: &mut HeadOptions| *of = HeadOptions { lowered, ..options.clone() };
+    let change =
+        move |changed: &mut HeadOptions| *changed = HeadOptions { lowered, ..options.clone() };
     ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 }
 }
 
@@ -275,7 +276,8 @@ fn of_ratio(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<Hypothesis>
     all.extend(clipped(evidence, derivative));
     for (by, direction) in [(-1, "before"), (1, "after")] {
         for (around, ends) in [(false, "the end has its own"), (true, "around the end")] {
-            let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
+            let kinds =
+                evidence.inputs.first().map_or(0, |inputs| known(evidence.step, inputs).len());
             for kind in 0..kinds {
                 let moved = moved(evidence, &derivative.ratio, (kind, by, around));
                 all.extend(moved.map(|(over, mut ratio)| {

@@ -39,12 +39,13 @@ impl Cause for ReplicaDivergence {
 
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
-        let (told, rest): (Vec<&Versions>, Vec<&Versions>) = all
-            .iter()
-            .partition(|of| of.as_sums(evidence).is_some() || of.is_parts_of_dq(evidence));
+        let (told, rest): (Vec<&Versions>, Vec<&Versions>) = all.iter().partition(|versions| {
+            versions.as_sums(evidence).is_some() || versions.is_parts_of_dq(evidence)
+        });
         // Ranks whose dk are different sums compute different gradient norms.
-        let follows = |of: &Versions| of.role == Some(Role::GradNorm) && !told.is_empty();
-        let tensor = rest.into_iter().find(|of| !follows(of))?;
+        let follows =
+            |versions: &Versions| versions.role == Some(Role::GradNorm) && !told.is_empty();
+        let tensor = rest.into_iter().find(|versions| !follows(versions))?;
         let ranks: BTreeSet<Rank> = tensor.odd().into_iter().collect();
         let ranks: Vec<String> = ranks.iter().map(ToString::to_string).collect();
         let (count, most, bits) = tensor.difference();

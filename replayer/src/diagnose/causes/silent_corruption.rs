@@ -102,7 +102,7 @@ fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let captured = evidence.captured(key)?;
         let table = evidence.reference().stages.get(&key)?;
         let size = (tally.reference_energy / tally.rows.max(1) as f64).sqrt();
-        let rows: Vec<usize> = tally.worst_rows.iter().map(|of| of.row as usize).collect();
+        let rows: Vec<usize> = tally.worst_rows.iter().map(|excess| excess.row as usize).collect();
         let gross = |row: &usize| {
             let Some(wanted) = table.get(row) else { return false };
             let off = distance(captured.row(*row), wanted).sqrt();
@@ -144,7 +144,7 @@ fn parameters(all: &[(Key, Wrong)]) -> Vec<(&'static str, String)> {
 /// The comparison as the replay found it.
 fn comparison<'e>(evidence: &'e Evidence<'_>, key: Key) -> Option<&'e Comparison> {
     let mut all = evidence.outcome.stage(key.stage).comparisons.iter();
-    all.find(|one| one.microbatch == key.microbatch && one.rank == key.rank)
+    all.find(|comparison| comparison.microbatch == key.microbatch && comparison.rank == key.rank)
 }
 
 /// The wrong elements of a comparison, where they are few and each is explained.
@@ -176,8 +176,8 @@ fn off(element: &Wrong) -> f64 {
 }
 
 fn errors(captured: &Values, table: &Table) -> Vec<Wrong> {
-    let row = |(&row, of): (&usize, &Vec<f64>)| -> Vec<Wrong> {
-        let all = captured.row(row).iter().zip(of).enumerate();
+    let row = |(&row, values): (&usize, &Vec<f64>)| -> Vec<Wrong> {
+        let all = captured.row(row).iter().zip(values).enumerate();
         let element = |(column, (&captured, &reference)): (usize, (&f64, &f64))| Wrong {
             row,
             column,
@@ -185,7 +185,7 @@ fn errors(captured: &Values, table: &Table) -> Vec<Wrong> {
             reference,
             bit: None,
         };
-        all.map(element).filter(|one| off(one) > 0.0).collect()
+        all.map(element).filter(|element| off(element) > 0.0).collect()
     };
     table.iter().flat_map(row).collect()
 }

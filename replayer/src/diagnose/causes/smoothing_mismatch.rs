@@ -243,7 +243,7 @@ impl Part {
     /// ranks that may have cut the vocabulary, where the factor is near one.
     fn hypotheses(self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let options = &evidence.step.options;
-        let valid = evidence.inputs.iter().find_map(|one| one.head(evidence.step));
+        let valid = evidence.inputs.iter().find_map(|inputs| inputs.head(evidence.step));
         let spread = valid.map_or(0.0, |head| options.smoothing(head.valid_vocab));
         let epsilon = ("ε", options.declared.label_smoothing.to_string());
         let multiplied = move |times: f64| Times { part: self, times, spread };

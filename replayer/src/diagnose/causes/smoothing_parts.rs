@@ -28,7 +28,7 @@ const OFF: f64 = 1e-4;
 /// The hypotheses: if a rule gives nearly these factors, those of the rule, else the fitted ones.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(parts) = solved(evidence) else { return Vec::new() };
-    let Some(head) = evidence.inputs.iter().find_map(|one| one.head(evidence.step)) else {
+    let Some(head) = evidence.inputs.iter().find_map(|inputs| inputs.head(evidence.step)) else {
         return Vec::new();
     };
     let (rows, valid) = (head.k.rows, head.valid_vocab);

@@ -119,9 +119,9 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                     let table = evidence.reference().stages.get(&key)?;
                     let rows = map.in_runs(inputs.tokens(), &of_ranks(evidence.step, inputs))?;
                     let right = |t: &usize| match rows[*t] {
-                        Row::From(other) => table
-                            .get(&other)
-                            .is_none_or(|of| energy(of) == 0.0 || alike(captured.row(*t), of)),
+                        Row::From(other) => table.get(&other).is_none_or(|values| {
+                            energy(values) == 0.0 || alike(captured.row(*t), values)
+                        }),
                         _ => energy(captured.row(*t)) == 0.0,
                     };
                     table.keys().all(right).then_some(rows)
@@ -202,7 +202,7 @@ impl World for Flat {
         column: usize,
     ) -> f64 {
         let table = self.noise.get(&Key { stage, microbatch, rank });
-        table.and_then(|table| table.get(&row)).map_or(0.0, |of| of[column])
+        table.and_then(|table| table.get(&row)).map_or(0.0, |values| values[column])
     }
 }
 
@@ -217,23 +217,27 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
     }
     let first = evidence.inputs.first();
-    let batch = first.map_or((1, 1), |of| (of.tokens() / of.sequence.max(1), of.sequence));
+    let batch =
+        first.map_or((1, 1), |inputs| (inputs.tokens() / inputs.sequence.max(1), inputs.sequence));
     for rows in [batch.0, batch.1].into_iter().filter(|&rows| rows > 1) {
         maps.push((Map::Transposed { rows }, format!("[{rows}, ..] transposed")));
     }
     // If all cotangents are 1, reading the first weight for all is one factor, which other causes
     // explain.
-    if evidence.inputs.iter().any(|of| of.cotangent.iter().any(|&x| x != 1.0)) {
+    if evidence.inputs.iter().any(|inputs| inputs.cotangent.iter().any(|&x| x != 1.0)) {
         let first = Map::Strided { step: 0, beyond: Beyond::Zeros };
         maps.push((first, "the first number for all".into()));
     }
     let mut hypotheses = Vec::new();
     for (map, view) in maps {
-        let rows_of = |one: &MicrobatchInputs| {
-            Some((one.microbatch, map.in_runs(one.tokens(), &of_ranks(evidence.step, one))?))
+        let rows_of = |inputs: &MicrobatchInputs| {
+            Some((
+                inputs.microbatch,
+                map.in_runs(inputs.tokens(), &of_ranks(evidence.step, inputs))?,
+            ))
         };
         let rows: BTreeMap<_, _> = evidence.inputs.iter().filter_map(rows_of).collect();
-        if rows.is_empty() || !evidence.inputs.iter().any(|one| shows(evidence, one, &rows)) {
+        if rows.is_empty() || !evidence.inputs.iter().any(|inputs| shows(evidence, inputs, &rows)) {
             continue;
         }
         let parameters = vec![("operand", "the tokens' cotangents".to_string()), ("view", view)];

@@ -37,14 +37,19 @@ impl Cause for SyncWrongMicrobatch {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mixed = |solved: &Solved| {
             solved.key.stage == Stage::Reduce
-                && solved.addends.iter().all(|of| of.microbatch.is_some() && of.rank.is_some())
+                && solved
+                    .addends
+                    .iter()
+                    .all(|addend| addend.microbatch.is_some() && addend.rank.is_some())
                 && solved.by_microbatch().is_none()
                 && solved.ranks_left_out().is_none()
         };
         let of_sum = |solved: Solved| {
-            let out = solved.addends.iter().filter(|of| of.weight == 0.0);
+            let out = solved.addends.iter().filter(|addend| addend.weight == 0.0);
             let out: Vec<String> = out
-                .filter_map(|of| Some(format!("{} of rank {}", of.microbatch?, of.rank?)))
+                .filter_map(|addend| {
+                    Some(format!("{} of rank {}", addend.microbatch?, addend.rank?))
+                })
                 .collect();
             let parameters = vec![
                 ("left out", if out.is_empty() { "none".into() } else { out.join(", ") }),
@@ -67,11 +72,11 @@ impl Cause for SyncWrongMicrobatch {
             return None;
         }
         let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
-            let counted = addends.iter().filter(|of| of.weight != 0.0);
+            let counted = addends.iter().filter(|addend| addend.weight != 0.0);
             let names: Vec<String> = counted
-                .map(|of| {
-                    let mb = of.microbatch.map_or("all".into(), |mb| mb.to_string());
-                    of.rank.map_or(mb.clone(), |rank| format!("{mb} of rank {rank}"))
+                .map(|addend| {
+                    let mb = addend.microbatch.map_or("all".into(), |mb| mb.to_string());
+                    addend.rank.map_or(mb.clone(), |rank| format!("{mb} of rank {rank}"))
                 })
                 .collect();
             let rank_names: Vec<String> = ranks.iter().map(ToString::to_string).collect();

@@ -180,9 +180,9 @@ fn zeros(
     evidence: &Evidence<'_>,
     seen: &[(&MicrobatchInputs, Vec<ImpliedLse>)],
 ) -> Vec<Hypothesis> {
-    let added = |of: &ImpliedLse| of.lse.exp() * (of.implied - of.lse).exp_m1();
+    let added = |implied: &ImpliedLse| implied.lse.exp() * (implied.implied - implied.lse).exp_m1();
     // A token with a large lse does not show what a few extra columns add.
-    let tells = |of: &&ImpliedLse| (of.implied - of.lse).abs() > 1e-3;
+    let tells = |implied: &&ImpliedLse| (implied.implied - implied.lse).abs() > 1e-3;
     let all: Vec<f64> = seen.iter().flat_map(|(_, seen)| seen).filter(tells).map(added).collect();
     let counted = median(all);
     if counted > 0.5 { filled(evidence, counted) } else { Vec::new() }
@@ -369,5 +369,5 @@ pub fn captured_lse(evidence: &Evidence<'_>) -> Vec<Option<Microbatch>> {
         let role = Stage::Lse.role();
         role.and_then(|role| evidence.step.find(role, *mb)).is_some()
     };
-    evidence.inputs.iter().map(|one| one.microbatch).filter(is_captured).collect()
+    evidence.inputs.iter().map(|inputs| inputs.microbatch).filter(is_captured).collect()
 }

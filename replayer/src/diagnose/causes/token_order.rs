@@ -119,8 +119,9 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut hypotheses = Vec::new();
     for (name, from) in orders_by_name {
         let fitted = if name == MATCH { 4 } else { 0 };
-        let rows = |of: &Vec<usize>| of.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
-        let moved = from.iter().map(|(&mb, of)| (mb, rows(of))).collect();
+        let rows =
+            |indices: &Vec<usize>| indices.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
+        let moved = from.iter().map(|(&mb, indices)| (mb, rows(indices))).collect();
         let parameters = |what: &str| {
             let only = (!parts.is_empty()).then(|| ("only in", parts.join("; ")));
             let named = [("order", name.clone()), ("of", what.to_string())];

@@ -110,16 +110,19 @@ fn of_dlogits(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     if !(left <= LEFT * before) {
         return None;
     }
-    let named: [(&str, OfToken<'_>); 2] =
-        [("cotangent", &|one, t| one.cotangent[t]), ("weight", &|one, t| one.weights[t])];
+    let named: [(&str, OfToken<'_>); 2] = [
+        ("cotangent", &|inputs, t| inputs.cotangent[t]),
+        ("weight", &|inputs, t| inputs.weights[t]),
+    ];
     let rule = named.into_iter().find_map(|(name, of)| {
         let number = alike(seen.iter().map(|(t, times)| times * of(inputs, *t)))?;
         seen.iter().any(|(_, times)| (times - 1.0).abs() > NEAR).then_some((name, of, number))
     });
     let (name, rule_factor, number) = rule?;
-    let factors = evidence.inputs.iter().map(|one| {
-        let factor = |t: usize| if counts(one, t) { number / rule_factor(one, t) } else { 1.0 };
-        (one.microbatch, (0..one.tokens()).map(factor).collect())
+    let factors = evidence.inputs.iter().map(|inputs| {
+        let factor =
+            |t: usize| if counts(inputs, t) { number / rule_factor(inputs, t) } else { 1.0 };
+        (inputs.microbatch, (0..inputs.tokens()).map(factor).collect())
     });
     let words = format!("with {} in the place of its {name}", shown(number));
     let world = Weighted { factors: factors.collect(), parts: vec![Part::Plane] };
@@ -151,8 +154,11 @@ type Factors = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 /// The factor of each row of dq relative to its reference; none where rows are no such multiples.
 fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
-    let mut factors: Factors =
-        evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
+    let mut factors: Factors = evidence
+        .inputs
+        .iter()
+        .map(|inputs| (inputs.microbatch, vec![1.0; inputs.tokens()]))
+        .collect();
     // The rows of the sample are checked first, as they cost nothing more.
     let (mut before, mut left) = (0.0, 0.0);
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
@@ -195,21 +201,21 @@ fn counted(inputs: &MicrobatchInputs) -> impl Iterator<Item = usize> {
 fn rules(asked: &SuspectTokens<'_>, factors: &Factors) -> Vec<Rule> {
     let evidence = asked.evidence;
     let mean = |all: &[&MicrobatchInputs], of: &dyn Fn(&MicrobatchInputs) -> &[f64]| {
-        let each = all.iter().flat_map(|one| counted(one).map(|t| of(one)[t]));
+        let each = all.iter().flat_map(|inputs| counted(inputs).map(|t| of(inputs)[t]));
         let each: Vec<f64> = each.collect();
         each.iter().sum::<f64>() / each.len().max(1) as f64
     };
     let every: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-    let weight = mean(&every, &|one| &one.weights);
-    let cotangent = mean(&every, &|one| &one.cotangent);
-    let mean_cotangent = |one: &MicrobatchInputs| mean(&[one], &|one| &one.cotangent);
+    let weight = mean(&every, &|inputs| &inputs.weights);
+    let cotangent = mean(&every, &|inputs| &inputs.cotangent);
+    let mean_cotangent = |inputs: &MicrobatchInputs| mean(&[inputs], &|inputs| &inputs.cotangent);
     let named: [(&str, OfToken<'_>); 5] = [
-        ("with the square of its weight", &|one, t| one.weights[t]),
-        ("with the square of its cotangent", &|one, t| one.cotangent[t]),
-        ("with the mean of all weights", &|one, t| weight / one.weights[t]),
-        ("with the mean of all cotangents", &|one, t| cotangent / one.cotangent[t]),
-        ("with the mean of its microbatch's cotangents", &|one, t| {
-            mean_cotangent(one) / one.cotangent[t]
+        ("with the square of its weight", &|inputs, t| inputs.weights[t]),
+        ("with the square of its cotangent", &|inputs, t| inputs.cotangent[t]),
+        ("with the mean of all weights", &|inputs, t| weight / inputs.weights[t]),
+        ("with the mean of all cotangents", &|inputs, t| cotangent / inputs.cotangent[t]),
+        ("with the mean of its microbatch's cotangents", &|inputs, t| {
+            mean_cotangent(inputs) / inputs.cotangent[t]
         }),
     ];
     let known = named.into_iter().filter_map(|(words, of)| {
@@ -250,12 +256,14 @@ fn by_rule(
 /// The rule that tokens of one label do not count.
 fn of_label(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
-    let left_out = |one: &MicrobatchInputs| {
-        counted(one).find(|&t| seen[&one.microbatch][t].abs() < NEAR).map(|t| one.labels[t])
+    let left_out = |inputs: &MicrobatchInputs| {
+        counted(inputs)
+            .find(|&t| seen[&inputs.microbatch][t].abs() < NEAR)
+            .map(|t| inputs.labels[t])
     };
     let label = evidence.inputs.iter().find_map(left_out)?;
     let counts_once =
-        |one: &MicrobatchInputs, t: usize| f64::from(u8::from(one.labels[t] != label));
+        |inputs: &MicrobatchInputs, t: usize| f64::from(u8::from(inputs.labels[t] != label));
     let factors = by_rule(asked, seen, &counts_once)?;
     Some(Rule { words: format!("but those of label {label}"), factors, fitted: Some(1) })
 }
@@ -264,7 +272,7 @@ fn of_label(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
 /// rows that are missing in dq alone were not written.
 fn often(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
-    let whole_number = |one: &MicrobatchInputs, t: usize| seen[&one.microbatch][t].round();
+    let whole_number = |inputs: &MicrobatchInputs, t: usize| seen[&inputs.microbatch][t].round();
     let factors = by_rule(asked, seen, &whole_number).filter(|_| evidence.fails(Stage::Dk))?;
     let mut said = Vec::new();
     for (mb, factors) in &factors {
@@ -281,8 +289,11 @@ fn often(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
 /// The rule that all tokens of a microbatch, or of a rank in it, have one number.
 fn by_unit(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
-    let mut means: Factors =
-        evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
+    let mut means: Factors = evidence
+        .inputs
+        .iter()
+        .map(|inputs| (inputs.microbatch, vec![1.0; inputs.tokens()]))
+        .collect();
     let (mut said, mut numbers) = (Vec::new(), Vec::new());
     for unit in evidence.units() {
         let inputs = evidence.inputs_of(unit.microbatch)?;
@@ -300,7 +311,7 @@ fn by_unit(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
             said.push(format!("of {} {mean} times", place.join(" ")));
         }
     }
-    let factors = by_rule(asked, seen, &|one, t| means[&one.microbatch][t])?;
+    let factors = by_rule(asked, seen, &|inputs, t| means[&inputs.microbatch][t])?;
     // If all units have one number, it is a factor on the whole gradient.
     let differ = numbers.iter().any(|x| (x - numbers[0]).abs() > NEAR);
     said.truncate(TOLD);

@@ -119,8 +119,8 @@ impl World for Late {
         g.iter_mut().for_each(|g| *g /= self.scale);
     }
 
-    fn scale(&self, at: StagePlace) -> f64 {
-        if at.stage.is_gradient() { self.scale } else { 1.0 }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if place.stage.is_gradient() { self.scale } else { 1.0 }
     }
 }
 

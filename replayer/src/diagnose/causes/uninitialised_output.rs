@@ -135,8 +135,9 @@ fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
     };
     let inside = |row: &usize| runs.iter().any(|run| run.contains(row));
     let norms = |wanted: bool| -> Vec<f64> {
-        let rows = table.iter().filter(|(row, of)| inside(row) == wanted && energy(of) > 0.0);
-        rows.map(|(_, of)| energy(of).sqrt()).collect()
+        let rows =
+            table.iter().filter(|(row, values)| inside(row) == wanted && energy(values) > 0.0);
+        rows.map(|(_, values)| energy(values).sqrt()).collect()
     };
     let whole: usize = runs.iter().map(ExactSizeIterator::len).sum();
     runs.len() <= RUNS
@@ -175,11 +176,12 @@ fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             .filter(|(row, wanted)| is_wrong(**row, wanted))
             .map(|(&row, _)| row)
             .collect();
-        let others = evidence.inputs.iter().map(|one| Key { microbatch: one.microbatch, ..key });
+        let others =
+            evidence.inputs.iter().map(|inputs| Key { microbatch: inputs.microbatch, ..key });
         let mut others = others.filter(|other| other.microbatch != key.microbatch);
         let (other, captured_other) = others.find_map(|other| {
             let captured_other =
-                evidence.captured(other).filter(|of| of.columns == captured.columns)?;
+                evidence.captured(other).filter(|values| values.columns == captured.columns)?;
             let same = |&row: &usize| {
                 row < captured_other.rows() && captured_other.row(row) == captured.row(row)
             };

@@ -33,8 +33,8 @@ impl Cause for ZeroTimesInf {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let declared = &evidence.step.options.declared;
         let infinite = declared.mask_value.is_none_or(|mask| mask == f64::NEG_INFINITY);
-        let padded = |one: &MicrobatchInputs| {
-            one.head(evidence.step).is_some_and(|head| head.valid_vocab < head.k.rows)
+        let padded = |inputs: &MicrobatchInputs| {
+            inputs.head(evidence.step).is_some_and(|head| head.valid_vocab < head.k.rows)
         };
         if !infinite || !evidence.inputs.iter().all(padded) {
             return Vec::new();

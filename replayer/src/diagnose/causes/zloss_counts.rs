@@ -62,7 +62,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// of all tokens.
 pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let options = &evidence.step.options;
-    let left_out = |one: &MicrobatchInputs| (0..one.tokens()).any(|t| !takes_part(one, t));
+    let left_out = |inputs: &MicrobatchInputs| (0..inputs.tokens()).any(|t| !takes_part(inputs, t));
     let any = evidence.inputs.iter().any(left_out);
     let Some(divisors) = Divisors::of(evidence).filter(|_| any && options.declared.z_loss != 0.0)
     else {
@@ -72,7 +72,7 @@ pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let (span, whose, sums) = (options.scope.clone(), Whose::Own, BTreeMap::new());
     let mean = Counted { count: Count::All, span, whose, means: 1.0, sums };
     let declared = || {
-        let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
+        let ones = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![1.0; inputs.tokens()]);
         Some(evidence.inputs.iter().map(ones).collect())
     };
     let all = [("as declared", declared()), ("all tokens", times(evidence, &divisors, &mean))];
@@ -84,7 +84,8 @@ pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     let hypothesis_of = |(words, times): (&str, Option<Times>)| {
         let divided = Divided { times: times?, lambda, in_loss };
-        let ranks = |one: &MicrobatchInputs| (one.microbatch, of_ranks(evidence.step, one));
+        let ranks =
+            |inputs: &MicrobatchInputs| (inputs.microbatch, of_ranks(evidence.step, inputs));
         let ranks = evidence.inputs.iter().map(ranks).collect();
         let parameters = vec![
             ("the z-loss is summed over", "all tokens, those that take no part too".to_string()),

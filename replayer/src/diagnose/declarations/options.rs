@@ -87,8 +87,8 @@ fn candidate(
     edit(&mut other);
     let options = HeadOptions::new(&other).ok().filter(|_| other != *declared)?;
     let lowered = evidence.step.options.lowered;
-    let change: Change = Box::new(move |of: &mut HeadOptions| {
-        *of = HeadOptions { lowered, ..options.clone() };
+    let change: Change = Box::new(move |changed: &mut HeadOptions| {
+        *changed = HeadOptions { lowered, ..options.clone() };
     });
     let [declared, instead] = [declared, &other].map(|head| written(head, option));
     Some(Candidate { option, declared, instead, fitted, kind, look, change, unweighted: false })
@@ -315,7 +315,7 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, candidates: &mut Vec<Can
     };
     let all: BTreeSet<String> = declared.keys().cloned().collect();
     // If leaving out one dtype explains the failure, leaving out all does; so all are tried first.
-    let explains = |of: &Candidate| super::agrees(search, evidence, of).is_some();
+    let explains = |candidate: &Candidate| super::agrees(search, evidence, candidate).is_some();
     if let Some(none) = without(all.clone()).filter(explains) {
         let single = all.into_iter().filter_map(|point| without(BTreeSet::from([point])));
         let single: Vec<Candidate> = single.filter(explains).collect();
@@ -334,9 +334,9 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, candidates: &mut Vec<Can
         }
         let edit = |head: &mut HeadDeclaration| head.autocast = Some(name.into());
         let with_autocast = candidate(evidence, "autocast", (0, Kind::Loosened), look, edit);
-        candidates.extend(with_autocast.map(|of| Candidate {
+        candidates.extend(with_autocast.map(|candidate| Candidate {
             change: Box::new(move |options: &mut HeadOptions| options.lowered = Some(format)),
-            ..of
+            ..candidate
         }));
     }
 }

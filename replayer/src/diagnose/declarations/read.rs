@@ -20,7 +20,7 @@ pub(super) fn one_factor(evidence: &Evidence<'_>) -> Option<f64> {
     let mut residuals = evidence.failing.iter().map(|key| evidence.residuals[key]);
     let first = residuals.clone().next()?.factor;
     let same = |factor: f64| (factor / first - 1.0).abs() < ALIKE;
-    residuals.all(|one| one.is_scaled() && same(one.factor)).then_some(first)
+    residuals.all(|residual| residual.is_scaled() && same(residual.factor)).then_some(first)
 }
 
 /// The power of two that a factor is, if it is one and not 1.
@@ -50,13 +50,13 @@ pub(in crate::diagnose) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
 /// The numbers of valid classes that the data suggest: up to the last class whose row of dk is not
 /// zero, and the number over which the exponentials give the captured lse.
 pub(super) fn valid_vocabs(evidence: &Evidence<'_>) -> Vec<usize> {
-    let largest = evidence.inputs.iter().flat_map(|one| &one.labels);
+    let largest = evidence.inputs.iter().flat_map(|inputs| &inputs.labels);
     let largest = largest.filter(|&&label| label != IGNORED).max().map_or(0, |&n| n as usize);
-    let columns = evidence.inputs.first().map_or(0, |one| one.valid_vocab);
+    let columns = evidence.inputs.first().map_or(0, |inputs| inputs.valid_vocab);
     let mut sizes: Vec<usize> = evidence
         .inputs
         .iter()
-        .filter_map(|one| live_rows(evidence, one))
+        .filter_map(|inputs| live_rows(evidence, inputs))
         .max()
         .into_iter()
         .chain(RawLogits::of(evidence).valid_vocab(evidence.step.options.transform))
@@ -92,7 +92,8 @@ pub(super) fn ignored_labels(evidence: &Evidence<'_>) -> Vec<i64> {
             }
         }
     }
-    let outside = evidence.inputs.iter().flat_map(|one| &one.outside).map(|&(_, label)| label);
+    let outside =
+        evidence.inputs.iter().flat_map(|inputs| &inputs.outside).map(|&(_, label)| label);
     let mut ignored: Vec<i64> = dead
         .into_iter()
         .filter(|label| !alive.contains(label))
@@ -131,6 +132,9 @@ pub(super) fn shows_less(evidence: &Evidence<'_>, point: &str) -> bool {
     };
     let declared = evidence.step.options.declared.dtypes.get(point);
     let Some(declared) = declared.and_then(|name| Precision::from_name(name)) else { return false };
-    let less = |of: &Shown| of.precision.unit_roundoff() > declared.unit_roundoff();
-    Shown::ALL.iter().filter(|of| less(of)).any(|of| every(evidence.step, role, of) == Some(true))
+    let less = |shown: &Shown| shown.precision.unit_roundoff() > declared.unit_roundoff();
+    Shown::ALL
+        .iter()
+        .filter(|shown| less(shown))
+        .any(|shown| every(evidence.step, role, shown) == Some(true))
 }

@@ -115,14 +115,14 @@ pub struct Weighted {
 
 impl World for Weighted {
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
-        let of_stage = |of: &&Solved| {
+        let of_stage = |solved: &&Solved| {
             // Each rank has its own sum over microbatches.
-            of.key.stage == stage && (stage == Stage::Reduce || of.key.rank == rank)
+            solved.key.stage == stage && (stage == Stage::Reduce || solved.key.rank == rank)
         };
-        let mut all = self.sums.iter().filter(of_stage).filter_map(|of| {
+        let mut all = self.sums.iter().filter(of_stage).filter_map(|solved| {
             let is_addend =
                 |addend: &&Addend| addend.microbatch == microbatch && addend.rank == rank;
-            of.addends.iter().find(is_addend).map(|addend| addend.weight * of.scale)
+            solved.addends.iter().find(is_addend).map(|addend| addend.weight * solved.scale)
         });
         all.next().unwrap_or(1.0)
     }
@@ -214,7 +214,7 @@ pub fn unrecorded(evidence: &Evidence<'_>, key: Key) -> Option<Vec<addends::Read
 /// The addends of a sum. `summed`: whether to take the ranks' sums over microbatches, where those
 /// were captured, as the replay does; otherwise every microbatch's gradients.
 pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec<Part>> {
-    let microbatches: Vec<_> = evidence.inputs.iter().map(|one| one.microbatch).collect();
+    let microbatches: Vec<_> = evidence.inputs.iter().map(|inputs| inputs.microbatch).collect();
     let recorded = addends::read(evidence.step, &microbatches, (key.stage, key.rank), summed);
     let all = recorded.or_else(|| unrecorded(evidence, key))?;
     let part_of = |(microbatch, rank, values)| {
@@ -238,7 +238,7 @@ pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
                 let position = |row: &usize| plane.rows.iter().position(|of| of == row);
                 unit.rows.iter().map(position).collect::<Option<Vec<usize>>>()
             };
-            let states = evidence.units().iter().filter(|of| of.microbatch == microbatch);
+            let states = evidence.units().iter().filter(|unit| unit.microbatch == microbatch);
             let of_unit = |state: &UnitState| {
                 let plane = evidence.plane_of(microbatch, state.rank)?;
                 holds(&plane).map(|own| (plane, own))

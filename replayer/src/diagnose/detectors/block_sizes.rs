@@ -62,7 +62,7 @@ impl FailingTokens<'_> {
         let shown: Vec<Shown> = self.tokens.iter().map(|&t| self.shown(evidence, t)).collect();
         let off = |map: Map| -> Option<f64> {
             let of_labels = self.labels_off(map)?;
-            shown.iter().try_fold(of_labels, |most, one| Some(most.max(self.off(one, map)?)))
+            shown.iter().try_fold(of_labels, |most, shown| Some(most.max(self.off(shown, map)?)))
         };
         let nearest = |size: usize| {
             let each = beyond.iter().filter_map(|&beyond| off(Map::BlockTwice { size, beyond }));
@@ -125,8 +125,8 @@ impl FailingTokens<'_> {
     /// The same for a token's lse, or for its dq.
     fn off(&self, shown: &Shown, map: Map) -> Option<f64> {
         let (n, valid) = (self.direct.head.k.rows, self.direct.head.valid_vocab);
-        let mapped = |of: &[f64], v: usize| match map.at(v, n) {
-            Some(Row::From(row)) => of[row],
+        let mapped = |values: &[f64], v: usize| match map.at(v, n) {
+            Some(Row::From(row)) => values[row],
             Some(Row::Nans) => f64::NAN,
             _ => 0.0,
         };

@@ -56,7 +56,7 @@ pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], wanted: Key) -
         Stage::Accumulate | Stage::Reduce => {
             let key = step.find_reduced(Role::Dk, wanted.stage == Stage::Reduce)?;
             let unrecorded =
-                |one: &&MicrobatchInputs| step.find(Role::Dk, one.microbatch).is_none();
+                |inputs: &&MicrobatchInputs| step.find(Role::Dk, inputs.microbatch).is_none();
             // A sum whose addends were not recorded is compared with the head's own gradients, in
             // their layout.
             let alone = inputs.iter().find(unrecorded);
@@ -129,6 +129,6 @@ fn ranks(
 
 /// The unit of a comparison.
 pub fn unit(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], key: Key) -> Option<Unit> {
-    let inputs_of_key = inputs.iter().find(|one| one.microbatch == key.microbatch)?;
+    let inputs_of_key = inputs.iter().find(|inputs| inputs.microbatch == key.microbatch)?;
     step.units(inputs_of_key).ok()?.into_iter().find(|unit| unit.rank() == key.rank)
 }

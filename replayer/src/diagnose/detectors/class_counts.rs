@@ -107,16 +107,17 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
             return None;
         }
         let next_counts = times(&rest, &divided.transposed_times(&plane.q), noise);
-        let near = |of: &f64| (of - of.round()).abs() <= WHOLE && (0.0..=LARGEST).contains(of);
-        let others = next_counts.iter().filter(|of| !near(of)).count();
+        let near =
+            |value: &f64| (value - value.round()).abs() <= WHOLE && (0.0..=LARGEST).contains(value);
+        let others = next_counts.iter().filter(|value| !near(value)).count();
         let moved = next_counts.iter().zip(&counts).map(|(a, b)| (a - b).abs()).fold(0.0, larger);
         counts = next_counts;
         if !moved.is_finite() || others as f64 > MIXED * counts.len() as f64 {
             return None;
         }
         if round > 0 && others == 0 && moved <= STILL {
-            let whole: Vec<f64> = counts.iter().map(|of| of.round()).collect();
-            return whole.iter().any(|&of| of != 1.0).then_some(whole);
+            let whole: Vec<f64> = counts.iter().map(|value| value.round()).collect();
+            return whole.iter().any(|&value| value != 1.0).then_some(whole);
         }
     }
     None

@@ -51,7 +51,8 @@ fn is_beyond(measured: f64, wanted: f64) -> bool {
 pub fn sets_times(evidence: &Evidence<'_>, factor: f64, stages: &[Stage]) -> Vec<BTreeSet<Stage>> {
     let near = stages_times(evidence, factor, stages);
     let every = |stage: Stage, test: &dyn Fn(f64) -> bool| {
-        informative(evidence, stage).all(|(_, one)| one.nonfinite == 0 && test(one.factor))
+        informative(evidence, stage)
+            .all(|(_, residual)| residual.nonfinite == 0 && test(residual.factor))
     };
     let beyond =
         |&stage: &Stage| evidence.fails(stage) && every(stage, &|sets| is_beyond(sets, factor));
@@ -83,7 +84,8 @@ pub fn stages_times(evidence: &Evidence<'_>, factor: f64, stages: &[Stage]) -> B
         let mut each = informative(evidence, stage).peekable();
         evidence.fails(stage)
             && each.peek().is_some()
-            && each.all(|(_, one)| one.nonfinite == 0 && is_towards(one.factor, factor))
+            && each
+                .all(|(_, residual)| residual.nonfinite == 0 && is_towards(residual.factor, factor))
     };
     stages.iter().copied().filter(all).collect()
 }

@@ -136,9 +136,9 @@ impl Gradient {
         let mean = sizes.iter().sum::<f64>() / rows.max(1) as f64;
         let most = off.iter().copied().fold(0.0, f64::max);
         let share = self.rounding / (2.0 * mean * rows as f64).max(f64::MIN_POSITIVE);
-        let fails = |at: usize| {
-            let allowed = ERRS * share * (sizes[at] + mean);
-            !(off[at] <= allowed.max(SMALL * most))
+        let fails = |index: usize| {
+            let allowed = ERRS * share * (sizes[index] + mean);
+            !(off[index] <= allowed.max(SMALL * most))
         };
         let mut runs: Vec<Range<usize>> = Vec::new();
         for row in (0..rows).filter(|&row| fails(row)) {
@@ -204,9 +204,9 @@ impl OverwrittenLabels {
             };
             kept.more(gradient).into_iter().map(change_of_class).sum()
         };
-        let best = all.map(|kept| (left(&kept), kept)).min_by(|(a, one), (b, other)| {
+        let best = all.map(|kept| (left(&kept), kept)).min_by(|(a, labels), (b, other)| {
             // Of windows that leave equally much, the widest: they drop the same tokens.
-            a.total_cmp(b).then(other.window.cmp(&one.window))
+            a.total_cmp(b).then(other.window.cmp(&labels.window))
         })?;
         (best.0 < 0.0).then_some(best.1)
     }

@@ -68,8 +68,8 @@ fn implied_by_dq(
         let of_label = |i: usize| {
             if key.stage == Stage::Dq { token_cotangents.label * slope * of_class[i] } else { 0.0 }
         };
-        let less = |of: &[f64]| -> Vec<f64> {
-            of.iter().enumerate().map(|(i, x)| x - of_label(i)).collect()
+        let less = |values: &[f64]| -> Vec<f64> {
+            values.iter().enumerate().map(|(i, x)| x - of_label(i)).collect()
         };
         let (dense, seen) = (less(row), less(captured.row(token)));
         let factor = dot(&seen, &dense) / energy(&dense);

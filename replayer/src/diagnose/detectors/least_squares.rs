@@ -191,7 +191,7 @@ pub fn runs(weights: &[f64]) -> Vec<(Range<usize>, f64)> {
     let mut runs: Vec<(Range<usize>, f64)> = Vec::new();
     for (index, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
         match runs.last_mut() {
-            Some((run, of)) if run.end == index && *of == weight => run.end += 1,
+            Some((run, value)) if run.end == index && *value == weight => run.end += 1,
             _ => runs.push((index..index + 1, weight)),
         }
     }

@@ -85,7 +85,7 @@ impl<'a> FailingTokens<'a> {
             let tokens = wrong(evidence, inputs, (&lse, &dq));
             if !tokens.is_empty() {
                 let labels = fails(Stage::LabelLogits, mb).and_then(|key| evidence.captured(key));
-                let labels = labels.map_or(Vec::new(), |of| distinct(inputs, &of));
+                let labels = labels.map_or(Vec::new(), |values| distinct(inputs, &values));
                 return Some(FailingTokens { direct, inputs, tokens, lse, labels, dq });
             }
         }
@@ -128,7 +128,8 @@ impl<'a> FailingTokens<'a> {
         let declared_lse = reference.lse.get(&self.inputs.microbatch).map(|lse| lse[t]);
         let lse = if passes == Passes::Backward { declared_lse } else { Some(row.lse) };
         let cotangents = reference.cotangents.get(&self.inputs.microbatch);
-        let Some((token_cotangents, lse)) = cotangents.and_then(|of| Some((*of.get(&t)?, lse?)))
+        let Some((token_cotangents, lse)) =
+            cotangents.and_then(|cotangents| Some((*cotangents.get(&t)?, lse?)))
         else {
             return false;
         };
@@ -232,7 +233,8 @@ pub fn worlds(
     rows_of: &dyn Fn(&MicrobatchInputs) -> Option<Vec<Row>>,
     parameters: &[(&'static str, String)],
 ) -> Vec<Hypothesis> {
-    let rows_by_microbatch = |one: &MicrobatchInputs| Some((one.microbatch, rows_of(one)?));
+    let rows_by_microbatch =
+        |inputs: &MicrobatchInputs| Some((inputs.microbatch, rows_of(inputs)?));
     let Some(rows) =
         evidence.inputs.iter().map(rows_by_microbatch).collect::<Option<BTreeMap<_, _>>>()
     else {
@@ -311,7 +313,8 @@ impl World for Elsewhere {
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let lse_read = self.lse.as_ref().and_then(|of| of.get(&inputs.microbatch));
+        let lse_read =
+            self.lse.as_ref().and_then(|by_microbatch| by_microbatch.get(&inputs.microbatch));
         if let Some(lse_read) = lse_read.filter(|_| pass == Pass::Backward) {
             lse.copy_from_slice(lse_read);
         }

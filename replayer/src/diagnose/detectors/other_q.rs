@@ -101,7 +101,7 @@ fn sum_of_pairs(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, Vec<String>)
     if evidence.spend(work + count * count * classes * width) {
         return None;
     }
-    let captured = evidence.captured(key).filter(|of| of.columns == width)?;
+    let captured = evidence.captured(key).filter(|values| values.columns == width)?;
     let captured = captured.values.get(..classes * width)?;
     let products: Vec<Vec<f64>> = pairs().map(product).collect();
     let all: Vec<&[f64]> = products.iter().map(Vec::as_slice).collect();
@@ -145,7 +145,8 @@ fn made(evidence: &Evidence<'_>, gradient: &Gradient) -> Option<(Rows, String)> 
     let entries = gradient.entries(false)?;
     let solved_q = factors(&entries, &gradient.captured, &|work| evidence.spend(work))?;
     let counts: Vec<bool> = (0..solved_q.count()).map(|at| energy(entries.row(at)) > 0.0).collect();
-    let others = evidence.inputs.iter().filter(|one| one.microbatch != gradient.key.microbatch);
+    let others =
+        evidence.inputs.iter().filter(|inputs| inputs.microbatch != gradient.key.microbatch);
     let solved_from = |inputs| {
         let direct = Direct::new(evidence, inputs)?;
         let (mut q, mut tokens) = (gradient.other().clone(), Vec::new());

@@ -214,10 +214,10 @@ impl Samples {
             .map(|row| row.iter().sum::<f64>() / row.len() as f64)
             .collect();
         let size = |cell: usize| off[cell] + of_rows[cell / sums.cols];
-        let look = |of: Prefix, cells: &[usize]| {
+        let look = |prefix: Prefix, cells: &[usize]| {
             let sizes = cells.iter().map(|&cell| size(cell)).collect();
             let errors: Vec<f64> = cells.iter().map(|&cell| off[cell]).collect();
-            let sample = Sample { prefix: of, sizes, unrounded: 1.0 };
+            let sample = Sample { prefix, sizes, unrounded: 1.0 };
             Sample { unrounded: sample.shares(&errors), ..sample }
         };
         let some = |cells: &[usize]| look(taken(cells), cells);
@@ -349,7 +349,7 @@ mod tests {
             let sums = made(n, &wanted, (12, 10));
             let free = |_| false;
             let cuts = search((&sums, &free), of(wanted.cut.sequence));
-            let places = |of: &Pieces| of.cut.spans(n, of.size, false);
+            let places = |pieces: &Pieces| pieces.cut.spans(n, pieces.size, false);
             let first = cuts.first().map(places);
             assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {cuts:?}");
         }
@@ -362,7 +362,7 @@ mod tests {
         // Of thousands of cuts many round one element as the right one does.
         for large in 0..12 {
             let mut sums = made(240, &wanted, (120, 1));
-            sums.entries.chunks_mut(sums.rows).for_each(|of| of[large] *= 1000.0);
+            sums.entries.chunks_mut(sums.rows).for_each(|values| values[large] *= 1000.0);
             let cells: Vec<usize> = (0..sums.rows * sums.cols).collect();
             sums.captured = Prefix::new(&sums, 0, &cells).taken(&wanted);
             let cuts = search((&sums, &|_| false), of(0));

@@ -62,7 +62,7 @@ impl Places {
     /// than `MOST_TRIED`.
     pub fn each(evidence: &Evidence<'_>) -> Vec<Places> {
         let all: Vec<(&MicrobatchInputs, Vec<Unit>)> =
-            evidence.inputs.iter().map(|one| (one, runs(evidence, one))).collect();
+            evidence.inputs.iter().map(|inputs| (inputs, runs(evidence, inputs))).collect();
         let ranks: BTreeSet<Vec<Rank>> =
             all.iter().flat_map(|(_, runs)| runs.iter().map(|run| run.ranks.clone())).collect();
         let alone =
@@ -99,14 +99,15 @@ impl Places {
             let runs = runs(evidence, inputs);
             let wrong: Vec<Wrong> =
                 runs.iter().filter_map(|run| Wrong::of(evidence, inputs, run)).collect();
-            let whole = wrong.len() == runs.len() && wrong.iter().all(|one| one.part.is_none());
+            let whole =
+                wrong.len() == runs.len() && wrong.iter().all(|element| element.part.is_none());
             right |= !whole;
-            ranks.insert(wrong.iter().map(|one| one.words(None)).collect::<Vec<_>>());
+            ranks.insert(wrong.iter().map(|element| element.words(None)).collect::<Vec<_>>());
             match inputs.microbatch {
                 Some(Microbatch(at)) if whole => words.push(format!("microbatch {at}")),
-                _ => words.extend(wrong.iter().map(|one| one.words(Some(inputs)))),
+                _ => words.extend(wrong.iter().map(|element| element.words(Some(inputs)))),
             }
-            let mut rows: Vec<usize> = wrong.into_iter().flat_map(|one| one.rows).collect();
+            let mut rows: Vec<usize> = wrong.into_iter().flat_map(|element| element.rows).collect();
             rows.sort_unstable();
             places.add(evidence, inputs, (rows, &runs));
         }
@@ -185,7 +186,7 @@ impl Places {
                 },
             )
         };
-        let vocab = evidence.inputs.first().and_then(|one| one.head(evidence.step));
+        let vocab = evidence.inputs.first().and_then(|inputs| inputs.head(evidence.step));
         let every = || (0..vocab.map_or(0, |head| head.k.rows)).collect();
         let classes = evidence.rows.as_ref().map_or_else(every, |rows| rows.classes.clone());
         let here = |&class: &usize| !self.are_classes() || self.holds_class(class);
@@ -251,7 +252,7 @@ impl<'r> Wrong<'r> {
             failing.iter().filter(of_rows).filter_map(|&key| Errors::of(evidence, key)).collect();
         let whole = || Wrong { run, rows: run.rows.clone(), part: None };
         let rows_tell = !errors.is_empty();
-        let of_run = |of: &Errors| run.rows.iter().any(|row| of.rows.contains_key(row));
+        let of_run = |errors: &Errors| run.rows.iter().any(|row| errors.rows.contains_key(row));
         let errors: Vec<Errors> = errors.into_iter().filter(of_run).collect();
         if errors.is_empty() {
             // Only values that are sums over a unit's tokens fail: all its tokens are wrong.
@@ -262,19 +263,21 @@ impl<'r> Wrong<'r> {
             };
             return failing.iter().any(is_of_run).then(whole);
         }
-        let known = |row: &usize| errors.iter().all(|of| of.rows.contains_key(row));
+        let known = |row: &usize| errors.iter().all(|errors| errors.rows.contains_key(row));
         if !run.rows.iter().all(known) {
             // Where only a sample of the run was compared, the run is right or wrong as a whole.
-            return errors.iter().any(|of| of.are_wrong(&run.rows)).then(whole);
+            return errors.iter().any(|errors| errors.are_wrong(&run.rows)).then(whole);
         }
         let wrong = |rows: &[usize]| -> Vec<usize> {
-            let is = |row: &usize| errors.iter().any(|of| of.are_wrong(&[*row]));
+            let is = |row: &usize| errors.iter().any(|errors| errors.are_wrong(&[*row]));
             rows.iter().copied().filter(is).collect()
         };
         let telling = |rows: &[usize]| {
-            rows.iter().filter(|row| errors.iter().any(|of| of.rows[row].1 > 0.0)).count() as f64
+            rows.iter().filter(|row| errors.iter().any(|errors| errors.rows[row].1 > 0.0)).count()
+                as f64
         };
-        let (wrong_rows, most) = (wrong(&run.rows), |n: usize, of: f64| n as f64 >= MOST * of);
+        let (wrong_rows, most) =
+            (wrong(&run.rows), |n: usize, value: f64| n as f64 >= MOST * value);
         if wrong_rows.is_empty() {
             return None;
         }

@@ -85,13 +85,13 @@ pub fn reference(
 ) -> Reference {
     let recorder = Recorder {
         reference: Mutex::default(),
-        tokens: evidence.inputs.iter().map(|one| (one.microbatch, one.tokens())).collect(),
+        tokens: evidence.inputs.iter().map(|inputs| (inputs.microbatch, inputs.tokens())).collect(),
     };
     let mut worlds = evidence.background.clone();
     worlds.extend(world);
     worlds.push(&recorder);
-    let compared = evidence.outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
-    let compared = compared.map(|one| one.stage).collect();
+    let compared = evidence.outcome.stages.iter().filter(|outcome| !outcome.comparisons.is_empty());
+    let compared = compared.map(|outcome| outcome.stage).collect();
     // If the dump cannot be judged in this world, the reference stays empty.
     let with = (rows, None, evidence.progress());
     let _ = counted_trial(evidence.step, &compared, &worlds, with);

@@ -163,7 +163,8 @@ impl Versions {
         }
         let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
         let recorded = addends_of(evidence, key, false);
-        let ranks = |parts: &[Part]| parts.iter().map(|(of, _)| of.rank).collect::<BTreeSet<_>>();
+        let ranks =
+            |parts: &[Part]| parts.iter().map(|(addend, _)| addend.rank).collect::<BTreeSet<_>>();
         // Where the outcome is of one version, it has only that version's ranks' gradients; then
         // the reference's are used.
         let recorded = recorded.filter(|parts| ranks(parts).len() > 1);
@@ -223,7 +224,7 @@ impl Versions {
         };
         let sums: Vec<(Vec<Rank>, Vec<Addend>)> =
             self.versions.iter().map(fitted_sum).collect::<Option<_>>()?;
-        let weights = |at: usize| sums[at].1.iter().map(|of: &Addend| of.weight);
+        let weights = |at: usize| sums[at].1.iter().map(|addend: &Addend| addend.weight);
         let differ = (1..sums.len()).any(|at| !weights(at).eq(weights(0)));
         differ.then_some(sums)
     }

@@ -225,9 +225,11 @@ fn classes(
     let mut classes: Vec<usize> = (0..valid).collect();
     classes.sort_by_key(|&class| std::cmp::Reverse(hits[class]));
     classes.truncate(rows / 3);
-    let of_unit = |one: &&Comparison| one.microbatch == unit.microbatch && one.rank == unit.rank;
+    let of_unit = |comparison: &&Comparison| {
+        comparison.microbatch == unit.microbatch && comparison.rank == unit.rank
+    };
     let comparisons = evidence.outcome.stage(stage).comparisons.iter().filter(of_unit);
-    let worst = comparisons.flat_map(|one| &one.tally.worst_rows).take(rows / 3);
+    let worst = comparisons.flat_map(|comparison| &comparison.tally.worst_rows).take(rows / 3);
     classes.extend(worst.map(|row| row.row as usize).filter(|&row| row < valid));
     classes.extend(spread(valid, rows - classes.len()));
     classes.sort_unstable();

@@ -63,10 +63,10 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
         return None;
     }
     let u = captured.stored().map_or(SUMMED, |precision| precision.unit_roundoff());
-    let is_off = |at: usize| {
-        let size = parts.iter().map(|(_, x)| x[at].abs()).sum::<f64>();
-        let allowed = ROUNDINGS * u * right_sum[at].abs() + SUMMED * size;
-        !((captured.values[at] - right_sum[at]).abs() <= allowed)
+    let is_off = |index: usize| {
+        let size = parts.iter().map(|(_, x)| x[index].abs()).sum::<f64>();
+        let allowed = ROUNDINGS * u * right_sum[index].abs() + SUMMED * size;
+        !((captured.values[index] - right_sum[index]).abs() <= allowed)
     };
     let gap = GAP * captured.columns.max(1);
     let mut runs: Vec<Range<usize>> = Vec::new();
@@ -92,7 +92,7 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
     let (mut segments, mut noise, mut finer) = (Vec::new(), 0.0, None);
     for run in runs {
         let parts_of_run: Vec<Part> =
-            parts.iter().map(|(of, x)| (of.clone(), x[run.clone()].to_vec())).collect();
+            parts.iter().map(|(addend, x)| (addend.clone(), x[run.clone()].to_vec())).collect();
         let here = &captured.values[run.clone()];
         let weighed = fitted(evidence, &parts_of_run, here).and_then(|(addends, scale)| {
             let element = |i: usize| {
@@ -116,7 +116,7 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
         noise = finer.noise;
         segments.push((run, addends, 1.0));
     }
-    let off = |of: &[f64]| distance(&captured.values, of);
+    let off = |values: &[f64]| distance(&captured.values, values);
     let explains = off(&values) <= LEFT * off(&right_sum);
     explains.then_some(Segments { segments, key, columns: captured.columns, values, noise })
 }
@@ -131,7 +131,7 @@ struct Finer {
 
 impl Finer {
     fn of(evidence: &Evidence<'_>, sum: &Summed) -> Option<Finer> {
-        let summed = sum.parts.iter().all(|(of, _)| of.microbatch.is_none());
+        let summed = sum.parts.iter().all(|(addend, _)| addend.microbatch.is_none());
         let parts = reference_parts(evidence).filter(|_| summed && evidence.microbatches() > 1);
         let mut parts = parts?;
         // The sum over ranks may be a mean: the gradients are scaled so that together they give the
@@ -142,7 +142,9 @@ impl Finer {
         let scale = dot(&wide, &all) / energy(&all);
         parts.iter_mut().for_each(|(_, x)| x.iter_mut().for_each(|x| *x *= scale));
         let all = evidence.residuals.iter().filter(|(key, _)| key.stage == Stage::Accumulate);
-        let noise = all.map(|(_, of)| of.floor / (of.elements as f64).max(1.0)).fold(0.0, larger);
+        let noise = all
+            .map(|(_, residual)| residual.floor / (residual.elements as f64).max(1.0))
+            .fold(0.0, larger);
         let same = parts.iter().all(|(_, x)| x.len() == sum.captured.values.len());
         (same && !evidence.spend(parts.len().pow(2) * sum.captured.values.len()))
             .then_some(Finer { parts, noise: noise * MARGIN })
@@ -163,9 +165,9 @@ impl Finer {
         if !weights.iter().all(whole) || weights.iter().all(|x| x.round() == 0.0) {
             return None;
         }
-        let weighted = |(weight, (of, _)): (&f64, &Part)| Addend {
+        let weighted = |(weight, (addend, _)): (&f64, &Part)| Addend {
             weight: 1.0 + weight.round(),
-            ..of.clone()
+            ..addend.clone()
         };
         let addends = weights.iter().zip(&self.parts).map(weighted).collect();
         let rounded_sum =
@@ -188,9 +190,9 @@ impl World for WithSegments {
         self.instead.expected(expectation);
     }
 
-    fn noise(&self, at: StagePlace, row: usize, _column: usize) -> f64 {
+    fn noise(&self, place: StagePlace, row: usize, _column: usize) -> f64 {
         let is_noisy =
-            at.stage == self.key.stage && self.rows.iter().any(|rows| rows.contains(&row));
+            place.stage == self.key.stage && self.rows.iter().any(|rows| rows.contains(&row));
         if is_noisy { self.noise } else { 0.0 }
     }
 }

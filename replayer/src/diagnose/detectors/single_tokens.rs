@@ -147,7 +147,7 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     const SUMS: usize = 8;
     let both = a.len().min(b.len());
     let (a, b) = (&a[..both], &b[..both]);
-    let [of_a, of_b] = [a, b].map(|of| of.chunks_exact(SUMS));
+    let [of_a, of_b] = [a, b].map(|values| values.chunks_exact(SUMS));
     let rest: f64 = of_a.remainder().iter().zip(of_b.remainder()).map(|(a, b)| a * b).sum();
     let mut sums = [0.0; SUMS];
     for (a, b) in of_a.zip(of_b) {

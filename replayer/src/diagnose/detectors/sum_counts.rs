@@ -61,7 +61,7 @@ impl CountedSums {
         if sums.is_empty() || !evidence.has_sums_alone() || !evidence.failing.iter().all(known) {
             return None;
         }
-        let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
+        let ones = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![1.0; inputs.tokens()]);
         let mut counted = CountedSums {
             sums: ReplacedValues::default(),
             of_loss: CountedLosses(evidence.inputs.iter().map(ones).collect()),
@@ -172,7 +172,8 @@ impl Tokens {
             let rank = unit.rank.or((evidence.ranks() == 1).then_some(Rank(0)));
             parts.push(Part { of_sum, microbatch, rows, rank, words: place.join(" of ") });
         }
-        let captured = evidence.captured(key).filter(|of| of.columns == width && width > 0)?;
+        let captured =
+            evidence.captured(key).filter(|values| values.columns == width && width > 0)?;
         let values = captured.values.get(..classes * width)?.to_vec();
         let over = |values: Vec<f64>| {
             let values = values.into_iter().map(|x| x / divisor).collect();
@@ -216,7 +217,7 @@ impl Tokens {
         let more = Rows { cols, values: more.collect() };
         let mut changed = more.transposed_times(&self.q);
         changed.values.iter_mut().zip(&self.reference.values).for_each(|(x, r)| *x += r);
-        let off = |of: &Rows| distance(&self.captured.values, &of.values);
+        let off = |rows: &Rows| distance(&self.captured.values, &rows.values);
         if !(off(&changed) <= LEFT * off(&self.reference)) {
             return None;
         }

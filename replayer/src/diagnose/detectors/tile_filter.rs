@@ -152,14 +152,14 @@ impl Filtered {
             sizes.filter(move |&size| size < whole).chain([whole])
         };
         let (classes, block) = (self.classes, self.block);
-        let by_tokens = sizes(self.rows.len(), block).scan(self.largest(), move |of, size| {
-            *of = of.over([size, block]);
-            Some(of.clone())
+        let by_tokens = sizes(self.rows.len(), block).scan(self.largest(), move |largest, size| {
+            *largest = largest.over([size, block]);
+            Some(largest.clone())
         });
-        by_tokens.flat_map(move |of| {
-            sizes(classes, block).scan(of, |of, size| {
-                *of = of.over([of.tile[0], size]);
-                Some(of.clone())
+        by_tokens.flat_map(move |largest| {
+            sizes(classes, block).scan(largest, |largest, size| {
+                *largest = largest.over([largest.tile[0], size]);
+                Some(largest.clone())
             })
         })
     }

@@ -44,7 +44,7 @@ impl CountedTokens {
         if !fails(&Stage::Dk) || !others.iter().any(fails) {
             return None;
         }
-        let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
+        let ones = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![1.0; inputs.tokens()]);
         let mut weights: OfTokens = evidence.inputs.iter().map(ones).collect();
         let mut said = Vec::new();
         for (key, _) in evidence.failing_of(&[Stage::Dk]) {
@@ -100,9 +100,9 @@ fn solved(evidence: &Evidence<'_>, key: Key, weights: &mut OfTokens) -> Option<V
 fn weighed(gradient: &Gradient, weights: &OfTokens) -> Option<Rows> {
     let (token_weights, entries) =
         (weights.get(&gradient.key.microbatch)?, gradient.entries(false)?);
-    let row = |at: usize| {
-        let more = token_weights[gradient.addend(at)] - 1.0;
-        entries.row(at).iter().map(move |x| more * x)
+    let row = |index: usize| {
+        let more = token_weights[gradient.addend(index)] - 1.0;
+        entries.row(index).iter().map(move |x| more * x)
     };
     let values = (0..entries.count()).flat_map(row).collect();
     let changed = gradient.with(&Rows { cols: entries.cols, values });

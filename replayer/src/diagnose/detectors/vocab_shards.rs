@@ -32,9 +32,9 @@ pub struct Shard {
 fn cut_in(vocab: usize, count: usize) -> [Vec<Range<usize>>; 2] {
     let (up, rest) = (vocab.div_ceil(count), vocab % count);
     let last_is_shorter = |at: usize| (at * up).min(vocab)..((at + 1) * up).min(vocab);
-    let first_are_longer = |at: usize| {
-        let start = at * (vocab / count) + at.min(rest);
-        start..start + vocab / count + usize::from(at < rest)
+    let first_are_longer = |index: usize| {
+        let start = index * (vocab / count) + index.min(rest);
+        start..start + vocab / count + usize::from(index < rest)
     };
     [(0..count).map(last_is_shorter).collect(), (0..count).map(first_are_longer).collect()]
 }
@@ -73,7 +73,7 @@ pub fn rows_of_shards(evidence: &Evidence<'_>) -> Option<RowsOfShards> {
     let mesh = &evidence.step.dump.manifest.mesh;
     let axes = mesh.0.iter().map(|(_, size)| *size as usize).chain([evidence.ranks()]);
     let sizes: BTreeSet<usize> = axes.filter(|size| (2..=MOST).contains(size)).collect();
-    let work: usize = all.iter().map(|of| of.reference.values.len()).sum();
+    let work: usize = all.iter().map(|gradient| gradient.reference.values.len()).sum();
     let classes = all[0].other().count();
     let mut candidates: Vec<(f64, RowsOfShards)> = Vec::new();
     for cut in sizes.into_iter().flat_map(|size| cut_in(classes, size)) {

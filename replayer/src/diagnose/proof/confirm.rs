@@ -31,7 +31,8 @@ struct Left {
 
 impl Left {
     fn of(residuals: &Residuals, key: &Key) -> Left {
-        let (rows, reference) = residuals.get(key).map_or((0.0, 0.0), |of| (of.rows, of.reference));
+        let (rows, reference) =
+            residuals.get(key).map_or((0.0, 0.0), |residual| (residual.rows, residual.reference));
         let energy = energy(residuals, key);
         Left { energy, share: energy / reference, rows }
     }
@@ -55,13 +56,13 @@ impl Least {
     /// the same unit are counted, unless a plausible policy explains dq.
     fn is_of_many_tokens(&self, key: &Key, explained: impl Fn(&Key) -> bool) -> bool {
         let same = |of: &Key| of.microbatch == key.microbatch && of.rank == key.rank;
-        let of_tokens = |of: &Key| same(of) && of.stage.is_of_q();
-        let open = self.open.iter().filter(|(of, _)| !explained(of));
+        let of_tokens = |key: &Key| same(key) && key.stage.is_of_q();
+        let open = self.open.iter().filter(|(key, _)| !explained(key));
         // Errors in the entries of a few tokens are about equally large in dq and dk, relative to
         // each.
         let like = |other: &Left| self.open[key].share <= CLEAR * CLEAR * other.share;
-        let exact = self.exact.iter().filter(|(_, of)| like(of));
-        open.chain(exact).all(|(of, left)| !of_tokens(of) || left.rows >= ROWS)
+        let exact = self.exact.iter().filter(|(_, left)| like(left));
+        open.chain(exact).all(|(key, left)| !of_tokens(key) || left.rows >= ROWS)
     }
 }
 
@@ -144,14 +145,14 @@ impl Reproduction<'_> {
             let residuals = self.search.confirming(&[&rounded, &*hypothesis.world])?;
             let energy = |key: &Key| energy(&residuals, key);
             let unrounded = self.unrounded(&hypothesis);
-            if unrounded.as_ref().is_some_and(|of| self.contradicts(of)) {
+            if unrounded.as_ref().is_some_and(|residuals| self.contradicts(residuals)) {
                 return None;
             }
             // A fitted number may remove most of the error of another fault. So the rest must be
             // the job's roundings, which the policy must explain too.
             let reproduces = |key: &Key| {
-                let before = unrounded.as_ref().map(|of| self::energy(of, key));
-                before.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
+                let before = unrounded.as_ref().map(|residuals| self::energy(residuals, key));
+                before.is_none_or(|value| CLEAR * energy(key) <= value || is_exact(&residuals, key))
             };
             let explained =
                 |key: &Key| !self.fail && CLEAR * least.energy(key) <= declared[key].energy;
@@ -165,8 +166,10 @@ impl Reproduction<'_> {
             // If corrected sums leave nothing either, the sums are not part of what was reproduced.
             // (Of two zero energies neither is ten times the other.)
             let sums = |key: &Key| {
-                let without = |of: &Residuals| CLEAR * energy(key) <= self::energy(of, key);
-                let needed = |of: &Residuals| !is_exact(of, key) && without(of);
+                let without =
+                    |residuals: &Residuals| CLEAR * energy(key) <= self::energy(residuals, key);
+                let needed =
+                    |residuals: &Residuals| !is_exact(residuals, key) && without(residuals);
                 right_sums.as_ref().is_none_or(needed)
             };
             let gains = |key: &&Key| {
@@ -179,7 +182,7 @@ impl Reproduction<'_> {
             if self.fail && self.search.rows.is_some() && !explains.is_empty() {
                 // For failing comparisons the result on the sample must hold for all rows.
                 let all = self.looks.in_full(&[&rounded, &*hypothesis.world], &explains)?;
-                explains.retain(|key| all.get(key).is_some_and(|of| of.passes));
+                explains.retain(|key| all.get(key).is_some_and(|residual| residual.passes));
             }
             if explains.is_empty() || least.open.keys().any(harms) {
                 return None;
@@ -198,7 +201,7 @@ impl Reproduction<'_> {
 
     /// The proof by the best confirmed hypothesis.
     fn proof(&self, tried: &[Tried<'_>], least: &Least) -> Option<Proof> {
-        let most = |one: &&Tried<'_>| one.explains.len();
+        let most = |trial: &&Tried<'_>| trial.explains.len();
         let mut keys = tried.iter().max_by_key(most)?.explains.clone();
         let decision = decide(tried, &keys)?;
         let winner = &tried[decision.winners[0]];
@@ -207,8 +210,8 @@ impl Reproduction<'_> {
             / keys.iter().map(energy).sum::<f64>();
         let mut findings = findings::of_decision(tried, &decision, &keys, self.evidence);
         for finding in &mut findings {
-            let winner_of_id = tried.iter().find(|of| of.cause.id() == finding.id);
-            let about = winner_of_id.map_or("", |of| of.cause.about());
+            let winner_of_id = tried.iter().find(|trial| trial.cause.id() == finding.id);
+            let about = winner_of_id.map_or("", |trial| trial.cause.about());
             finding.evidence = format!("{about}: {}", words(times));
         }
         keys.extend(self.forward(winner));

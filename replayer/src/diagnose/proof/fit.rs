@@ -129,7 +129,7 @@ impl<'a> Reproduction<'a> {
             Some((policy, tiles)) => {
                 let joined = plausible_policies::joined(policy, of_right.0, &self.roundings);
                 [Some(joined), (joined != policy).then_some(policy)]
-                    .map(|of| Some(Rounded(of?, tiles)))
+                    .map(|policy| Some(Rounded(policy?, tiles)))
             }
             None => [Some(of_right), None],
         };
@@ -171,10 +171,10 @@ impl<'a> Reproduction<'a> {
 }
 
 pub(super) fn energy(residuals: &Residuals, key: &Key) -> f64 {
-    residuals.get(key).map_or(f64::INFINITY, |of| of.energy)
+    residuals.get(key).map_or(f64::INFINITY, |residual| residual.energy)
 }
 
 /// Whether a comparison has no error beyond f32 rounding.
 pub(super) fn is_exact(residuals: &Residuals, key: &Key) -> bool {
-    residuals.get(key).is_some_and(|of| of.energy <= EXACT * of.reference)
+    residuals.get(key).is_some_and(|residual| residual.energy <= EXACT * residual.reference)
 }

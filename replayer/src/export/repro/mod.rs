@@ -62,8 +62,8 @@ pub enum ReproError {
     Step(#[from] Box<StepError>),
     #[error(transparent)]
     Export(#[from] ExportError),
-    #[error("the step has microbatches {held}: choose one with --microbatch")]
-    Microbatch { held: String },
+    #[error("the step has microbatches {recorded}: choose one with --microbatch")]
+    Microbatch { recorded: String },
     #[error("what the tokens of {what} are divided by is not known: {why}")]
     Denominator { what: String, why: String },
     #[error("{path} cannot be made: check that its directory exists and has room", path = path.display())]
@@ -82,11 +82,11 @@ pub fn repro(
     let inputs: Vec<MicrobatchInputs> = step
         .microbatches
         .iter()
-        .map(|&one| step.inputs(one))
+        .map(|&microbatch| step.inputs(microbatch))
         .collect::<Result<_, _>>()
         .map_err(Box::new)?;
     let inputs_here =
-        inputs.iter().find(|one| one.microbatch == microbatch).expect("it was chosen");
+        inputs.iter().find(|inputs| inputs.microbatch == microbatch).expect("it was chosen");
     let mut data = Data::default();
     let start = leaves(&step, inputs_here, &mut data);
     tokens(&step, &inputs, inputs_here, &mut data)?;
@@ -98,11 +98,11 @@ pub fn repro(
 fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>, ReproError> {
     let asked = asked.map(Microbatch);
     match step.microbatches.as_slice() {
-        [one] if asked.is_none() || *one == asked => Ok(*one),
+        [microbatch] if asked.is_none() || *microbatch == asked => Ok(*microbatch),
         several if asked.is_some() && several.contains(&asked) => Ok(asked),
         several => {
             let names: Vec<String> = several.iter().flatten().map(Microbatch::to_string).collect();
-            Err(ReproError::Microbatch { held: names.join(", ") })
+            Err(ReproError::Microbatch { recorded: names.join(", ") })
         }
     }
 }

@@ -106,7 +106,7 @@ pub fn against(
     });
     if let Some(named) = empty {
         let recorded = recorded_names(this_run, other_run);
-        return Err(AgainstError::Nothing { pattern: named.to_string(), held: recorded });
+        return Err(AgainstError::Nothing { pattern: named.to_string(), recorded });
     }
     let lacks = |role: &&Role| {
         let mut infos = this_run.dump.tensors().values().chain(other_run.dump.tensors().values());
@@ -114,7 +114,7 @@ pub fn against(
     };
     if let Some(role) = asked.roles.iter().find(lacks) {
         let recorded = recorded_names(this_run, other_run);
-        return Err(AgainstError::Nothing { pattern: role.to_string(), held: recorded });
+        return Err(AgainstError::Nothing { pattern: role.to_string(), recorded });
     }
     let mut differences = Differences::default();
     let mut seen = BTreeSet::new();

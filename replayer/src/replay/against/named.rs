@@ -88,7 +88,7 @@ fn moment(key: &TensorKey, info: &TensorInfo) -> impl Ord {
         (None, false) => 0,
         (None, true) => u64::MAX,
     };
-    (gradient, microbatch, info.shards.first().map(|at| (at.file, at.index)))
+    (gradient, microbatch, info.shards.first().map(|shard| (shard.file, shard.index)))
 }
 
 /// By role or moment where there is one, else by name: a word of it is `grad`.

@@ -142,7 +142,7 @@ fn compare_one(
         unequal: compared.measures.mismatches,
         norm: compared.energies.captured.sqrt(),
         other_norm: norm,
-        worst: worst.map(|at| (at.index, at.captured, at.reference)),
+        worst: worst.map(|point| (point.index, point.captured, point.reference)),
         measures: compared.summary(),
     })
 }

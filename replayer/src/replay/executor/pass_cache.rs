@@ -277,11 +277,11 @@ fn put(hash: &mut DefaultHasher, head: &HeadInputs<'_>) {
         copies: _,
         reads,
     } = head;
-    [Some(q), Some(k), given].iter().for_each(|of| put_matrix(hash, of.as_ref()));
+    [Some(q), Some(k), given].iter().for_each(|matrix| put_matrix(hash, matrix.as_ref()));
     if let Some(Reads { q, k, q_product: _, k_product: _, scores }) = reads {
         scores.map(|(_, first)| first).hash(hash);
-        let all = [Some(q), Some(k), scores.map(|(of, _)| of)];
-        all.iter().for_each(|of| put_matrix(hash, of.as_ref()));
+        let all = [Some(q), Some(k), scores.map(|(matrix, _)| matrix)];
+        all.iter().for_each(|matrix| put_matrix(hash, matrix.as_ref()));
     }
     let bits = |x: f64| x.to_bits();
     bias.map(|bias| bias.iter().copied().map(bits).collect::<Vec<_>>()).hash(hash);
@@ -324,8 +324,8 @@ mod tests {
         let head = HeadInputs::plain(q, q, &[0, 1], 2);
         let (ones, two) = ([1.0, 1.0], [2.0, 1.0]);
         let cache = PassCache::default();
-        let whole_bias = |of: &[f64], options: &str, whole: f64| {
-            let g = Cotangents { lse: of, label: &ones[..], smooth: &ones[..] };
+        let whole_bias = |values: &[f64], options: &str, whole: f64| {
+            let g = Cotangents { lse: values, label: &ones[..], smooth: &ones[..] };
             let find = || Biases { whole, ..Biases::default() };
             cache.biases((&head, &ones, &g), &options, find).whole
         };

@@ -113,7 +113,7 @@ impl Head {
 
     fn fails(&self, dq: &[f64], dk: &[f64], probes: usize, seed: u64) -> [bool; 2] {
         let [dq, dk] = self.check(dq, dk, probes, seed, false);
-        [dq, dk].map(|one| one.tally.excess(&one.bound).is_some())
+        [dq, dk].map(|probed| probed.tally.excess(&probed.bound).is_some())
     }
 
     /// As f32 holds them.
@@ -259,7 +259,7 @@ fn the_result_does_not_depend_on_the_thread_count() {
     let (dq, dk) = head.stored();
     let run = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        pool.install(|| head.check(&dq, &dk, 5, 1, true).map(|one| (one.tally, one.reach)))
+        pool.install(|| head.check(&dq, &dk, 5, 1, true).map(|probed| (probed.tally, probed.reach)))
     };
     assert_eq!(run(1), run(3));
 }

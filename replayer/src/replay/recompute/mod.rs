@@ -121,8 +121,8 @@ impl Replay<'_> {
 
     fn member(&self, asked: &str) -> Result<Member, RecomputeError> {
         let all = members(&self.plan.roundings);
-        let known: Vec<String> = all.iter().map(|one| format!("{:?}", one.name)).collect();
-        let member = all.into_iter().find(|one| one.name == asked);
+        let known: Vec<String> = all.iter().map(|member| format!("{:?}", member.name)).collect();
+        let member = all.into_iter().find(|member| member.name == asked);
         let known = known.join(", ");
         member.ok_or_else(|| RecomputeError::Policy { asked: asked.into(), known })
     }
@@ -380,8 +380,7 @@ fn chosen_microbatch<'s>(
         .filter_map(|microbatch| microbatch.inputs.microbatch.map(|mb| mb.to_string()))
         .collect();
     let recorded = if names.is_empty() { "none".into() } else { names.join(", ") };
-    let wrong =
-        |asked: String, todo| RecomputeError::Microbatch { stage, asked, held: recorded, todo };
+    let wrong = |asked: String, todo| RecomputeError::Microbatch { stage, asked, recorded, todo };
     match asked.microbatch {
         None => match microbatches {
             [only] => Ok(only),

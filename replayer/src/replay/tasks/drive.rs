@@ -245,7 +245,7 @@ impl Driver<'_> {
             let task = Task { tokens, plane: Some(span), ..self.task(Kind::Plane, part) };
             started.extend(self.start(task, Vec::new(), 1)?);
         }
-        started.into_iter().map(|found| self.fetch(found)).collect()
+        started.into_iter().map(|handle| self.fetch(handle)).collect()
     }
 }
 

@@ -33,7 +33,7 @@ impl PartMatrices {
         part: &Part,
     ) -> Result<PartMatrices, TaskError> {
         let q = part.q.as_ref().map(|of| rows(dump, of)).transpose()?;
-        let k = part.k.as_ref().map(|of| classes(dump, options, of)).transpose()?;
+        let k = part.k.as_ref().map(|rows| classes(dump, options, rows)).transpose()?;
         let given = part.given.as_ref().map(|of| rows(dump, of)).transpose()?;
         Ok(PartMatrices { q, k, given })
     }
@@ -89,11 +89,12 @@ pub(super) fn files(dump: &StepDump, task: &Task) -> Result<BTreeSet<String>, Ta
             Some(place) => vec![place],
             None => boxes(&info.shape, rows),
         };
-        let reached = info.shards.iter().filter(|at| {
-            let stored = &dump.record(at).place;
+        let reached = info.shards.iter().filter(|shard| {
+            let stored = &dump.record(shard).place;
             places.iter().any(|place| place.intersection(stored).is_some())
         });
-        let name = |at: &ShardRef| dump.file_of(at).path().file_name()?.to_str().map(String::from);
+        let name =
+            |shard: &ShardRef| dump.file_of(shard).path().file_name()?.to_str().map(String::from);
         names.extend(reached.filter_map(name));
     }
     Ok(names)

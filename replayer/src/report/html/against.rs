@@ -40,7 +40,7 @@ struct Pair {
 /// A tensor that differs.
 struct Named<'a> {
     class: &'static str,
-    found: &'a NamedDifference,
+    difference: &'a NamedDifference,
     status: String,
     /// Difference, unit, by chance, growth, largest absolute difference, cosine.
     numbers: [String; 6],
@@ -50,7 +50,8 @@ impl Page<'_> {
     pub(super) fn against(&self) -> Markup {
         let Some(against) = &self.report.against else { return Safe(String::new()) };
         let all = &against.tensors;
-        let differ: Vec<_> = all.iter().filter(|found| found.status != Status::Pass).collect();
+        let differ: Vec<_> =
+            all.iter().filter(|difference| difference.status != Status::Pass).collect();
         let table = || {
             let caption = format!("Stages of the other run, {}", against.dump.run);
             stage_table(&against.stages, &format!("{}-other", self.id), &caption)
@@ -62,7 +63,7 @@ impl Page<'_> {
             differences: self.shown(&against.differences).iter().map(pair).collect(),
             equal: all.len() - differ.len(),
             differ: differ.len(),
-            tensors: self.shown(&differ).iter().map(|found| named(found)).collect(),
+            tensors: self.shown(&differ).iter().map(|difference| named(difference)).collect(),
             table: if against.stages.is_empty() { Safe(String::new()) } else { table() },
         })
     }
@@ -78,7 +79,7 @@ fn pair(difference: &Difference) -> Pair {
     };
     let status = match difference.status {
         Status::Skip => "– not judged".into(),
-        of => format!("{} {}", glyph(of, false), word(of)),
+        status => format!("{} {}", glyph(status, false), word(status)),
     };
     let mut remarks = vec![difference.reason.as_str(), difference.aligned.as_str()];
     remarks.retain(|text| !text.is_empty());
@@ -96,7 +97,7 @@ fn pair(difference: &Difference) -> Pair {
 fn named(difference: &NamedDifference) -> Named<'_> {
     Named {
         class: class(difference.status),
-        found: difference,
+        difference,
         status: format!("{} {}", glyph(difference.status, false), word(difference.status)),
         numbers: [
             error(difference.difference),

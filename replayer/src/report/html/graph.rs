@@ -141,8 +141,8 @@ fn node<'a>(
     let status = match (report.status, &report.worst, stage.is_input()) {
         (Status::Skip, ..) => "not compared".to_string(),
         (Status::Pass, None, true) => "input".into(),
-        (of, Some(worst), _) => format!("{} {}x", word(of), ratio_of(worst.ratio)),
-        (of, ..) => word(of).into(),
+        (status, Some(worst), _) => format!("{} {}x", word(status), ratio_of(worst.ratio)),
+        (status, ..) => word(status).into(),
     };
     let said = if first { "; the first divergence" } else { "" };
     Node {

@@ -147,21 +147,21 @@ impl Page<'_> {
 
     fn figure(&self, map: &Map, (drawn, across): (&[Drawn<'_>], usize), data: &mut Data) -> Figure {
         let id = format!("{}-map-{}", self.id, data.maps.len());
-        let bands = drawn.iter().map(|of| of.chart.size.0).max().unwrap_or(0);
+        let bands = drawn.iter().map(|drawn| drawn.chart.size.0).max().unwrap_or(0);
         let worst = worst_of(drawn);
         let words = match worst.first() {
             None => "nothing was compared".into(),
             Some((_, cell)) if equal(cell) => "every element is equal".into(),
-            Some((of, cell)) => format!("worst: {}", sentence(map, of.strip, cell)),
+            Some((drawn, cell)) => format!("worst: {}", sentence(map, drawn.strip, cell)),
         };
         let mut svg = String::new();
         picture(&mut svg, map, drawn, (bands, across));
         let rows = if map.of_tokens { "token" } else { "row" };
-        let strips = drawn.iter().map(|of| of.data(map)).collect();
+        let strips = drawn.iter().map(|drawn| drawn.data(map)).collect();
         let (stage, tile, hits) = (map.stage.name(), map.tile, !map.hits.is_empty());
         data.maps.push(MapData { id: id.clone(), stage, rows, tile, bands, hits, strips });
         let off = worst.into_iter().filter(|(_, cell)| !equal(cell));
-        let worst = off.map(|(of, cell)| listed(map, of.strip, cell)).collect();
+        let worst = off.map(|(drawn, cell)| listed(map, drawn.strip, cell)).collect();
         let caption = caption(map, drawn);
         Figure { id, caption, words, bands, across, picture: Safe(svg), worst }
     }
@@ -179,7 +179,8 @@ fn colour(class: usize) -> String {
 
 /// The worst blocks, of equals the first one first.
 fn worst_of<'d>(drawn: &'d [Drawn<'d>]) -> Vec<(&'d Drawn<'d>, &'d Cell)> {
-    let cells = |of: &'d Drawn<'d>| of.chart.cells.iter().flatten().map(move |cell| (of, cell));
+    let cells =
+        |drawn: &'d Drawn<'d>| drawn.chart.cells.iter().flatten().map(move |cell| (drawn, cell));
     let mut worst: Vec<_> = drawn.iter().flat_map(cells).collect();
     worst.sort_by(|(_, a), (_, b)| match (a.is_worse_than(b), b.is_worse_than(a)) {
         (true, _) => std::cmp::Ordering::Less,

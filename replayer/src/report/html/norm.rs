@@ -55,7 +55,7 @@ impl Page<'_> {
             own: of_own.and_then(|gap| gap_of(gap, &own_norm.shares, names)),
             explained: own_norm.floor.unwrap_or(f64::NAN),
             other: of_other
-                .and_then(|of| gap_of(of.gap, &of.shares, ("the other run", "this run"))),
+                .and_then(|gap| gap_of(gap.gap, &gap.shares, ("the other run", "this run"))),
         })
     }
 }

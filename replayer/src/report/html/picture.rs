@@ -151,8 +151,8 @@ fn tiles(out: &mut String, map: &Map, drawn: &[Drawn<'_>]) {
 }
 
 fn axes(out: &mut String, map: &Map, drawn: &[Drawn<'_>], (kx, ky): (f64, f64)) {
-    let tallest = drawn.iter().max_by_key(|of| of.chart.size.0);
-    let Some(chart) = tallest.map(|of| &of.chart) else { return };
+    let tallest = drawn.iter().max_by_key(|drawn| drawn.chart.size.0);
+    let Some(chart) = tallest.map(|drawn| &drawn.chart) else { return };
     let every = (chart.size.0 as f64 * ky / 60.0).max(1.0);
     let step = (chart.size.0 as f64 / every).ceil().max(1.0) as usize;
     for band in (0..chart.size.0).step_by(step) {

@@ -90,7 +90,9 @@ struct Row<'a> {
 impl Page<'_> {
     pub(super) fn stages(&self) -> Markup {
         let stages = &self.report.stages;
-        let compared = stages.iter().filter_map(|stage| stage.worst.as_ref().map(|of| (stage, of)));
+        let compared = stages
+            .iter()
+            .filter_map(|stage| stage.worst.as_ref().map(|comparison| (stage, comparison)));
         markup(&Stages {
             id: &self.id,
             compared: !stages.is_empty(),
@@ -101,7 +103,11 @@ impl Page<'_> {
 
     fn card<'a>(&self, stage: &'a StageReport, worst: &ComparisonReport) -> Option<Card<'a>> {
         let known_stage = Stage::ALL.iter().find(|known_stage| known_stage.name() == stage.name)?;
-        let first = self.report.first_divergence.as_ref().is_some_and(|of| of.stage == stage.name);
+        let first = self
+            .report
+            .first_divergence
+            .as_ref()
+            .is_some_and(|divergence| divergence.stage == stage.name);
         let first = if first { ", the first divergence" } else { "" };
         // The source names the microbatch.
         let of_rank = place(None, worst.rank);
@@ -149,7 +155,11 @@ impl Page<'_> {
                 let about = format!("error of the other run, {}x its floor", ratio(other.ratio));
                 lines.push(("other run to reference", error(other.error), about));
             }
-            for apart in against.differences.iter().filter(|of| of.stage.name() == stage.name) {
+            for apart in against
+                .differences
+                .iter()
+                .filter(|difference| difference.stage.name() == stage.name)
+            {
                 let allowed = apart.allowed.map_or("-".into(), error);
                 let where_apart = place(apart.microbatch.map(|mb| mb.0), None);
                 let about = format!("allowed {allowed} {where_apart}");
