@@ -125,9 +125,9 @@ mod present {
             "EINTR" => Action::Fail(Errno::INTR),
             _ => return None,
         };
-        let at = count.trim_end_matches('+').parse().ok()?;
+        let pass = count.trim_end_matches('+').parse().ok()?;
         let onwards = count.ends_with('+');
-        Some(Rule { point: point.into(), action, at, onwards, passed: AtomicU64::new(0) })
+        Some(Rule { point: point.into(), action, at: pass, onwards, passed: AtomicU64::new(0) })
     }
 
     /// The action of the rule that matches this pass of a point, if there is one.

@@ -133,15 +133,15 @@ fn rows(
     if leading.iter().any(Vec::is_empty) {
         return Fingerprint::default();
     }
-    let mut at = vec![0; leading.len()];
+    let mut counters = vec![0; leading.len()];
     let mut index: Vec<u64> = leading.iter().map(|list| list[0]).collect();
     let mut sum = Fingerprint::default();
     for chunk in bytes.chunks_exact(length * word) {
         sum = sum.plus(row(position(&index), chunk));
         for (dim, list) in leading.iter().enumerate().rev() {
-            at[dim] = (at[dim] + 1) % list.len();
-            index[dim] = list[at[dim]];
-            if at[dim] > 0 {
+            counters[dim] = (counters[dim] + 1) % list.len();
+            index[dim] = list[counters[dim]];
+            if counters[dim] > 0 {
                 break;
             }
         }
@@ -221,8 +221,8 @@ mod tests {
             let part = IndexBox(ranges);
             let mut out = Vec::new();
             for i in part.0[0].0..part.0[0].1 {
-                let at = |j: u64| ((i * 10 + j) * 2) as usize;
-                out.extend(&bytes[at(part.0[1].0)..at(part.0[1].1)]);
+                let offset = |j: u64| ((i * 10 + j) * 2) as usize;
+                out.extend(&bytes[offset(part.0[1].0)..offset(part.0[1].1)]);
             }
             Fingerprint::of(Dtype::Bf16, &part, &out)
         };
@@ -239,14 +239,14 @@ mod tests {
             let bytes: Vec<u8> = (0..6 * row).map(|i| (i * 37 % 251) as u8).collect();
             let all = Fingerprint::of(dtype, &whole(&[6, 5]), &bytes);
             let columns: Vec<u64> = (0..5).collect();
-            let of = |rows: &[u64]| {
-                let at = |&r: &u64| &bytes[r as usize * row..][..row];
-                let held: Vec<u8> = rows.iter().flat_map(at).copied().collect();
-                Fingerprint::at(dtype, &[rows.to_vec(), columns.clone()], &held)
+            let fingerprint_of = |rows: &[u64]| {
+                let row_bytes = |&r: &u64| &bytes[r as usize * row..][..row];
+                let rows_held: Vec<u8> = rows.iter().flat_map(row_bytes).copied().collect();
+                Fingerprint::at(dtype, &[rows.to_vec(), columns.clone()], &rows_held)
             };
-            assert_eq!(of(&[0, 1, 2, 3, 4, 5]), all);
-            assert_eq!(of(&[0, 1, 4]).plus(of(&[2, 3, 5])), all);
-            assert_ne!(of(&[0, 1, 2, 3, 5, 4]), Fingerprint::default());
+            assert_eq!(fingerprint_of(&[0, 1, 2, 3, 4, 5]), all);
+            assert_eq!(fingerprint_of(&[0, 1, 4]).plus(fingerprint_of(&[2, 3, 5])), all);
+            assert_ne!(fingerprint_of(&[0, 1, 2, 3, 5, 4]), Fingerprint::default());
         }
         let scalar = 7u32.to_le_bytes();
         let boxed = Fingerprint::of(Dtype::U32, &whole(&[]), &scalar);
@@ -263,21 +263,25 @@ mod tests {
                 let elements = place.elements().unwrap() as usize;
                 let bytes = &bytes[..elements * dtype.width()];
                 let word = dtype.width().min(4);
-                let naive = (0..bytes.len() / word).fold(Fingerprint::default(), |sum, at| {
-                    let mut index: Vec<u64> = place.0.iter().map(|&(lo, _)| lo).collect();
-                    let (mut rest, low) = (at * word / dtype.width(), at % (dtype.width() / word));
-                    for (dim, &size) in shape.iter().enumerate().rev() {
-                        index[dim] += rest as u64 % size;
-                        rest /= size as usize;
-                    }
-                    let tail = (dtype.width() == 8).then_some(low as u64);
-                    let h = position(&index.into_iter().chain(tail).collect::<Vec<_>>());
-                    sum.plus(row(&bytes[at * word..][..word], word, |_| h))
-                });
+                let naive =
+                    (0..bytes.len() / word).fold(Fingerprint::default(), |sum, word_index| {
+                        let mut index: Vec<u64> = place.0.iter().map(|&(lo, _)| lo).collect();
+                        let (mut rest, low) = (
+                            word_index * word / dtype.width(),
+                            word_index % (dtype.width() / word),
+                        );
+                        for (dim, &size) in shape.iter().enumerate().rev() {
+                            index[dim] += rest as u64 % size;
+                            rest /= size as usize;
+                        }
+                        let tail = (dtype.width() == 8).then_some(low as u64);
+                        let h = position(&index.into_iter().chain(tail).collect::<Vec<_>>());
+                        sum.plus(row(&bytes[word_index * word..][..word], word, |_| h))
+                    });
                 assert_eq!(Fingerprint::of(dtype, &place, bytes), naive, "{dtype} {shape:?}");
-                if let Some((first, second, at)) = Fingerprint::parts(dtype, &place, 0.4) {
-                    let first = Fingerprint::of(dtype, &first, &bytes[..at]);
-                    let both = first.plus(Fingerprint::of(dtype, &second, &bytes[at..]));
+                if let Some((first, second, offset)) = Fingerprint::parts(dtype, &place, 0.4) {
+                    let first = Fingerprint::of(dtype, &first, &bytes[..offset]);
+                    let both = first.plus(Fingerprint::of(dtype, &second, &bytes[offset..]));
                     assert_eq!(both, naive, "{dtype} {shape:?} in parts");
                 } else {
                     assert_eq!(elements, 1);
@@ -291,8 +295,12 @@ mod tests {
         let (a, b): (Vec<u8>, Vec<u8>) = ((0..40).collect(), (100..140).collect());
         let top = IndexBox(vec![(0, 2), (0, 5)]);
         let bottom = IndexBox(vec![(2, 4), (0, 5)]);
-        let of = |place: &IndexBox, bytes: &[u8]| Fingerprint::of(Dtype::F32, place, bytes);
-        assert_ne!(of(&top, &a).plus(of(&bottom, &b)), of(&top, &b).plus(of(&bottom, &a)));
+        let fingerprint =
+            |place: &IndexBox, bytes: &[u8]| Fingerprint::of(Dtype::F32, place, bytes);
+        assert_ne!(
+            fingerprint(&top, &a).plus(fingerprint(&bottom, &b)),
+            fingerprint(&top, &b).plus(fingerprint(&bottom, &a))
+        );
     }
 
     /// The values that python/tests/test_fingerprint.py holds for JAX: the two
@@ -300,12 +308,12 @@ mod tests {
     #[test]
     fn known_values_tie_the_definition_to_the_one_inside_jit() {
         let ramp: Vec<u8> = (0u16..12).flat_map(|i| (i * 1000).to_le_bytes()).collect();
-        let found = [
+        let fingerprints = [
             Fingerprint::of(Dtype::Bf16, &whole(&[3, 4]), &ramp),
             Fingerprint::of(Dtype::F32, &whole(&[]), &1.5f32.to_le_bytes()),
             Fingerprint::of(Dtype::F64, &whole(&[2]), &ramp[..16]),
         ];
-        let text: Vec<_> = found.iter().map(ToString::to_string).collect();
+        let text: Vec<_> = fingerprints.iter().map(ToString::to_string).collect();
         assert_eq!(text, ["ba525846ab4c17c3", "0b7bb7b0ec119ab4", "c8edd5c944923f1d"]);
     }
 }

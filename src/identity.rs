@@ -187,8 +187,8 @@ mod tests {
     fn a_launch_precedes_those_that_the_same_launcher_counts_after_it() {
         let launch = |text| LaunchName::new(text).unwrap();
         assert!(launch("job/1").precedes(&launch("job/2")));
-        for (one, other) in [("job/2", "job/2"), ("job/3", "job/2"), ("job/1", "other/2")] {
-            assert!(!launch(one).precedes(&launch(other)), "{one} {other}");
+        for (first, other) in [("job/2", "job/2"), ("job/3", "job/2"), ("job/1", "other/2")] {
+            assert!(!launch(first).precedes(&launch(other)), "{first} {other}");
         }
         assert!(!launch("job").precedes(&launch("job/1")), "who does not count says nothing");
         assert_eq!(launch("job/7").to_string(), "job/7");

@@ -185,8 +185,8 @@ impl Manifest {
     /// all microbatches.
     pub fn unselected(&self, tensor: &str, microbatch: Option<u32>) -> Option<String> {
         let asked = |rank: u32| {
-            let mut own = self.selections.iter().filter(|kept| kept.ranks.contains(rank));
-            own.next().is_none_or(|kept| {
+            let mut of_rank = self.selections.iter().filter(|kept| kept.ranks.contains(rank));
+            of_rank.next().is_none_or(|kept| {
                 kept.selection.ranks.contains(rank) && kept.selection.wants(tensor, microbatch)
             })
         };
@@ -262,7 +262,7 @@ fn read<T: DeserializeOwned>(
         Ok(read) => Ok(read),
         // A newer format may have other fields: then its version is the error to report.
         Err(error) => match unsealed(bytes) {
-            ManifestError::Newer(found) => Err(ManifestError::Newer(found)),
+            ManifestError::Newer(version) => Err(ManifestError::Newer(version)),
             _ => Err(error.into()),
         },
     }
@@ -283,10 +283,10 @@ fn sealed(bytes: &[u8]) -> Option<&[u8]> {
 fn unsealed(bytes: &[u8]) -> ManifestError {
     match serde_json::from_slice::<Outer>(bytes) {
         Err(error) => ManifestError::Syntax(error),
-        Ok(Outer { manifest: Version { format_version: Some(found) } })
-            if found > u64::from(FORMAT_VERSION) =>
+        Ok(Outer { manifest: Version { format_version: Some(version) } })
+            if version > u64::from(FORMAT_VERSION) =>
         {
-            ManifestError::Newer(found)
+            ManifestError::Newer(version)
         }
         Ok(_) => ManifestError::Altered,
     }
@@ -365,8 +365,8 @@ impl RunRecord {
         let seal = value.as_object_mut().and_then(|fields| fields.remove(RUN_SEAL));
         let right = TrustHash::of(value.to_string().as_bytes()).to_string();
         let sealed = seal.is_some_and(|seal| seal == right.as_str()) && written == bytes;
-        if let Some(found) = newer {
-            return Err(ManifestError::Newer(found));
+        if let Some(version) = newer {
+            return Err(ManifestError::Newer(version));
         }
         let record = record?;
         if !sealed {
@@ -424,15 +424,15 @@ mod tests {
         assert_eq!(RunRecord::from_bytes(&run).unwrap().record, record());
         assert!(RunRecord::from_bytes(&run).unwrap().sealed);
         assert_eq!(Manifest::from_bytes(&step).unwrap(), manifest());
-        for at in 0..8 * run.len() {
+        for bit in 0..8 * run.len() {
             let mut damaged = run.clone();
-            damaged[at / 8] ^= 1 << (at % 8);
-            assert!(RunRecord::from_bytes(&damaged).is_err(), "bit {at} of run.json");
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert!(RunRecord::from_bytes(&damaged).is_err(), "bit {bit} of run.json");
         }
-        for at in 0..8 * step.len() {
+        for bit in 0..8 * step.len() {
             let mut damaged = step.clone();
-            damaged[at / 8] ^= 1 << (at % 8);
-            assert!(Manifest::from_bytes(&damaged).is_err(), "bit {at} of manifest.json");
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert!(Manifest::from_bytes(&damaged).is_err(), "bit {bit} of manifest.json");
         }
     }
 
@@ -458,10 +458,10 @@ mod tests {
     /// Goal: no change of a manifest passes unnoticed. Method: each bit of one is flipped.
     #[test]
     fn a_flipped_bit_anywhere_is_an_error_and_never_a_panic() {
-        for at in 0..GOLDEN.len() {
+        for byte in 0..GOLDEN.len() {
             let mut bytes = GOLDEN.to_vec();
-            bytes[at] ^= 1 << (at % 8);
-            assert!(Manifest::from_bytes(&bytes).is_err(), "byte {at}");
+            bytes[byte] ^= 1 << (byte % 8);
+            assert!(Manifest::from_bytes(&bytes).is_err(), "byte {byte}");
         }
         for end in [0, 1, SEAL[0].len(), 80, GOLDEN.len() - 1] {
             assert!(Manifest::from_bytes(&GOLDEN[..end]).is_err(), "{end} bytes");

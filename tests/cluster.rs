@@ -78,7 +78,7 @@ fn local(path: &Path) -> String {
 fn by_tasks(path: &Path, cut: Cut) -> (String, usize) {
     let workers = Here::default();
     let (selection, all) = (Selection::default(), ALL);
-    let report = postmortem::clustered_report(path, &selection, all, (&workers, cut)).unwrap();
+    let report = postmortem::report_on_cluster(path, &selection, all, (&workers, cut)).unwrap();
     (serde_json::to_string(&report).unwrap(), workers.next.into_inner())
 }
 
@@ -160,7 +160,7 @@ fn a_shard_that_a_worker_cannot_prove_ends_the_replay() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);
         let workers = Here { before: Some(before), dump: path.clone(), ..Here::default() };
         let (selection, all) = (Selection::default(), ALL);
-        let ended = postmortem::clustered_report(&path, &selection, all, (&workers, SMALL));
+        let ended = postmortem::report_on_cluster(&path, &selection, all, (&workers, SMALL));
         let said = format!("{:#}", anyhow::Error::new(ended.unwrap_err()));
         assert!(said.contains(words) && said.lines().count() == 1, "{said}");
     }

@@ -154,7 +154,7 @@ impl Device for Here {
 
     /// The kernel's stage by the reference; that a device runs the kernel itself is tested where
     /// devices are.
-    fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
+    fn user_kernel(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
         let inputs = &unit.head;
         let label: Vec<f64> = unit.g.iter().map(|g| -g).collect();
         let smooth = vec![0.0; unit.g.len()];
@@ -315,7 +315,7 @@ fn the_report_of_a_device_that_computes_alike_is_that_of_the_cpu() {
         let path = dumped(directory.path(), &format!("run-{number}"), &job);
         let device = Here::new(None);
         let report =
-            postmortem::devised_report(&path, &Selection::default(), ALL, &device).unwrap();
+            postmortem::report_on_device(&path, &Selection::default(), ALL, &device).unwrap();
         let mut report = serde_json::to_value(&report).unwrap();
         let named = report.as_object_mut().unwrap().remove("device").unwrap();
         assert_eq!(named["name"], "this process");
@@ -340,7 +340,7 @@ fn a_device_that_fails_is_one_sentence() {
     for which in [0, 1, 3, 4, 6] {
         let device = Here::new(Some((which, 1)));
         let failed =
-            postmortem::devised_report(&path, &Selection::default(), ALL, &device).unwrap_err();
+            postmortem::report_on_device(&path, &Selection::default(), ALL, &device).unwrap_err();
         let said = format!("{:#}", anyhow::Error::new(failed));
         let wanted = "the device failed at copying to it: the cable was pulled; with --device cpu \
                       the replay needs no device";
@@ -478,7 +478,8 @@ fn a_kernel_of_the_users_is_judged_and_its_findings_are_told() {
         let kernel = Kernel::read(stage, &file, "mine").unwrap();
         let name = kernel.name.clone();
         let own = (vec![kernel], Box::new(Here::new(None)) as Box<dyn Device>);
-        let report = postmortem::compiled_report(&path, &Selection::default(), ALL, own).unwrap();
+        let report =
+            postmortem::report_with_kernels(&path, &Selection::default(), ALL, own).unwrap();
         let [judged] = &report.variants[..] else { panic!("{:?}", report.variants) };
         assert_eq!((&judged.variant, judged.stage), (&name, stage.name()));
         assert!(judged.agrees, "{judged:?}");

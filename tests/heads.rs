@@ -25,7 +25,7 @@ use backtape_replayer::postmortem::{Extras, RunError, full_report, replay_report
 use backtape_replayer::replay::outcome::NotChecked;
 use backtape_replayer::replay::outcome::Status;
 use backtape_replayer::replay::variant::Variant;
-use backtape_replayer::replay::world::At;
+use backtape_replayer::replay::world::StagePlace;
 use backtape_replayer::replay::world::Supplied;
 use backtape_replayer::report::schema::{Report, Verdict};
 
@@ -298,8 +298,8 @@ fn a_panic_is_one_sentence_after_what_was_found() {
     let path = store.path().join("run-a");
     let job = Job { ranks: 1, tokens: 20, vocab: 31, valid: 31, ..Job::default() };
     dump::write(&path, 1, &job.head(), &job.shards());
-    let at = At { stage: Stage::Dk, microbatch: Some(Microbatch(0)), rank: Some(Rank(0)) };
-    let supplied = vec![Supplied { at, values: vec![1.0], precision: None }];
+    let at = StagePlace { stage: Stage::Dk, microbatch: Some(Microbatch(0)), rank: Some(Rank(0)) };
+    let supplied = vec![Supplied { place: at, values: vec![1.0], precision: None }];
     let variants = [Arc::new(Variant { name: "too short".into(), supplied })];
     let extras = Extras { variants: &variants, ..Extras::default() };
     let everything: &[Role] = &[];

@@ -96,7 +96,7 @@ fn a_block_says_whose_it_is_and_labels_are_counted_beside_it() {
     let mut beyond = cells(dk).filter(|cell| cell.exceeding > 0).peekable();
     assert!(beyond.peek().is_some());
     for cell in beyond {
-        let (_, rank) = strip.sources[cell.of as usize];
+        let (_, rank) = strip.sources[cell.source as usize];
         assert_eq!(rank.map(|rank| rank.0), Some(1), "{cell:?}");
     }
     assert_eq!(dk.hits.len(), job.vocab);

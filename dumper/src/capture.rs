@@ -72,11 +72,11 @@ impl Located {
             Located::BySums(_) => None,
             Located::ByBox | Located::ByPayload => Some(place.clone()),
             Located::ByIndices(runs) => {
-                let one = |runs: &Vec<(u64, u64)>| match runs[..] {
+                let single_run = |runs: &Vec<(u64, u64)>| match runs[..] {
                     [run] => Some(run),
                     _ => None,
                 };
-                runs.iter().map(one).collect::<Option<_>>().map(IndexBox)
+                runs.iter().map(single_run).collect::<Option<_>>().map(IndexBox)
             }
         }
     }
@@ -87,11 +87,11 @@ impl Located {
         let length = |runs: &Vec<(u64, u64)>| {
             runs.iter().fold(0u64, |n, &(a, b)| n.saturating_add(b.saturating_sub(a)))
         };
-        let found: Vec<u64> = indices.iter().map(length).collect();
-        if found == place.extent() {
+        let lengths: Vec<u64> = indices.iter().map(length).collect();
+        if lengths == place.extent() {
             return Ok(());
         }
-        Err(format!("the framework says it holds {found:?} indices, box {place} has others"))
+        Err(format!("the framework says it holds {lengths:?} indices, box {place} has others"))
     }
 }
 
@@ -127,9 +127,9 @@ impl Capture {
         }
         let Shard { dtype, shape, place, .. } = &self.shard;
         if shape.len() > MAX_DIMENSIONS {
-            let found = shape.len();
+            let dimensions = shape.len();
             return Err(format!(
-                "it has {found} dimensions, at most {MAX_DIMENSIONS} are accepted"
+                "it has {dimensions} dimensions, at most {MAX_DIMENSIONS} are accepted"
             ));
         }
         place.check(shape).map_err(|error| error.to_string())?;

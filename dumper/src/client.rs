@@ -325,10 +325,10 @@ fn claim(file: &FileRecord) -> proto::FileReport {
     }
 }
 
-fn outcome(of: proto::FileOutcome) -> Result<u64, CallError> {
-    match Code::from_i32(i32::try_from(of.code).unwrap_or(i32::MAX)) {
-        Code::Ok => Ok(of.shards),
-        code => Err(judge(Status::new(code, of.refusal))),
+fn outcome(outcome: proto::FileOutcome) -> Result<u64, CallError> {
+    match Code::from_i32(i32::try_from(outcome.code).unwrap_or(i32::MAX)) {
+        Code::Ok => Ok(outcome.shards),
+        code => Err(judge(Status::new(code, outcome.refusal))),
     }
 }
 

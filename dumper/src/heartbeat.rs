@@ -151,7 +151,7 @@ impl State {
             plan_version: self.plan_version,
             triggers_settled: self.settled,
             report: finding,
-            ring: self.held(),
+            ring: self.steps_in_ring(),
             leaving,
         }
     }
@@ -169,9 +169,9 @@ impl State {
 
     /// Which steps the ring holds for the oldest open trigger, once this rank has finished the step
     /// that the trigger is about, or will not finish it.
-    fn held(&self) -> Option<(u32, Vec<u64>)> {
+    fn steps_in_ring(&self) -> Option<(u32, Vec<u64>)> {
         let open = self.open.first()?;
-        let steps = self.recording.ring.held();
+        let steps = self.recording.ring.writable_steps();
         let reached = steps.last().is_some_and(|&newest| newest >= open.seen);
         let over = self.closed_at().is_some() || open.since.elapsed() >= FREEZE_PATIENCE;
         let ready = reached || over || !self.recording.ring.is_on();
@@ -180,7 +180,7 @@ impl State {
 
     fn hear(&mut self, finding: Option<Finding>, orders: Orders) {
         if let Some(finding) = finding {
-            self.recording.told(&finding);
+            self.recording.forget_finding(&finding);
             let why = orders.report_refused;
             // Reports of a loss that is wrong again and again are refused for the same reason.
             if !why.is_empty()

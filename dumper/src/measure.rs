@@ -57,12 +57,12 @@ fn compute(shard: &Shard, located: &Located, bytes: &[u8]) -> (ContentHash, Fing
             (ContentHash::of(bytes), rest.unwrap_or_default())
         });
         let Ok(other) = other else { return alone() };
-        let own = match &parts {
+        let first_part = match &parts {
             Some((first, _, at)) => Fingerprint::of(dtype, first, &bytes[..*at]),
             None => located.fingerprint(dtype, place, bytes),
         };
         match other.join() {
-            Ok((hash, rest)) => (hash, own.plus(rest)),
+            Ok((hash, rest)) => (hash, first_part.plus(rest)),
             // Hashing does not panic; if it did, it does so here too, where that is caught.
             Err(_) => alone(),
         }

@@ -43,17 +43,17 @@ impl Omissions {
 
     /// The omissions of this rank as the coordinator keeps them.
     pub(crate) fn records(&self, rank: u32) -> Vec<Omission> {
-        let one = |(tensor, microbatch, reason): &(String, Option<u32>, String)| Omission {
+        let omission_of = |(tensor, microbatch, reason): &(String, Option<u32>, String)| Omission {
             rank: Rank(rank),
             tensor: tensor.clone(),
             microbatch: microbatch.map(Microbatch),
             reason: reason.clone(),
         };
-        let mut records: Vec<_> = self.named.iter().map(one).collect();
+        let mut records: Vec<_> = self.named.iter().map(omission_of).collect();
         if self.unnamed > 0 {
             let reason =
                 format!("{} further captures were omitted and are not named", self.unnamed);
-            records.push(one(&(EVERYTHING.into(), None, reason)));
+            records.push(omission_of(&(EVERYTHING.into(), None, reason)));
         }
         records
     }

@@ -168,8 +168,8 @@ impl Deadline {
     fn left_at(&self, now: Instant) -> Duration {
         let (last, closed) = (self.patience.last(now), self.patience.closed_at());
         let from = closed.map_or(self.begin, |closed| closed.max(self.begin));
-        let own = if self.moving { from.max(last) } else { from } + self.longest;
-        let end = self.granted_at(now).map_or(own, |granted| own.min(granted));
+        let own_end = if self.moving { from.max(last) } else { from } + self.longest;
+        let end = self.granted_at(now).map_or(own_end, |granted| own_end.min(granted));
         end.saturating_duration_since(now)
     }
 

@@ -147,9 +147,9 @@ impl Queue {
             return Err(Refused::Full(reason.clone()));
         }
         if full(&state) {
-            let held = state.bytes;
+            let queued = state.bytes;
             return Err(Refused::Full(format!(
-                "the queue holds {held} of {limit} bytes and its {length} bytes did not fit \
+                "the queue holds {queued} of {limit} bytes and its {length} bytes did not fit \
                  within {} ms: raise queue_bytes, or record fewer tensors",
                 patience.as_millis()
             )));

@@ -30,7 +30,7 @@ impl Ranges {
         if room > reserved {
             free.insert(start + reserved, room - reserved);
         }
-        Some(Range { of: self.clone(), start, reserved })
+        Some(Range { ranges: self.clone(), start, reserved })
     }
 
     /// True where nobody holds a range.
@@ -61,7 +61,7 @@ impl Ranges {
 /// A range, given back when it is dropped.
 #[derive(Debug)]
 pub struct Range {
-    of: Arc<Ranges>,
+    ranges: Arc<Ranges>,
     start: usize,
     reserved: usize,
 }
@@ -75,7 +75,7 @@ impl Range {
 
 impl Drop for Range {
     fn drop(&mut self) {
-        self.of.give_back(self.start, self.reserved);
+        self.ranges.give_back(self.start, self.reserved);
     }
 }
 
@@ -92,22 +92,22 @@ mod tests {
             steps in prop::collection::vec((0usize..200, 0usize..8), 1..60)
         ) {
             let ranges = Ranges::new(1000, 8);
-            let mut held: Vec<(Range, usize)> = Vec::new();
+            let mut ranges_taken: Vec<(Range, usize)> = Vec::new();
             for (length, drop_at) in steps {
                 if let Some(range) = ranges.take(length) {
                     let (start, end) = (range.start(), range.start() + length);
                     prop_assert!(start % 8 == 0 && end <= 1000);
-                    for (other, length) in &held {
+                    for (other, length) in &ranges_taken {
                         prop_assert!(end <= other.start() || other.start() + length <= start);
                     }
-                    held.push((range, length));
+                    ranges_taken.push((range, length));
                 }
-                if drop_at < held.len() {
-                    held.swap_remove(drop_at);
+                if drop_at < ranges_taken.len() {
+                    ranges_taken.swap_remove(drop_at);
                 }
             }
-            prop_assert_eq!(ranges.is_free(), held.is_empty());
-            held.clear();
+            prop_assert_eq!(ranges.is_free(), ranges_taken.is_empty());
+            ranges_taken.clear();
             prop_assert!(ranges.is_free());
             prop_assert!(ranges.take(1000).is_some());
         }

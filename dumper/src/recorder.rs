@@ -93,9 +93,9 @@ impl Recorder {
         if self.closed || !self.recording.plan.settings.watches() {
             return;
         }
-        let found = lock(&self.watch).judge(loss, grad_norm);
-        if let Some(reason) = found {
-            self.recording.found(step, reason);
+        let trigger = lock(&self.watch).judge(loss, grad_norm);
+        if let Some(reason) = trigger {
+            self.recording.note_finding(step, reason);
         }
     }
 
@@ -138,7 +138,7 @@ impl Recorder {
 
     /// What was done so far.
     pub fn summary(&self) -> Summary {
-        self.recording.summary().clone().told()
+        self.recording.summary().clone().finished()
     }
 
     /// Gives the ring's memory back and says what it could not keep.

@@ -99,7 +99,7 @@ impl Recording {
 
     /// A watched number is wrong: the heartbeat tells the coordinator at once. Of several findings
     /// that it was not told of, the first one is kept: there the trouble began.
-    pub(crate) fn found(&self, step: u64, reason: String) {
+    pub(crate) fn note_finding(&self, step: u64, reason: String) {
         lock(&self.finding).get_or_insert((step, reason));
         self.wake.notify_one();
     }
@@ -110,7 +110,7 @@ impl Recording {
     }
 
     /// The coordinator has answered to this finding.
-    pub(crate) fn told(&self, finding: &Finding) {
+    pub(crate) fn forget_finding(&self, finding: &Finding) {
         let mut pending = lock(&self.finding);
         if pending.as_ref() == Some(finding) {
             *pending = None;

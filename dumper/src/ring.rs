@@ -47,14 +47,14 @@ pub(crate) struct Ring {
 
 #[derive(Default)]
 struct State {
-    steps: BTreeMap<u64, Held>,
+    steps: BTreeMap<u64, RingStep>,
     /// Bytes that are held, or were taken and are not yet written.
     bytes: u64,
     frozen: bool,
     dropped: Option<Dropped>,
 }
 
-struct Held {
+struct RingStep {
     captures: Vec<Capture>,
     head: Option<Box<HeadDeclaration>>,
     omissions: Omissions,
@@ -76,14 +76,16 @@ pub(crate) struct Dropped {
 impl State {
     /// The oldest step that may be dropped; never `keep`, which is being recorded.
     fn spare(&self, keep: u64) -> Option<u64> {
-        let goes = |(step, held): &(&u64, &Held)| **step != keep && !held.wanted && !self.frozen;
+        let goes = |(step, step_held): &(&u64, &RingStep)| {
+            **step != keep && !step_held.wanted && !self.frozen
+        };
         self.steps.iter().find(goes).map(|(step, _)| *step)
     }
 
-    fn remove(&mut self, step: u64) -> Option<Held> {
-        let held = self.steps.remove(&step)?;
-        self.bytes = self.bytes.saturating_sub(held.bytes);
-        Some(held)
+    fn remove(&mut self, step: u64) -> Option<RingStep> {
+        let step_held = self.steps.remove(&step)?;
+        self.bytes = self.bytes.saturating_sub(step_held.bytes);
+        Some(step_held)
     }
 
     fn count_dropped(&mut self, step: u64) {
@@ -126,9 +128,16 @@ impl Ring {
             return;
         }
         let (captures, omissions) = (Vec::new(), Omissions::default());
-        let held =
-            Held { captures, head: None, omissions, selection, bytes: 0, closed, wanted: false };
-        state.steps.insert(step, held);
+        let step_held = RingStep {
+            captures,
+            head: None,
+            omissions,
+            selection,
+            bytes: 0,
+            closed,
+            wanted: false,
+        };
+        state.steps.insert(step, step_held);
     }
 
     /// Keeps a capture. Never waits: where there is no room, the oldest step is dropped, and where
@@ -144,9 +153,9 @@ impl Ring {
         }
         let fits = state.bytes.saturating_add(cost) <= self.limit_bytes;
         match state.steps.get_mut(&step) {
-            Some(held) if fits => {
-                held.captures.push(capture);
-                held.bytes += cost;
+            Some(step_held) if fits => {
+                step_held.captures.push(capture);
+                step_held.bytes += cost;
                 state.bytes += cost;
             }
             Some(_) => {
@@ -168,9 +177,9 @@ impl Ring {
         omissions: Omissions,
     ) -> bool {
         let mut state = self.lock();
-        let Some(held) = state.steps.get_mut(&step) else { return false };
-        (held.head, held.omissions, held.closed) = (head, omissions, true);
-        held.wanted
+        let Some(step_held) = state.steps.get_mut(&step) else { return false };
+        (step_held.head, step_held.omissions, step_held.closed) = (head, omissions, true);
+        step_held.wanted
     }
 
     /// The step's tape was dropped, so nobody has said that the step is complete: it is not kept.
@@ -197,25 +206,31 @@ impl Ring {
     }
 
     /// Steps that can be written, ascending.
-    pub(crate) fn held(&self) -> Vec<u64> {
+    pub(crate) fn writable_steps(&self) -> Vec<u64> {
         let state = self.lock();
-        state.steps.iter().filter(|(_, held)| held.closed).map(|(step, _)| *step).collect()
+        state
+            .steps
+            .iter()
+            .filter(|(_, step_held)| step_held.closed)
+            .map(|(step, _)| *step)
+            .collect()
     }
 
     /// Asks for a step; where the ring holds it, it is not dropped before it is taken.
     pub(crate) fn claim(&self, step: u64) -> Holds {
         let mut state = self.lock();
-        let Some(held) = state.steps.get_mut(&step) else { return Holds::Not };
-        held.wanted = true;
-        if held.closed { Holds::Whole } else { Holds::Open }
+        let Some(step_held) = state.steps.get_mut(&step) else { return Holds::Not };
+        step_held.wanted = true;
+        if step_held.closed { Holds::Whole } else { Holds::Open }
     }
 
     /// Takes a step out to be written.
     pub(crate) fn take(&self, step: u64) -> Option<Taken> {
-        let held = self.lock().steps.remove(&step)?;
-        let (head, omissions, selection) = (held.head, held.omissions, held.selection);
+        let step_held = self.lock().steps.remove(&step)?;
+        let (head, omissions, selection) =
+            (step_held.head, step_held.omissions, step_held.selection);
         let ending = Ending { head, omissions, selection, late: false };
-        Some(Taken { captures: held.captures, ending, bytes: held.bytes })
+        Some(Taken { captures: step_held.captures, ending, bytes: step_held.bytes })
     }
 
     /// A step that was taken is written, and its payloads are dropped: its bytes no longer count.
@@ -315,7 +330,7 @@ mod tests {
             let ring = Ring::new(6, LIMIT);
             let (mut frozen, mut written) = (false, Vec::new());
             for (step, op) in (0..).zip(ops) {
-                let before = ring.held();
+                let before = ring.writable_steps();
                 match op {
                     Op::Step(sizes) => {
                         ring.begin(step, Arc::default(), false);
@@ -343,12 +358,12 @@ mod tests {
                         }
                     }
                 }
-                let held = ring.held();
+                let writable = ring.writable_steps();
                 let most = if frozen { 12 } else { 6 };
-                prop_assert!(held.len() <= most);
+                prop_assert!(writable.len() <= most);
                 if frozen {
                     let kept = before.iter().filter(|step| !written.contains(step));
-                    prop_assert!(kept.into_iter().all(|step| held.contains(step)));
+                    prop_assert!(kept.into_iter().all(|step| writable.contains(step)));
                 }
             }
             ring.clear();
@@ -365,7 +380,7 @@ mod tests {
             ring.push(step, plain(size));
             ring.close(step, None, Omissions::default());
         }
-        assert_eq!(ring.held(), [3]);
+        assert_eq!(ring.writable_steps(), [3]);
         assert_eq!(ring.dropped(), Some(Dropped { first: 1, last: 2, count: 2 }));
     }
 }

@@ -92,14 +92,15 @@ impl Buffer {
 impl State {
     /// Adds the share of clipped steps so far to a row that has both norms.
     fn count_clipping(&mut self, row: &mut Row) {
-        let of = |name: &str| row.values.iter().find(|(n, _)| n == name).map(|(_, value)| *value);
-        let norms = of("grad_norm").zip(of("grad_norm_clipped"));
+        let value_of =
+            |name: &str| row.values.iter().find(|(n, _)| n == name).map(|(_, value)| *value);
+        let norms = value_of("grad_norm").zip(value_of("grad_norm_clipped"));
         let Some((before, after)) = norms.filter(|(b, a)| b.is_finite() && a.is_finite()) else {
             return;
         };
         self.norms += 1;
         self.clipped += u64::from(before > after * CLIPPED_BEYOND);
-        if of("clip_rate").is_none() {
+        if value_of("clip_rate").is_none() {
             let rate = self.clipped as f64 / self.norms as f64;
             row.values.push(("clip_rate".into(), rate));
         }

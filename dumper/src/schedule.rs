@@ -43,7 +43,7 @@ pub(crate) struct Schedule {
 }
 
 struct State {
-    own: Arc<Selection>,
+    configured: Arc<Selection>,
     /// Selections of the coordinator's plans, each with the first step that it holds for.
     plans: Vec<(u64, Arc<Selection>)>,
     /// Steps that were asked for one by one.
@@ -51,7 +51,7 @@ struct State {
     /// Steps that have, or had, a tape, or were closed without one.
     taken: Steps,
     /// Newest step that the ring began.
-    held: Option<u64>,
+    newest_in_ring: Option<u64>,
     current: Option<u64>,
     began: Option<Instant>,
     durations: VecDeque<Duration>,
@@ -60,7 +60,7 @@ struct State {
 impl State {
     fn selection(&self, step: u64) -> &Arc<Selection> {
         let holds = self.plans.iter().rev().find(|(from, _)| *from <= step);
-        holds.map_or(&self.own, |(_, selection)| selection)
+        holds.map_or(&self.configured, |(_, selection)| selection)
     }
 
     fn selects(&self, step: u64) -> bool {
@@ -69,13 +69,13 @@ impl State {
 }
 
 impl Schedule {
-    pub(crate) fn new(rank: u32, own: Selection, watching: bool, ring: bool) -> Schedule {
+    pub(crate) fn new(rank: u32, selection: Selection, watching: bool, ring: bool) -> Schedule {
         let state = State {
-            own: Arc::new(own),
+            configured: Arc::new(selection),
             plans: Vec::new(),
             asked: BTreeSet::new(),
             taken: Steps::default(),
-            held: None,
+            newest_in_ring: None,
             current: None,
             began: None,
             durations: VecDeque::new(),
@@ -102,7 +102,7 @@ impl Schedule {
             (true, true) => Course::Record(selection),
             (true, false) => Course::Empty(selection),
             // A job that has gone back to an older step: the ring has kept that step before.
-            _ if !self.ring || state.held >= Some(step) => Course::Pass,
+            _ if !self.ring || state.newest_in_ring >= Some(step) => Course::Pass,
             (false, true) => Course::Hold(selection),
             (false, false) => Course::HoldEmpty(selection),
         }
@@ -126,9 +126,9 @@ impl Schedule {
     /// The ring begins to keep this step; true the first time.
     pub(crate) fn hold(&self, step: u64) -> bool {
         let mut state = self.lock();
-        let new = state.held < Some(step) && !state.taken.contains(step);
+        let new = state.newest_in_ring < Some(step) && !state.taken.contains(step);
         if new {
-            state.held = Some(step);
+            state.newest_in_ring = Some(step);
         }
         new
     }
@@ -144,7 +144,7 @@ impl Schedule {
     /// and the caller is to say of each what became of it.
     pub(crate) fn add_plan(&self, plan: &Planned) -> Vec<u64> {
         let mut state = self.lock();
-        let selection = Arc::new(plan.over(&state.own));
+        let selection = Arc::new(plan.over(&state.configured));
         state.plans.push((plan.from.0, selection.clone()));
         let Some(current) = state.current else { return Vec::new() };
         // Only the plan before it can still hold for steps to come.
@@ -207,8 +207,8 @@ mod tests {
     use super::*;
 
     fn waiting(ring: bool) -> Schedule {
-        let own = Selection { steps: "none".parse().unwrap(), ..Selection::default() };
-        Schedule::new(1, own, true, ring)
+        let selection = Selection { steps: "none".parse().unwrap(), ..Selection::default() };
+        Schedule::new(1, selection, true, ring)
     }
 
     fn plan(version: u32, from: u64, steps: &str, ranks: &str) -> Planned {

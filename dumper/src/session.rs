@@ -89,12 +89,12 @@ impl Session {
     /// Writes what the ring held of a step, like any other step.
     pub(crate) async fn write_ring(&mut self, step: u64) {
         let recording = self.recording.clone();
-        let Some(held) = recording.ring.take(step) else { return };
-        for capture in held.captures {
+        let Some(taken) = recording.ring.take(step) else { return };
+        for capture in taken.captures {
             self.write_from(step, capture, true);
         }
-        recording.ring.settle(held.bytes);
-        self.close(step, held.ending).await;
+        recording.ring.settle(taken.bytes);
+        self.close(step, taken.ending).await;
     }
 
     fn write_from(&mut self, step: u64, capture: Capture, from_ring: bool) {
@@ -331,8 +331,10 @@ impl Session {
         let mut seen = Vec::new();
         while let Some(Ok(unsettled)) = deadline.bound(embedded.handle.unsettled()).await {
             // Other ranks of this host may still be writing, which is progress.
-            let now: Vec<(String, u64)> =
-                unsettled.iter().map(|one| (one.missing.clone(), self.written(one.step))).collect();
+            let now: Vec<(String, u64)> = unsettled
+                .iter()
+                .map(|unsettled| (unsettled.missing.clone(), self.written(unsettled.step)))
+                .collect();
             if std::mem::replace(&mut seen, now.clone()) != now {
                 self.recording.patience.progressed();
             }

@@ -66,7 +66,7 @@ impl Summary {
     }
 
     /// The summary as it is handed out: each list that was cut says so.
-    pub(crate) fn told(mut self) -> Summary {
+    pub(crate) fn finished(mut self) -> Summary {
         // Omissions go to the coordinator with their step, and into no log.
         let manifest = "the manifests of their steps have them";
         let log = "the log has each of them";
@@ -75,9 +75,9 @@ impl Summary {
             (&mut self.faults, self.unnamed.faults, "faults", log),
             (&mut self.orders, self.unnamed.orders, "orders", log),
         ];
-        for (list, more, what, held) in lists {
+        for (list, more, what, named_elsewhere) in lists {
             if more > 0 {
-                list.push(format!("{more} more {what} are not named here: {held}"));
+                list.push(format!("{more} more {what} are not named here: {named_elsewhere}"));
             }
         }
         self
@@ -125,7 +125,7 @@ mod tests {
             summary.omitted("q of step 0: too large".into());
         }
         summary.fault("step 7 failed".into());
-        let told = summary.told();
+        let told = summary.finished();
         assert_eq!(told.faults.len(), 1001);
         assert!(told.faults[1000].starts_with("3 more faults"), "{}", told.faults[1000]);
         let omissions = &told.omissions[1000];

@@ -21,7 +21,7 @@ pub struct Tape {
     step: u64,
     selection: Arc<Selection>,
     /// True when the ring keeps what is captured.
-    held: bool,
+    in_ring: bool,
     state: Mutex<TapeState>,
 }
 
@@ -42,15 +42,15 @@ impl Tape {
         recording: Arc<Recording>,
         step: u64,
         selection: Arc<Selection>,
-        held: bool,
+        in_ring: bool,
     ) -> Tape {
-        Tape { recording, step, selection, held, state: Mutex::default() }
+        Tape { recording, step, selection, in_ring, state: Mutex::default() }
     }
 
     /// True when this tensor is asked for; one that is not need not be computed. The ring keeps
     /// only tensors that have a role in the loss head.
     pub fn wants(&self, tensor: &str, role: Option<&str>, microbatch: Option<u32>) -> bool {
-        let part = !self.held || role.is_some() || Role::from_name(tensor).is_some();
+        let part = !self.in_ring || role.is_some() || Role::from_name(tensor).is_some();
         part && self.selection.wants(tensor, microbatch)
     }
 
@@ -126,7 +126,7 @@ impl Tape {
     }
 
     fn hand_over(&self, capture: Capture) -> Result<(), Refused> {
-        if self.held {
+        if self.in_ring {
             self.recording.ring.push(self.step, capture);
             return Ok(());
         }
@@ -185,7 +185,7 @@ impl Tape {
             state.closed = true;
             (state.head.take(), std::mem::take(&mut state.omissions))
         };
-        if self.held {
+        if self.in_ring {
             if self.recording.ring.close(self.step, head, omissions) {
                 self.recording.queue.push_order(Command::Ring(self.step));
             }
@@ -245,7 +245,7 @@ impl Drop for Tape {
         if lock(&self.state).closed {
             return;
         }
-        if self.held {
+        if self.in_ring {
             self.recording.ring.abandon(self.step);
         } else {
             let _ = self.recording.queue.push_end(Command::Abandon(self.step));

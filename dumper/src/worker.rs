@@ -253,17 +253,17 @@ fn rendezvous(recording: &Recording) -> Result<(String, Access), CallError> {
     let plan = &recording.plan;
     let directory = plan.run_directory();
     let path = Rendezvous::path(&directory);
-    let found = Rendezvous::read(&directory).ok_or_else(|| {
+    let rendezvous = Rendezvous::read(&directory).ok_or_else(|| {
         CallError::Unreachable(format!("rank 0 has not written {} yet", path.display()))
     })?;
-    if found.host != plan.host.as_str() {
+    if rendezvous.host != plan.host.as_str() {
         return Err(CallError::Unreachable(format!(
             "ranks run on several hosts (rank 0 on {}, rank {} on {}): start `coordinator` and set \
              BACKTAPE_COORDINATOR",
-            found.host, plan.settings.rank, plan.host
+            rendezvous.host, plan.settings.rank, plan.host
         )));
     }
-    Ok((found.address, Access { tls: None, token: found.token }))
+    Ok((rendezvous.address, Access { tls: None, token: rendezvous.token }))
 }
 
 /// Gives recording up: says why, once, and names all that was queued.

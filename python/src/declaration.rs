@@ -53,19 +53,19 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
 /// Reads one option without the others, so that the error can say which option it is about. `of` is
 /// as in [`unknown_option`].
 fn alone<Of: Default + DeserializeOwned>(
-    of: &str,
+    prefix: &str,
     option: &HeadOption<Of>,
     json: &Value,
     value: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let one = Map::from_iter([(option.name.to_string(), json.clone())]);
-    let Err(error) = serde_json::from_value::<Of>(Value::Object(one)) else { return Ok(()) };
+    let single = Map::from_iter([(option.name.to_string(), json.clone())]);
+    let Err(error) = serde_json::from_value::<Of>(Value::Object(single)) else { return Ok(()) };
     let wanted = match option.words() {
         words if words.is_empty() => unfit(error.to_string(), option),
         words => format!("choose one of {}", words.join(", ")),
     };
     let (name, value) = (option.name, repr(value));
-    Err(PyValueError::new_err(format!("head({of}{name}={value}): {wanted}")))
+    Err(PyValueError::new_err(format!("head({prefix}{name}={value}): {wanted}")))
 }
 
 /// The end of the message about a value that does not fit: the type that is needed, or the words or
@@ -75,13 +75,14 @@ fn unfit<Of>(error: String, option: &HeadOption<Of>) -> String {
         return format!("{} is needed: {}", option.python, option.meaning);
     }
     let unknown = [("unknown field ", "key"), ("unknown variant ", "word")];
-    let found = unknown.iter().find_map(|(start, kind)| Some((error.strip_prefix(start)?, kind)));
-    let Some((names, kind)) = found else { return error };
+    let unknown_name =
+        unknown.iter().find_map(|(start, kind)| Some((error.strip_prefix(start)?, kind)));
+    let Some((names, kind)) = unknown_name else { return error };
     // serde names what it found and then what there is, each in backquotes.
     let mut names = names.split('`').skip(1).step_by(2);
-    let (found, known) = (names.next().unwrap_or_default(), names.collect::<Vec<_>>());
-    let (meant, all) = (hint(found, known.clone()), known.join(", "));
-    format!("the {kind} {found:?} is not known{meant}; choose one of {all}")
+    let (given, known) = (names.next().unwrap_or_default(), names.collect::<Vec<_>>());
+    let (meant, all) = (hint(given, known.clone()), known.join(", "));
+    format!("the {kind} {given:?} is not known{meant}; choose one of {all}")
 }
 
 /// A value as Python shows it.
@@ -91,24 +92,24 @@ fn repr(value: &Bound<'_, PyAny>) -> String {
 
 /// An option of `tape.head`: its name, its type in Python, its default as it is written, its
 /// meaning, and what a value must be where the type does not say all.
-type Told = (&'static str, &'static str, String, &'static str, &'static str);
+type OptionText = (&'static str, &'static str, String, &'static str, &'static str);
 
 /// Every option of `tape.head`, and every option of a policy loss: the docs are made from these.
 #[pyfunction]
-pub(crate) fn head_options() -> (Vec<Told>, Vec<Told>) {
-    fn told<Of: Default>(of: &HeadOption<Of>) -> Told {
-        (of.name, of.python, of.default(), of.meaning, of.wanted)
+pub(crate) fn head_options() -> (Vec<OptionText>, Vec<OptionText>) {
+    fn option_text<Of: Default>(option: &HeadOption<Of>) -> OptionText {
+        (option.name, option.python, option.default(), option.meaning, option.wanted)
     }
-    (OPTIONS.iter().map(told).collect(), GRPO_OPTIONS.iter().map(told).collect())
+    (OPTIONS.iter().map(option_text).collect(), GRPO_OPTIONS.iter().map(option_text).collect())
 }
 
 /// The exception for an option that there is not. `of` is the option in whose dict it was found,
 /// with a dot after it; empty for an argument of `tape.head` itself.
-fn unknown_option(of: &str, name: &str, known: impl Iterator<Item = &'static str>) -> PyErr {
+fn unknown_option(prefix: &str, name: &str, known: impl Iterator<Item = &'static str>) -> PyErr {
     let all: Vec<&str> = known.collect();
     let meant = hint(name, all.iter().copied());
     let rest = if meant.is_empty() { format!(": there are {}", all.join(", ")) } else { meant };
-    PyTypeError::new_err(format!("head({of}{name}=...): there is no such option{rest}"))
+    PyTypeError::new_err(format!("head({prefix}{name}=...): there is no such option{rest}"))
 }
 
 /// A Python value as JSON. `tape.py` has turned numpy's scalars into Python's own before.
@@ -138,9 +139,9 @@ fn to_json(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Value> {
         let items = value.try_iter()?.map(|item| to_json(name, &item?));
         return Ok(Value::Array(items.collect::<PyResult<_>>()?));
     }
-    let found = value.get_type().name()?;
+    let type_name = value.get_type().name()?;
     Err(PyTypeError::new_err(format!(
-        "head({name}=...): a {found} is neither text, number, truth value nor dict"
+        "head({name}=...): a {type_name} is neither text, number, truth value nor dict"
     )))
 }
 

@@ -105,9 +105,9 @@ pub(crate) fn release_spent(_attached: Python<'_>) {
 }
 
 /// A tensor that was taken out of its capsule; its producer keeps the memory until this is dropped.
-pub(crate) struct Held(Option<Managed>);
+pub(crate) struct TakenTensor(Option<Managed>);
 
-impl Drop for Held {
+impl Drop for TakenTensor {
     fn drop(&mut self) {
         SPENT.lock().unwrap_or_else(PoisonError::into_inner).extend(self.0.take());
     }
@@ -124,12 +124,12 @@ pub(crate) struct Place {
 
 /// Takes the tensor out of a capsule of either version of the protocol. Raises TypeError for
 /// anything else, and for a capsule that was taken from before.
-pub(crate) fn take(capsule: &Bound<'_, PyAny>) -> PyResult<Held> {
+pub(crate) fn take(capsule: &Bound<'_, PyAny>) -> PyResult<TakenTensor> {
     if let Some(pointer) = consume(capsule, c"dltensor_versioned", c"used_dltensor_versioned")? {
-        return Ok(Held(Some(Managed::Versioned(pointer.cast()))));
+        return Ok(TakenTensor(Some(Managed::Versioned(pointer.cast()))));
     }
     if let Some(pointer) = consume(capsule, c"dltensor", c"used_dltensor")? {
-        return Ok(Held(Some(Managed::Unversioned(pointer.cast()))));
+        return Ok(TakenTensor(Some(Managed::Unversioned(pointer.cast()))));
     }
     Err(PyTypeError::new_err("what was handed over is no DLPack capsule, or one that was used"))
 }
@@ -155,7 +155,7 @@ fn consume(
     }
 }
 
-impl Held {
+impl TakenTensor {
     /// Where the bytes lie. Raises BufferError with one sentence where they are not a C-ordered
     /// array of elements of whole bytes.
     pub(crate) fn place(&self) -> PyResult<Place> {
@@ -245,9 +245,9 @@ pub(crate) fn read_capsule<'py>(
     ranges: Vec<(u64, u64)>,
 ) -> PyResult<(Bound<'py, pyo3::types::PyBytes>, (u32, u32))> {
     let py = capsule.py();
-    let held = take(capsule);
-    let read = held.and_then(|held| {
-        let place = held.place()?;
+    let array = take(capsule);
+    let read = array.and_then(|tensor| {
+        let place = tensor.place()?;
         if place.device_type != CPU {
             return Err(PyBufferError::new_err("a DLPack capsule of a device's memory"));
         }

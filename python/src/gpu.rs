@@ -8,7 +8,7 @@ use backtape_dumper::device::{self, NotTaken, Order, Sizes, Source, Sums};
 use pyo3::exceptions::{PyBufferError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::dlpack::{self, CUDA, CUDA_MANAGED, Held, Place};
+use crate::dlpack::{self, CUDA, CUDA_MANAGED, Place, TakenTensor};
 use crate::errors::invalid;
 use crate::shard::dtype;
 
@@ -96,23 +96,23 @@ impl Gpu {
         sums: Option<&Bound<'_, PyAny>>,
         hold: Option<Py<PyAny>>,
     ) -> PyResult<Option<Arriving>> {
-        let held = dlpack::take(capsule)?;
-        let place = self.place(&held)?;
+        let array = dlpack::take(capsule)?;
+        let place = self.place(&array)?;
         let order = match (stream, changing) {
             (None, _) => Order::Settled,
             (Some(stream), false) => Order::Made(stream),
             (Some(stream), true) => Order::Changing(stream),
         };
-        let mut capsules = vec![held];
+        let mut capsules = vec![array];
         let sums = match sums {
             None => Sums::Device(dtype(dtype_name)?, IndexBox(ranges)),
             Some(capsule) => {
-                let held = dlpack::take(capsule)?;
-                let place = self.place(&held)?;
+                let sums_array = dlpack::take(capsule)?;
+                let place = self.place(&sums_array)?;
                 if place.bytes != 2 * size_of::<u32>() {
                     return Err(PyBufferError::new_err("the framework's sums are not two u32"));
                 }
-                capsules.push(held);
+                capsules.push(sums_array);
                 Sums::Framework(place.address)
             }
         };
@@ -130,8 +130,8 @@ impl Gpu {
 
 impl Gpu {
     /// Where a capsule's bytes lie. Raises BufferError where that is not this GPU.
-    fn place(&self, held: &Held) -> PyResult<Place> {
-        let place = held.place()?;
+    fn place(&self, array: &TakenTensor) -> PyResult<Place> {
+        let place = array.place()?;
         let cuda = [CUDA, CUDA_MANAGED].contains(&place.device_type);
         if !cuda || place.device_id != self.ordinal {
             let (kind, id) = (place.device_type, place.device_id);

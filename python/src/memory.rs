@@ -13,9 +13,9 @@ use pyo3::prelude::*;
 
 /// Read-only bytes that numpy takes a view of, without a copy.
 #[pyclass(frozen, module = "backtape._native")]
-pub(crate) struct Memory(Held);
+pub(crate) struct Memory(Source);
 
-enum Held {
+enum Source {
     /// Bytes of a shard, in the file as it is mapped.
     Mapped { start: *const u8, length: usize, _dump: Arc<StepDump> },
     /// One buffer into which several shards were copied.
@@ -33,24 +33,24 @@ unsafe impl Sync for Memory {}
 impl Memory {
     /// Bytes that lie in the dump itself.
     pub(crate) fn mapped(bytes: &[u8], dump: Arc<StepDump>) -> Memory {
-        Memory(Held::Mapped { start: bytes.as_ptr(), length: bytes.len(), _dump: dump })
+        Memory(Source::Mapped { start: bytes.as_ptr(), length: bytes.len(), _dump: dump })
     }
 
     /// The buffer of an assembled tensor.
     pub(crate) fn assembled(tensor: Tensor) -> Memory {
-        Memory(Held::Assembled(tensor))
+        Memory(Source::Assembled(tensor))
     }
 
     /// Numbers in f64.
     pub(crate) fn numbers(values: Vec<f64>) -> Memory {
-        Memory(Held::Numbers(values))
+        Memory(Source::Numbers(values))
     }
 
     fn place(&self) -> (*const u8, usize) {
         match &self.0 {
-            Held::Mapped { start, length, .. } => (*start, *length),
-            Held::Assembled(tensor) => (tensor.bytes().as_ptr(), tensor.bytes().len()),
-            Held::Numbers(values) => (values.as_ptr().cast(), size_of_val(&values[..])),
+            Source::Mapped { start, length, .. } => (*start, *length),
+            Source::Assembled(tensor) => (tensor.bytes().as_ptr(), tensor.bytes().len()),
+            Source::Numbers(values) => (values.as_ptr().cast(), size_of_val(&values[..])),
         }
     }
 }
@@ -60,7 +60,7 @@ impl Memory {
     /// True when the bytes are those of the file, mapped, and no copy of them.
     #[getter]
     fn mapped_file(&self) -> bool {
-        matches!(self.0, Held::Mapped { .. })
+        matches!(self.0, Source::Mapped { .. })
     }
 
     fn __len__(&self) -> usize {

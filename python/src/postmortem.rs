@@ -95,9 +95,9 @@ impl StepDump {
 
     /// Name, microbatch and moment of every tensor.
     fn keys(&self) -> Vec<(String, Option<u32>, Option<String>)> {
-        let one =
+        let name_of =
             |key: &TensorKey| (key.tensor.to_string(), key.microbatch.map(|mb| mb.0), moment(key));
-        self.dump.tensors().keys().map(one).collect()
+        self.dump.tensors().keys().map(name_of).collect()
     }
 
     /// A tensor's memory, numpy's name of its dtype, and its shape; with `rank`, that rank's
@@ -172,7 +172,7 @@ impl StepDump {
 /// The report of a replay, which is also written as a page to the file `page`, if there is to be
 /// one. `replay` is called with true where it is to gather what drawings need: for a page, and for
 /// a report that a notebook shows (`draws`).
-pub(crate) fn told(
+pub(crate) fn report_and_page(
     py: Python<'_>,
     (page, draws): (Option<PathBuf>, bool),
     replay: impl FnOnce(bool) -> Result<report::Report, RunError> + Send,
@@ -211,7 +211,7 @@ pub(crate) fn replay(
     let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
-    told(py, (report, draws), |draws| {
+    report_and_page(py, (report, draws), |draws| {
         let extras = Extras { draws, causes, device: device.as_ref(), ..Extras::default() };
         postmortem::full_report(&path, &selection, compare, against.as_deref(), extras)
     })
@@ -241,8 +241,8 @@ pub(crate) fn checks(
     step: Option<u64>,
 ) -> PyResult<Report> {
     let selection = Selection { run, attempt, step };
-    let found = safely(py, || postmortem::checks_report(&path, &selection))?;
-    Ok(found.map_err(failed)?.into())
+    let report = safely(py, || postmortem::checks_report(&path, &selection))?;
+    Ok(report.map_err(failed)?.into())
 }
 
 /// What is found in the scalars of a run, schema `backtape.trajectory/1`.
@@ -260,6 +260,6 @@ pub(crate) fn trajectory(
     let selection = Selection { run, attempt, step: None };
     let (local, shared) = (local.unwrap_or_default(), shared.unwrap_or_default());
     let declared = Declared { vocabulary, local, shared };
-    let found = safely(py, || postmortem::trajectory_report(&path, &selection, &declared))?;
-    Ok(found.map_err(failed)?.into())
+    let report = safely(py, || postmortem::trajectory_report(&path, &selection, &declared))?;
+    Ok(report.map_err(failed)?.into())
 }

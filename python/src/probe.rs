@@ -12,8 +12,8 @@ use crate::postmortem::failed;
 /// Each thing that was tried with a store: its name, true where it worked, and what was found.
 #[pyfunction]
 pub(crate) fn probe_store(py: Python<'_>, place: PathBuf) -> Vec<(&'static str, bool, String)> {
-    let found = py.detach(|| probe::probe(&place));
-    found.into_iter().map(|one| (one.what, one.works, one.found)).collect()
+    let probed = py.detach(|| probe::probe(&place));
+    probed.into_iter().map(|probed| (probed.what, probed.works, probed.outcome)).collect()
 }
 
 /// A coordinator's version, build and seconds to answer, and what it says of a run. Raises
@@ -26,9 +26,9 @@ pub(crate) fn probe_coordinator(
     run: String,
     credentials: Option<PathBuf>,
 ) -> PyResult<(String, String, f64, String)> {
-    let found = py.detach(|| asking::greet(&address, &run, credentials.as_deref()));
-    let found = found.map_err(failed)?;
-    Ok((found.version, found.build, found.seconds, found.says))
+    let greeted = py.detach(|| asking::greet(&address, &run, credentials.as_deref()));
+    let greeting = greeted.map_err(failed)?;
+    Ok((greeting.version, greeting.build, greeting.seconds, greeting.says))
 }
 
 /// The GPU, compiler and library that a replay would compute with, once its kernels were compiled.

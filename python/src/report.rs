@@ -11,29 +11,29 @@ use crate::postmortem::failed;
 
 /// What a replay, the checks or a look at the trajectory found.
 #[pyclass(frozen, module = "backtape._native")]
-pub(crate) struct Report(Found);
+pub(crate) struct Report(AnyReport);
 
-enum Found {
+enum AnyReport {
     Replay(Box<report::Report>),
     Checks(ChecksReport),
     Trajectory(TrajectoryReport),
 }
 
 impl From<report::Report> for Report {
-    fn from(found: report::Report) -> Report {
-        Report(Found::Replay(Box::new(found)))
+    fn from(report: report::Report) -> Report {
+        Report(AnyReport::Replay(Box::new(report)))
     }
 }
 
 impl From<ChecksReport> for Report {
-    fn from(found: ChecksReport) -> Report {
-        Report(Found::Checks(found))
+    fn from(report: ChecksReport) -> Report {
+        Report(AnyReport::Checks(report))
     }
 }
 
 impl From<TrajectoryReport> for Report {
-    fn from(found: TrajectoryReport) -> Report {
-        Report(Found::Trajectory(found))
+    fn from(report: TrajectoryReport) -> Report {
+        Report(AnyReport::Trajectory(report))
     }
 }
 
@@ -42,9 +42,9 @@ impl Report {
     /// The report as one JSON object, whose `schema` says of which kind it is.
     fn json(&self) -> PyResult<String> {
         match &self.0 {
-            Found::Replay(found) => serde_json::to_string(found),
-            Found::Checks(found) => serde_json::to_string(found),
-            Found::Trajectory(found) => serde_json::to_string(found),
+            AnyReport::Replay(report) => serde_json::to_string(report),
+            AnyReport::Checks(report) => serde_json::to_string(report),
+            AnyReport::Trajectory(report) => serde_json::to_string(report),
         }
         .map_err(failed)
     }
@@ -52,9 +52,9 @@ impl Report {
     /// What the command line prints.
     fn text(&self) -> String {
         match &self.0 {
-            Found::Replay(found) => text::render(found),
-            Found::Checks(found) => checked::render(found),
-            Found::Trajectory(found) => trajectory::render(found),
+            AnyReport::Replay(report) => text::render(report),
+            AnyReport::Checks(report) => checked::render(report),
+            AnyReport::Trajectory(report) => trajectory::render(report),
         }
     }
 
@@ -62,9 +62,9 @@ impl Report {
     fn html(&self) -> String {
         static SHOWN: AtomicU64 = AtomicU64::new(0);
         match &self.0 {
-            Found::Replay(found) => {
+            AnyReport::Replay(report) => {
                 let number = SHOWN.fetch_add(1, Ordering::Relaxed);
-                html::fragment(found, &format!("bt-{}-{number}", std::process::id()))
+                html::fragment(report, &format!("bt-{}-{number}", std::process::id()))
             }
             _ => preformatted(&self.text()),
         }

@@ -38,14 +38,14 @@ pub(crate) fn recompute_stage(
     let tokens = tokens.map(|(first, end)| first..end);
     let asked = Asked { stage, microbatch, rank, from_captured, policy, tokens };
     let dump = dump.get();
-    let found = safely(py, || {
+    let recomputed = safely(py, || {
         let proof = dump.proof();
         let unusable = |key: &TensorKey| proof.unusable(key).map(str::to_string);
         let step = HeadStep::new(dump.dump(), None, unusable)?;
         recompute(&step, &asked)
     })?;
-    match found {
-        Ok(found) => Ok((Memory::numbers(found.values), found.shape)),
+    match recomputed {
+        Ok(recomputed) => Ok((Memory::numbers(recomputed.values), recomputed.shape)),
         Err(error @ RecomputeError::Step(_)) => Err(failed(error)),
         Err(error @ (RecomputeError::Absent { .. } | RecomputeError::GradNorm)) => {
             Err(failed(error))

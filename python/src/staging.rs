@@ -117,8 +117,9 @@ impl Staging {
 
     fn range(&self, length: usize) -> std::io::Result<Range> {
         let mut arenas = lock(&self.arenas);
-        let found = arenas.iter().find_map(|arena| Some((arena.free.take(length)?, arena.clone())));
-        if let Some((part, arena)) = found {
+        let part_and_arena =
+            arenas.iter().find_map(|arena| Some((arena.free.take(length)?, arena.clone())));
+        if let Some((part, arena)) = part_and_arena {
             return Ok(Range { arena, part, length });
         }
         let bytes = length.max(1).next_multiple_of(ALIGNMENT).max(ARENA_BYTES);

@@ -31,9 +31,9 @@ pub(crate) fn cluster(
     asked: &AskedCluster,
 ) -> Result<Box<dyn Workers>, String> {
     Python::attach(|py| {
-        let found = connect.call1(py, (asked.address.as_deref(), asked.task_cpus));
-        let found = found.map_err(|error| clause(py, &error))?;
-        Ok(Box::new(Cluster(found)) as Box<dyn Workers>)
+        let connected = connect.call1(py, (asked.address.as_deref(), asked.task_cpus));
+        let engine = connected.map_err(|error| clause(py, &error))?;
+        Ok(Box::new(Cluster(engine)) as Box<dyn Workers>)
     })
 }
 
@@ -44,21 +44,22 @@ impl Workers for Cluster {
         from: Vec<Option<Handle>>,
         gives: usize,
     ) -> Result<Vec<Handle>, String> {
-        let from: Vec<Option<u64>> = from.into_iter().map(|of| of.map(|of| of.0)).collect();
+        let from: Vec<Option<u64>> =
+            from.into_iter().map(|handle| handle.map(|handle| handle.0)).collect();
         Python::attach(|py| {
             let given = (PyBytes::new(py, &task), from, gives);
-            let found = self.0.call_method1(py, "start", given);
-            let found = found.and_then(|found| found.extract::<Vec<u64>>(py));
-            let found = found.map_err(|error| clause(py, &error))?;
-            Ok(found.into_iter().map(Handle).collect())
+            let started = self.0.call_method1(py, "start", given);
+            let started = started.and_then(|started| started.extract::<Vec<u64>>(py));
+            let handles = started.map_err(|error| clause(py, &error))?;
+            Ok(handles.into_iter().map(Handle).collect())
         })
     }
 
     fn fetch(&self, sums: Handle) -> Result<Vec<u8>, String> {
         Python::attach(|py| {
-            let found = self.0.call_method1(py, "fetch", (sums.0,));
-            let found = found.map_err(|error| clause(py, &error))?;
-            let bytes = found.bind(py).cast::<PyBytes>();
+            let fetched = self.0.call_method1(py, "fetch", (sums.0,));
+            let fetched = fetched.map_err(|error| clause(py, &error))?;
+            let bytes = fetched.bind(py).cast::<PyBytes>();
             Ok(bytes.map_err(|error| error.to_string())?.as_bytes().to_vec())
         })
     }
@@ -76,11 +77,11 @@ pub(crate) fn perform_task<'py>(
     static DUMPS: OnceLock<Dumps> = OnceLock::new();
     let sums: Vec<&[u8]> =
         sums.iter().map(|of| of.as_ref().map_or(&[][..], |of| of.as_bytes())).collect();
-    let found = safely(py, || {
+    let results = safely(py, || {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.max(1)).build();
         let pool = pool.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
         let dumps = DUMPS.get_or_init(Dumps::default);
         pool.install(|| perform(dumps, task, &sums)).map_err(failed)
     })??;
-    Ok(found.into_iter().map(|bytes| PyBytes::new(py, &bytes)).collect())
+    Ok(results.into_iter().map(|bytes| PyBytes::new(py, &bytes)).collect())
 }

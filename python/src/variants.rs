@@ -11,13 +11,13 @@ use backtape_replayer::postmortem::{self, Extras};
 use backtape_replayer::replay::against::Asked;
 use backtape_replayer::replay::unit_inputs::UnitInputs;
 use backtape_replayer::replay::variant::{STAGES, Variant};
-use backtape_replayer::replay::world::At;
+use backtape_replayer::replay::world::StagePlace;
 use backtape_replayer::replay::world::Supplied;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::postmortem::{asked_causes, asked_device, failed, moment, safely, told};
+use crate::postmortem::{asked_causes, asked_device, failed, moment, report_and_page, safely};
 use crate::report::Report;
 
 /// One stage: its name, microbatch, rank, f64 values as bytes, and numpy's dtype name.
@@ -39,25 +39,25 @@ pub(crate) fn variant_inputs<'py>(
 }
 
 fn described<'py>(py: Python<'py>, unit: &UnitInputs) -> PyResult<Bound<'py, PyDict>> {
-    let found = PyDict::new(py);
-    found.set_item("microbatch", unit.microbatch.map(|mb| mb.0))?;
-    found.set_item("rank", unit.rank.map(|rank| rank.0))?;
+    let dict = PyDict::new(py);
+    dict.set_item("microbatch", unit.microbatch.map(|mb| mb.0))?;
+    dict.set_item("rank", unit.rank.map(|rank| rank.0))?;
     let rows: Vec<u8> = unit.rows.iter().flat_map(|&row| (row as u64).to_ne_bytes()).collect();
-    found.set_item("rows", PyBytes::new(py, &rows))?;
+    dict.set_item("rows", PyBytes::new(py, &rows))?;
     let labels: Vec<u8> = unit.labels.iter().flat_map(|label| label.to_ne_bytes()).collect();
-    found.set_item("labels", PyBytes::new(py, &labels))?;
+    dict.set_item("labels", PyBytes::new(py, &labels))?;
     for (name, values) in [("lse", &unit.lse), ("g", &unit.g)] {
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        found.set_item(name, PyBytes::new(py, &bytes))?;
+        dict.set_item(name, PyBytes::new(py, &bytes))?;
     }
-    found.set_item("valid_vocab", unit.valid_vocab)?;
+    dict.set_item("valid_vocab", unit.valid_vocab)?;
     let sources = PyDict::new(py);
     for (role, key) in &unit.sources {
         let place = (key.tensor.to_string(), key.microbatch.map(|mb| mb.0), moment(key));
         sources.set_item(role.name(), place)?;
     }
-    found.set_item("sources", sources)?;
-    Ok(found)
+    dict.set_item("sources", sources)?;
+    Ok(dict)
 }
 
 /// The report of a replay in which a user's functions take part; `report` is the file of its page.
@@ -85,14 +85,14 @@ pub(crate) fn replay_varied(
         Asked::parse(compare.unwrap_or_default()).map_err(|error| invalid(error.to_string()))?;
     let selection = Selection { run, attempt, step };
     let read = |(name, given): (String, Vec<Given>)| {
-        let one = |given| supplied(&name, given);
-        let supplied = given.into_iter().map(one).collect::<Result<_, _>>()?;
+        let supplied_of = |given| supplied(&name, given);
+        let supplied = given.into_iter().map(supplied_of).collect::<Result<_, _>>()?;
         Ok(Arc::new(Variant { name, supplied }))
     };
     let variants: Vec<Arc<Variant>> =
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
-    told(py, (report, draws), |draws| {
+    report_and_page(py, (report, draws), |draws| {
         let extras = Extras { variants: &variants, draws, device: device.as_ref(), causes };
         postmortem::full_report(&path, &selection, compare, None, extras)
     })
@@ -110,8 +110,8 @@ fn supplied(
         )
     })?;
     let values = bytes.as_chunks::<8>().0.iter().map(|&bytes| f64::from_ne_bytes(bytes));
-    let at = At { stage, microbatch: microbatch.map(Microbatch), rank: rank.map(Rank) };
-    Ok(Supplied { at, values: values.collect(), precision: Precision::from_name(short(&dtype)) })
+    let place = StagePlace { stage, microbatch: microbatch.map(Microbatch), rank: rank.map(Rank) };
+    Ok(Supplied { place, values: values.collect(), precision: Precision::from_name(short(&dtype)) })
 }
 
 /// numpy's name of a float as backtape spells it.

@@ -39,8 +39,8 @@ pub(crate) fn random_bits(dtype: Dtype) -> u32 {
 ///
 /// Panics when the element lies beyond `bytes`.
 pub(crate) fn bits(bytes: &[u8], width: usize, index: usize) -> u64 {
-    let at = &bytes[index * width..(index + 1) * width];
-    at.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte))
+    let element = &bytes[index * width..(index + 1) * width];
+    element.iter().rev().fold(0, |bits, &byte| bits << 8 | u64::from(byte))
 }
 
 /// The kind of an element, from its bits.
@@ -170,9 +170,9 @@ mod tests {
             let mut bytes: Vec<u8> =
                 (0..50).flat_map(|_| largest.to_le_bytes()[..width].to_vec()).collect();
             assert!(all_finite(dtype, &bytes), "{dtype:?}");
-            for (at, bad) in [(0, top), (17, top | sign), (49, top | 1), (31, top | sign | 3)] {
+            for (index, bad) in [(0, top), (17, top | sign), (49, top | 1), (31, top | sign | 3)] {
                 let before = bytes.clone();
-                bytes[at * width..][..width].copy_from_slice(&bad.to_le_bytes()[..width]);
+                bytes[index * width..][..width].copy_from_slice(&bad.to_le_bytes()[..width]);
                 assert!(!all_finite(dtype, &bytes), "{dtype:?}: {bad:x}");
                 bytes = before;
             }

@@ -58,8 +58,8 @@ mod tests {
 
     #[test]
     fn a_seed_gives_one_stream_and_another_run_another_seed() {
-        let (mut one, mut two) = (Draw::new(7), Draw::new(7));
-        assert!((0..100).all(|_| one.bits() == two.bits()));
+        let (mut first, mut two) = (Draw::new(7), Draw::new(7));
+        assert!((0..100).all(|_| first.bits() == two.bits()));
         assert_ne!(seed_of("run-a", 0), seed_of("run-b", 0));
         assert_ne!(seed_of("run-a", 0), seed_of("run-a", 1));
     }

@@ -25,7 +25,7 @@ pub trait Parcel: Serialize + DeserializeOwned {
     /// fill, whatever lengths they name.
     fn of_parcel(bytes: &[u8]) -> Result<Self, ParcelError> {
         match postcard::take_from_bytes(bytes) {
-            Ok((found, [])) => Ok(found),
+            Ok((value, [])) => Ok(value),
             _ => Err(ParcelError),
         }
     }
@@ -35,9 +35,9 @@ impl<T: Serialize + DeserializeOwned> Parcel for T {}
 
 /// Reads a range and refuses one that ends before it starts: slicing by it would panic.
 pub(crate) fn range<'de, D: Deserializer<'de>>(from: D) -> Result<Range<usize>, D::Error> {
-    let found = Range::<usize>::deserialize(from)?;
+    let range = Range::<usize>::deserialize(from)?;
     let backwards = || D::Error::custom("a range ends before it starts");
-    (found.start <= found.end).then_some(found).ok_or_else(backwards)
+    (range.start <= range.end).then_some(range).ok_or_else(backwards)
 }
 
 /// Reads a list of such ranges.
@@ -147,12 +147,12 @@ mod tests {
     #[test]
     fn bits_come_back() {
         let sent = sent();
-        let found = Sent::of_parcel(&sent.to_parcel()).unwrap();
+        let received = Sent::of_parcel(&sent.to_parcel()).unwrap();
         let bits = |all: &[f64]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&found.numbers), bits(&sent.numbers));
-        assert_eq!(bits(&found.bytes), bits(&sent.bytes));
+        assert_eq!(bits(&received.numbers), bits(&sent.numbers));
+        assert_eq!(bits(&received.bytes), bits(&sent.bytes));
         let rest = |of: Sent| Sent { numbers: Vec::new(), bytes: Vec::new(), ..of };
-        assert_eq!(rest(found), rest(sent));
+        assert_eq!(rest(received), rest(sent));
     }
 
     /// Goal: no damaged parcel is read as another, panics or takes the memory that it names.

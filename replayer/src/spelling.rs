@@ -41,17 +41,17 @@ mod tests {
     #[test]
     fn a_slip_of_the_fingers_is_understood_and_another_word_is_not() {
         let known = ["dk", "dk_label", "dk_lse", "label_logits", "q", "grad_norm"];
-        let of = |typed| nearest(typed, known);
-        assert_eq!(of("dk_labl"), Some("dk_label"));
-        assert_eq!(of("dk_lable"), Some("dk_label"));
-        assert_eq!(of("labels_logits"), Some("label_logits"));
-        assert_eq!(of("DK"), Some("dk"));
-        assert_eq!(of("gradnorm"), Some("grad_norm"));
-        assert_eq!(of("kd"), Some("dk"));
+        let correction = |typed| nearest(typed, known);
+        assert_eq!(correction("dk_labl"), Some("dk_label"));
+        assert_eq!(correction("dk_lable"), Some("dk_label"));
+        assert_eq!(correction("labels_logits"), Some("label_logits"));
+        assert_eq!(correction("DK"), Some("dk"));
+        assert_eq!(correction("gradnorm"), Some("grad_norm"));
+        assert_eq!(correction("kd"), Some("dk"));
         assert_eq!(nearest("qq", ["dq", "q"]), Some("q"));
-        assert_eq!(of("optimizer"), None);
-        assert_eq!(of(""), None);
-        assert_eq!(of("dk"), None, "what is there is no slip");
+        assert_eq!(correction("optimizer"), None);
+        assert_eq!(correction(""), None);
+        assert_eq!(correction("dk"), None, "what is there is no slip");
         assert_eq!(nearest("x", []), None);
         assert_eq!(nearest("dqq", ["dq", "dq"]), Some("dq"), "of two microbatches");
         assert_eq!(nearest("run-c", ["run-a", "run-b"]), None, "either may be meant");

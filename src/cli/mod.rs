@@ -57,32 +57,34 @@ static LONG_VERSION: LazyLock<String> =
 struct Arguments {
     #[command(subcommand)]
     question: Option<Question>,
-    /// Address to listen on; port 0 takes a free one
+    /// The address to listen on. Port 0 chooses a free port.
     #[arg(long, default_value = "127.0.0.1:7447")]
     listen: SocketAddr,
-    /// What holds the runs: a directory, or a bucket such as s3://bucket/prefix
+    /// The store of the runs: a directory, or a bucket such as s3://bucket/prefix.
     #[arg(long, required = true, value_name = "DIR|URL")]
     store: Option<PathBuf>,
-    /// Processes in the job
+    /// The number of processes in the job.
     #[arg(long, required = true)]
     world_size: Option<u32>,
-    /// Folder of credentials (see `coordinator certs`): calls come encrypted, from its
-    /// certificates, and with the token of their run
+    /// The folder with the coordinator's credentials (see `coordinator certs`). With it, every call
+    /// must be encrypted, come from a holder of one of its certificates and carry its run's token.
     #[arg(long, value_name = "DIR")]
     credentials: Option<PathBuf>,
-    /// Serve /metrics (Prometheus) and /healthz there, in plain HTTP
+    /// Serves /metrics (Prometheus) and /healthz at this address, in plain HTTP.
     #[arg(long, value_name = "HOST:PORT")]
     metrics: Option<SocketAddr>,
-    /// Listen beyond this host without encryption or authentication
+    /// Allows listening on an address that other hosts can reach without encryption or
+    /// authentication.
     #[arg(long)]
     insecure: bool,
-    /// Seconds from a step's first event after which it is called partial
+    /// The time in seconds after a step's first event at which an incomplete step is reported as
+    /// partial.
     #[arg(long, default_value_t = limits::STEP_DEADLINE.as_secs())]
     step_deadline: u64,
-    /// Most triggered recordings of a run
+    /// The largest number of triggered recordings of a run.
     #[arg(long, default_value_t = limits::MAX_TRIGGERS)]
     max_triggers: u32,
-    /// Seconds after a triggered recording in which ranks cannot trigger another
+    /// The time in seconds after a triggered recording in which ranks cannot trigger another.
     #[arg(long, default_value_t = limits::TRIGGER_COOLDOWN.as_secs())]
     trigger_cooldown: u64,
 }

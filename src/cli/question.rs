@@ -13,29 +13,29 @@ use crate::identity::Name;
 /// A subcommand.
 #[derive(Subcommand)]
 pub(super) enum Question {
-    /// Set what the ranks of a running job record from now on
+    /// Sets what the ranks of a running job record from now on.
     Plan(PlanArguments),
-    /// Have every rank record the next step, and write what its ring holds
+    /// Makes every rank record the next step and write the steps that its ring buffer holds.
     Trigger(TriggerArguments),
-    /// Say who joined a run, how far its steps are, and what is missing and why
+    /// Prints which ranks joined a run, the progress of its steps, and what is missing and why.
     Status(Target),
-    /// Make credentials: a private authority, certificates, tokens
+    /// Makes credentials: a private certificate authority, certificates and tokens.
     Certs(CertsArguments),
 }
 
 /// Which coordinator, and which run.
 #[derive(Args)]
 pub(super) struct Target {
-    /// Address of the coordinator
+    /// The address of the coordinator.
     #[arg(long, value_name = "HOST:PORT", required_unless_present = "dir")]
     coordinator: Option<String>,
-    /// Folder of a rank's credentials, where the coordinator has some
+    /// The folder with a rank's credentials, if the coordinator requires credentials.
     #[arg(long, value_name = "DIR", env = "BACKTAPE_CREDENTIALS", conflicts_with = "dir")]
     credentials: Option<PathBuf>,
-    /// The run; by default the last component of --dir
+    /// The name of the run, by default the last component of --dir.
     #[arg(long, required_unless_present = "dir")]
     run: Option<String>,
-    /// The run's directory, where rank 0 carries the coordinator
+    /// The run's directory, if the coordinator is embedded in rank 0.
     #[arg(long, conflicts_with = "coordinator")]
     dir: Option<PathBuf>,
 }
@@ -44,22 +44,23 @@ pub(super) struct Target {
 pub(super) struct PlanArguments {
     #[command(flatten)]
     target: Target,
-    /// Steps, for example 500-510 or every:1000, or next:10 from the first that every rank hears of
+    /// The steps to record, for example 500-510 or every:1000; next:10 means ten steps from the
+    /// first that every rank can still be told of.
     #[arg(long)]
     steps: Option<String>,
-    /// Tensors by glob, for example q,k,dq*,!d*_label
+    /// Glob patterns of the tensors to record, for example q,k,dq*,!d*_label.
     #[arg(long)]
     tensors: Option<String>,
-    /// Ranks, for example 0-3,7
+    /// The ranks that record, for example 0-3,7.
     #[arg(long)]
     ranks: Option<String>,
-    /// Microbatches, for example 0
+    /// The microbatches to record, for example 0.
     #[arg(long)]
     microbatches: Option<String>,
-    /// Leave out tensors of more bytes, for example 512MiB
+    /// Leaves out tensors that are larger than this, for example 512MiB.
     #[arg(long)]
     max_tensor_bytes: Option<String>,
-    /// Leave out tensors once a step holds as many bytes, for example 2GiB
+    /// Leaves out further tensors once a step holds this many bytes, for example 2GiB.
     #[arg(long)]
     max_step_bytes: Option<String>,
 }
@@ -68,26 +69,26 @@ pub(super) struct PlanArguments {
 pub(super) struct TriggerArguments {
     #[command(flatten)]
     target: Target,
-    /// The step to record; by default the next that every rank can still hear of
+    /// The step to record, by default the next one that every rank can still be told of.
     #[arg(long)]
     step: Option<u64>,
-    /// Why, for the manifest and the report
+    /// The reason, which the manifest and the report show.
     #[arg(long, default_value = "asked for by hand")]
     reason: String,
 }
 
 #[derive(Args)]
 pub(super) struct CertsArguments {
-    /// Folder to make: DIR/coordinator, and DIR/rank or DIR/rank-RUN
+    /// The folder in which DIR/coordinator and DIR/rank, or DIR/rank-RUN, are made.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Name or address by which ranks call the coordinator; may be repeated
+    /// A host name or address by which ranks call the coordinator. It may be given several times.
     #[arg(long = "host", required = true)]
     hosts: Vec<String>,
-    /// A run that gets a token of its own; may be repeated
+    /// A run that gets a token of its own. It may be given several times.
     #[arg(long = "run")]
     runs: Vec<String>,
-    /// How long the certificates hold
+    /// The number of days for which the certificates are valid.
     #[arg(long, default_value_t = 365)]
     days: u32,
 }

@@ -77,12 +77,12 @@ impl Arrivals {
     /// True when the process sent a second request after its arrival. A first request alone may be
     /// from a process that has died since.
     pub(crate) fn came_back(&self, process: Process) -> bool {
-        self.get(process).is_some_and(|own| own.heard >= own.number)
+        self.get(process).is_some_and(|arrived| arrived.heard >= arrived.number)
     }
 
     /// True when both are known to have been alive at the same time.
-    pub(crate) fn together(&self, one: Process, other: Process) -> bool {
-        let both = self.get(one).zip(self.get(other));
+    pub(crate) fn together(&self, first: Process, other: Process) -> bool {
+        let both = self.get(first).zip(self.get(other));
         both.is_some_and(|(a, b)| a.heard >= b.number && b.heard >= a.number)
     }
 
@@ -90,8 +90,9 @@ impl Arrivals {
     /// one is dead or left over. The launch must be the same, because after a restart of the
     /// coordinator left-over processes of older launches may arrive later.
     pub(crate) fn is_followed(&self, process: Process) -> bool {
-        let Some(own) = self.get(process) else { return false };
-        let later = |other: &&Arrived| other.number > own.number && other.launch == own.launch;
+        let Some(arrived) = self.get(process) else { return false };
+        let later =
+            |other: &&Arrived| other.number > arrived.number && other.launch == arrived.launch;
         let of_rank = self.known.get(&process.0).into_iter().flatten();
         of_rank.filter(later).any(|other| other.heard >= other.number)
     }
@@ -107,20 +108,20 @@ mod tests {
 
     #[test]
     fn two_processes_are_together_when_each_was_alive_after_the_other_came() {
-        let (zero, one) = ((Rank(0), 10), (Rank(1), 11));
+        let (zero, second) = ((Rank(0), 10), (Rank(1), 11));
         let mut arrivals = Arrivals::begin(u64::MAX);
         arrivals.note(zero, None, 0);
         assert!(!arrivals.came_back(zero), "its first request may be all that is left of it");
         let first = arrivals.newest();
         arrivals.note(zero, None, first);
         assert!(arrivals.came_back(zero));
-        arrivals.note(one, None, 0);
+        arrivals.note(second, None, 0);
         let both = arrivals.newest();
         // So far only one of the two has shown that it was alive after the other's arrival.
-        arrivals.note(one, None, both);
-        assert!(!arrivals.together(zero, one) && !arrivals.together(one, zero));
+        arrivals.note(second, None, both);
+        assert!(!arrivals.together(zero, second) && !arrivals.together(second, zero));
         arrivals.note(zero, None, both);
-        assert!(arrivals.together(zero, one) && arrivals.together(one, zero));
+        assert!(arrivals.together(zero, second) && arrivals.together(second, zero));
     }
 
     #[test]

@@ -78,7 +78,7 @@ pub(crate) fn choose(
             None => Ok(Choice::Enter(attempt)),
         };
     }
-    let next = latest.map_or(Attempt(0), |of| Attempt(of.attempt.0.saturating_add(1)));
+    let next = latest.map_or(Attempt(0), |latest| Attempt(latest.attempt.0.saturating_add(1)));
     match (launch, latest) {
         (Launch::Older, _) | (Launch::Own, None) => return Ok(Choice::Enter(next)),
         (Launch::Own, Some(latest)) => {
@@ -102,12 +102,12 @@ fn meet(
     arrivals: &Arrivals,
     world_size: u32,
 ) -> Result<Choice, Refusal> {
-    let own = (entrant.rank, entrant.incarnation);
+    let process = (entrant.rank, entrant.incarnation);
     let state = latest.and_then(|latest| latest.state.ok());
     let launched = state.and_then(|state| state.opened().launch.as_ref());
     entrant.check_order(launched)?;
     if entrant.rank == Rank(0) {
-        return match (arrivals.came_back(own), arrivals.is_followed(own)) {
+        return match (arrivals.came_back(process), arrivals.is_followed(process)) {
             (_, true) => Err(Refusal::LeftOver { run: entrant.run.clone(), rank: entrant.rank }),
             (false, false) => Ok(Choice::Wait("it has asked once".into())),
             (true, false) => Ok(Choice::Enter(next)),
@@ -123,9 +123,10 @@ fn meet(
         return wait(format!("attempt {attempt} was of another world size; rank 0 is waited for"));
     }
     if launched.name.as_ref() != entrant.launch {
-        let (own, others) = (said(entrant.launch), said(launched.name.as_ref()));
+        let (own_launch, others) =
+            (launch_words(entrant.launch), launch_words(launched.name.as_ref()));
         return wait(format!(
-            "it is of launch {own} and rank 0 of attempt {attempt} of launch {others}; where they \
+            "it is of launch {own_launch} and rank 0 of attempt {attempt} of launch {others}; where they \
              are one launch, give all its ranks the same BACKTAPE_LAUNCH"
         ));
     }
@@ -136,7 +137,7 @@ fn meet(
             entrant.rank
         ));
     }
-    if !arrivals.together(opener, own) || arrivals.is_followed(own) {
+    if !arrivals.together(opener, process) || arrivals.is_followed(process) {
         return wait(format!(
             "rank 0 of attempt {attempt} was not heard of since: it is dead or of another launch, \
              and rank 0 of this one has not entered yet"
@@ -171,10 +172,10 @@ impl Entrant<'_> {
     fn check_order(&self, launched: Option<&Launched>) -> Result<(), Refusal> {
         let latest = launched.and_then(|launched| launched.name.as_ref());
         match self.launch.zip(latest) {
-            Some((own, latest)) if own.precedes(latest) => Err(Refusal::OldLaunch {
+            Some((earlier, latest)) if earlier.precedes(latest) => Err(Refusal::OldLaunch {
                 run: self.run.clone(),
                 rank: self.rank,
-                own: own.clone(),
+                own: earlier.clone(),
                 latest: latest.clone(),
             }),
             _ => Ok(()),
@@ -190,8 +191,8 @@ impl Entrant<'_> {
                     run: self.run.clone(),
                     rank: self.rank,
                     attempt: latest.attempt,
-                    own: said(self.launch),
-                    others: said(opened.name.as_ref()),
+                    own: launch_words(self.launch),
+                    others: launch_words(opened.name.as_ref()),
                 })
             }
             _ => Ok(()),
@@ -199,7 +200,7 @@ impl Entrant<'_> {
     }
 }
 
-fn said(name: Option<&LaunchName>) -> String {
+fn launch_words(name: Option<&LaunchName>) -> String {
     name.map_or("without a name".into(), ToString::to_string)
 }
 
@@ -295,13 +296,13 @@ mod tests {
     fn what_an_embedded_coordinator_finds_on_disk_is_an_older_launch() {
         let state = attempt_with(0, &[(0, 10)], Some("job/1"));
         let none = Arrivals::default();
-        let own = |launch| Asks(1, 11, None, launch, true);
-        assert_eq!(enters(own(None), Some((&state, Launch::Older)), &none), enter(1));
+        let asks_of = |launch| Asks(1, 11, None, launch, true);
+        assert_eq!(enters(asks_of(None), Some((&state, Launch::Older)), &none), enter(1));
         let latest = Some((&state, Launch::Own));
         let restarted = enters(Asks(0, 99, None, Some("job/1"), true), latest, &none);
         assert_eq!(restarted, enter(0), "the join itself refuses it: one launch, one attempt");
-        assert_eq!(enters(own(Some("job/1")), latest, &none), enter(0));
-        let other = enters(own(Some("job/2")), latest, &none);
+        assert_eq!(enters(asks_of(Some("job/1")), latest, &none), enter(0));
+        let other = enters(asks_of(Some("job/2")), latest, &none);
         assert!(matches!(other, Err(Refusal::OtherLaunch { .. })), "{other:?}");
     }
 
@@ -329,9 +330,9 @@ mod tests {
         let latest = Some((&state, Launch::Any));
         let mut arrivals = Arrivals::begin(7);
         let asks = |rank, process, launch| Asks(rank, process, None, Some(launch), true);
-        let (zero, one) = ((Rank(0), 10), (Rank(1), 11));
+        let (zero, first) = ((Rank(0), 10), (Rank(1), 11));
         // A rank 0 that was killed after it had opened the attempt sends nothing more.
-        for process in [zero, one] {
+        for process in [zero, first] {
             arrivals.note(process, None, 0);
             arrivals.note(process, None, arrivals.newest());
         }

@@ -117,7 +117,9 @@ impl Examined {
         let listed = listed.map(|file| ((file.rank, file.name.clone()), file.header_hash));
         match state.complete_files(manifest.step) {
             None => Some("by it the step was never complete".into()),
-            Some(own) if own != listed.collect() => Some("by it other files were reported".into()),
+            Some(recorded) if recorded != listed.collect() => {
+                Some("by it other files were reported".into())
+            }
             Some(_) => None,
         }
     }

@@ -128,7 +128,7 @@ impl Served {
         Member { run, attempt, rank, incarnation }
     }
 
-    fn report(&mut self, member: &Member, step: u64, now_ms: u64) -> Told {
+    fn report(&mut self, member: &Member, step: u64, now_ms: u64) -> Answers {
         let Event::Reported { step, file } = report(step, 0, 0) else { unreachable!() };
         let request = |reply| Request::Report(member.clone(), step, vec![file], reply);
         self.ask(request, now_ms)
@@ -136,4 +136,4 @@ impl Served {
 }
 
 /// The outcome of each file.
-type Told = Result<Vec<Result<u64, Refusal>>, Refusal>;
+type Answers = Result<Vec<Result<u64, Refusal>>, Refusal>;

@@ -116,22 +116,22 @@ impl Claimed {
         self.hold_against(description)
     }
 
-    fn hold_against(&self, found: Description) -> Result<(FileRecord, Description), Refusal> {
-        if found.length != self.claim.length {
-            let (is, said) = (found.length, self.claim.length);
+    fn hold_against(&self, description: Description) -> Result<(FileRecord, Description), Refusal> {
+        if description.length != self.claim.length {
+            let (is, said) = (description.length, self.claim.length);
             return Err(self.bad(format!("it has {is} bytes, {said} were reported")));
         }
-        if found.header_hash != self.claim.header_hash {
-            let (is, said) = (found.header_hash, self.claim.header_hash);
+        if description.header_hash != self.claim.header_hash {
+            let (is, said) = (description.header_hash, self.claim.header_hash);
             return Err(self.bad(format!("its header is {is}, {said} was reported")));
         }
-        let (about, member) = (&found.about, &self.member);
-        let own = about.run == member.run
+        let (about, member) = (&description.about, &self.member);
+        let is_of_member = about.run == member.run
             && about.attempt == member.attempt
             && about.rank == member.rank
             && about.step == self.step
             && about.world_size == self.world_size;
-        if !own {
+        if !is_of_member {
             let (run, attempt, step, rank) = (&about.run, about.attempt, about.step, about.rank);
             return Err(self.bad(format!(
                 "it says that it is of run {run}, attempt {attempt}, step {step}, rank {rank}"
@@ -140,11 +140,11 @@ impl Claimed {
         let record = FileRecord {
             name: self.claim.name.clone(),
             rank: member.rank,
-            length: found.length,
-            header_hash: found.header_hash,
-            shards: found.about.shards.clone(),
+            length: description.length,
+            header_hash: description.header_hash,
+            shards: description.about.shards.clone(),
         };
-        Ok((record, found))
+        Ok((record, description))
     }
 }
 
@@ -198,10 +198,10 @@ impl Arrival {
         let scratch = claimed.backend.scratch(&path);
         let (file, place) = match claimed.backend {
             Backend::Directory => {
-                let held = HeldDirectory::create(&claimed.directory()).map_err(storage)?;
+                let directory = HeldDirectory::create(&claimed.directory()).map_err(storage)?;
                 let name = scratch.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                let file = held.create_private(&name).map_err(storage)?;
-                (file, Place::Beside(held, name))
+                let file = directory.create_private(&name).map_err(storage)?;
+                (file, Place::Beside(directory, name))
             }
             Backend::Bucket(_) => {
                 (durable::create_private(&scratch).map_err(storage)?, Place::Here(scratch))
@@ -214,24 +214,24 @@ impl Arrival {
     }
 
     pub(crate) fn write(&mut self, chunk: &[u8]) -> Result<(), Refusal> {
-        let at = self.received;
-        self.received = at.saturating_add(chunk.len() as u64);
+        let offset = self.received;
+        self.received = offset.saturating_add(chunk.len() as u64);
         if self.received > self.claimed.claim.length {
             return Err(self.claimed.bad("more bytes arrive than were announced"));
         }
-        self.look(at, chunk)?;
+        self.look(offset, chunk)?;
         let written = faults::point("intake.write")
             .and_then(|()| self.pieces.push(chunk).map_err(|torn| torn.error));
         written.map_err(|error| self.storage(&error))
     }
 
     /// Collects the header until it is complete; then hashes the shards' bytes.
-    fn look(&mut self, at: u64, chunk: &[u8]) -> Result<(), Refusal> {
+    fn look(&mut self, offset: u64, chunk: &[u8]) -> Result<(), Refusal> {
         let header = match &mut self.looked {
             Looked::Header(header) => header,
             Looked::Shards(expected) => {
                 let Expected { spans, hashing, .. } = &mut **expected;
-                hashing.take(spans, at, chunk);
+                hashing.take(spans, offset, chunk);
                 return Ok(());
             }
         };
@@ -251,15 +251,15 @@ impl Arrival {
         let _seat = self.looks.wait(length as u64)?;
         let described =
             describe_header(&self.claimed.path(), &all[..length], self.claimed.claim.length);
-        let found = described.map_err(|error| self.claimed.bad(error))?;
+        let description = described.map_err(|error| self.claimed.bad(error))?;
         let mut end = length as u64;
-        for &(start, stop) in &found.spans {
+        for &(start, stop) in &description.spans {
             if start != end {
                 return Err(self.claimed.bad("its shards are not in the order of their bytes"));
             }
             end = stop;
         }
-        let (record, Description { spans, .. }) = self.claimed.hold_against(found)?;
+        let (record, Description { spans, .. }) = self.claimed.hold_against(description)?;
         let hashes = record.shards.iter().map(|shard| shard.hash).collect();
         let mut hashing = Hashing::default();
         hashing.take(&spans, length as u64, &all[length..]);
@@ -292,8 +292,8 @@ impl Arrival {
         let synced = faults::point("intake.sync").and_then(|()| self.pieces.file().sync_all());
         synced.map_err(|error| self.storage(&error))?;
         let created = match self.place.take() {
-            Some(Place::Beside(held, scratch)) => {
-                held.publish(&scratch, self.claimed.claim.name.as_str())
+            Some(Place::Beside(directory, scratch)) => {
+                directory.publish(&scratch, self.claimed.claim.name.as_str())
             }
             Some(Place::Here(scratch)) => {
                 self.claimed.backend.publish(&scratch, &self.claimed.path())
@@ -332,7 +332,7 @@ impl Arrival {
 impl Drop for Arrival {
     fn drop(&mut self) {
         let _ = match &self.place {
-            Some(Place::Beside(held, scratch)) => held.remove(scratch),
+            Some(Place::Beside(directory, scratch)) => directory.remove(scratch),
             Some(Place::Here(scratch)) => std::fs::remove_file(scratch),
             None => Ok(()),
         };
@@ -347,12 +347,12 @@ struct Hashing {
 }
 
 impl Hashing {
-    fn take(&mut self, spans: &[(u64, u64)], mut at: u64, mut bytes: &[u8]) {
+    fn take(&mut self, spans: &[(u64, u64)], mut offset: u64, mut bytes: &[u8]) {
         while let Some(&(_, end)) = spans.get(self.done.len()) {
-            let n = usize::try_from(end - at).map_or(bytes.len(), |left| left.min(bytes.len()));
+            let n = usize::try_from(end - offset).map_or(bytes.len(), |left| left.min(bytes.len()));
             self.hasher.write(&bytes[..n]);
-            (at, bytes) = (at + n as u64, &bytes[n..]);
-            if at < end {
+            (offset, bytes) = (offset + n as u64, &bytes[n..]);
+            if offset < end {
                 return;
             }
             let hasher = std::mem::take(&mut self.hasher);

@@ -104,7 +104,7 @@ pub(crate) fn load(
         let end = read_file(&path, each)?;
         return Ok((end.torn_bytes, Journal::after(path, &end)));
     }
-    let lines = Lines::found(backend, attempt)?;
+    let lines = Lines::existing(backend, attempt)?;
     let path = lines.directory().to_path_buf();
     let end = reading::read(&path, BufReader::new(lines.reader()), parsed(each))?;
     if end.torn_bytes > 0 {

@@ -166,10 +166,10 @@ impl Model {
     /// Files, shards and bytes of a step, counted one by one: a file with a microbatch has one
     /// shard.
     fn sums(&self, step: u64) -> (u64, u64, u64) {
-        let own = self.files.keys().filter(|(s, ..)| *s == step);
-        own.fold((0, 0, 0), |(files, shards, bytes), (.., file)| {
-            let one = u64::from(*file > 0);
-            (files + 1, shards + one, bytes + 4 * one)
+        let of_step = self.files.keys().filter(|(s, ..)| *s == step);
+        of_step.fold((0, 0, 0), |(files, shards, bytes), (.., file)| {
+            let shard = u64::from(*file > 0);
+            (files + 1, shards + shard, bytes + 4 * shard)
         })
     }
 
@@ -238,8 +238,8 @@ impl Model {
     /// The trigger that had a step recorded, and whether from the ring buffers.
     fn trigger_of(&self, step: u64) -> Option<(u32, bool)> {
         let ours = |(record, ring): &(u64, Option<u64>)| *record == step || *ring == Some(step);
-        let at = self.triggers.iter().position(ours)?;
-        Some((at as u32 + 1, self.triggers[at].1 == Some(step)))
+        let index = self.triggers.iter().position(ours)?;
+        Some((index as u32 + 1, self.triggers[index].1 == Some(step)))
     }
 
     fn complete(&self, step: u64) -> bool {
@@ -272,12 +272,12 @@ fn manifest(state: &AttemptState, step: u64) -> Option<Manifest> {
 /// Commits the complete steps and returns them with their manifests.
 fn commit(state: &mut AttemptState) -> BTreeMap<u64, Manifest> {
     let ready = state.uncommitted().into_iter();
-    let one = |step: Step| {
+    let committed = |step: Step| {
         let manifest = manifest(state, step.0).unwrap();
         state.set_committed(step);
         (step.0, manifest)
     };
-    ready.map(one).collect()
+    ready.map(committed).collect()
 }
 
 fn release(state: &mut AttemptState, committed: &BTreeMap<u64, Manifest>) {
@@ -296,14 +296,20 @@ fn compare_sums(state: &AttemptState, model: &Model) {
     let overview = state.overview();
     assert_eq!((overview.committed, overview.open), (committed, totals.open + partial));
     assert_eq!(overview.bytes, totals.bytes);
-    for one in overview.steps {
-        assert_eq!((one.files, one.shards, one.bytes), model.sums(one.step.0));
-        let status = state.status(StepAsk { step: one.step, brief: true });
-        assert_eq!((one.files, status.shards, status.bytes), model.sums(one.step.0));
-        let missing = one.missing;
+    for step_overview in overview.steps {
+        assert_eq!(
+            (step_overview.files, step_overview.shards, step_overview.bytes),
+            model.sums(step_overview.step.0)
+        );
+        let status = state.status(StepAsk { step: step_overview.step, brief: true });
+        assert_eq!(
+            (step_overview.files, status.shards, status.bytes),
+            model.sums(step_overview.step.0)
+        );
+        let missing = step_overview.missing;
         let named = missing.split("; ").filter(|text| !text.is_empty());
         let named = named.map(|text| text.split(' ').nth(1).unwrap().parse().unwrap());
-        assert_eq!(named.collect::<Vec<u32>>(), model.owing(one.step.0), "{missing}");
+        assert_eq!(named.collect::<Vec<u32>>(), model.owing(step_overview.step.0), "{missing}");
     }
 }
 
@@ -404,12 +410,12 @@ fn a_changed_line_before_the_end_is_an_error_and_a_changed_last_line_is_dropped(
     }
     let good = std::fs::read(&path).unwrap();
     let line = good.len() / 3;
-    for (at, dropped) in [(40, None), (line + 40, None), (2 * line + 40, Some(2))] {
+    for (offset, dropped) in [(40, None), (line + 40, None), (2 * line + 40, Some(2))] {
         let mut bad = good.clone();
-        bad[at] ^= 1;
+        bad[offset] ^= 1;
         std::fs::write(&path, &bad).unwrap();
-        let found = load(&path).ok().map(|(batches, _)| batches.len());
-        assert_eq!(found, dropped, "byte {at}");
+        let kept = load(&path).ok().map(|(batches, _)| batches.len());
+        assert_eq!(kept, dropped, "byte {offset}");
     }
     // A missing line breaks the chain of checksums, although each line is valid by itself.
     let without = [&good[..line], &good[2 * line..], b"\n"].concat();

@@ -174,20 +174,20 @@ impl Pulse {
         now_ms: u64,
     ) -> Option<Vec<Step>> {
         let number = trigger.number;
-        let held = self.rings.get(&number).filter(|held| !held.is_empty())?;
-        let lacks = |rank: Rank| !held.contains_key(&rank) && !self.absent(rank, now_ms);
+        let rings = self.rings.get(&number).filter(|rings| !rings.is_empty())?;
+        let lacks = |rank: Rank| !rings.contains_key(&rank) && !self.absent(rank, now_ms);
         let known = self.missing.get(&number).copied();
         if let Some(rank) = first_from(known, world_size, lacks) {
             self.missing.insert(number, rank);
             return None;
         }
-        let mut lists = held.values();
+        let mut lists = rings.values();
         let mut common: BTreeSet<Step> = lists.next()?.iter().copied().collect();
         for list in lists {
             let list: BTreeSet<Step> = list.iter().copied().collect();
             common.retain(|step| list.contains(step));
         }
-        if held.values().any(|list| list.contains(&trigger.seen)) {
+        if rings.values().any(|list| list.contains(&trigger.seen)) {
             common.insert(trigger.seen);
         }
         // The trigger's own step will be recorded anyway.
@@ -293,9 +293,9 @@ mod tests {
     fn the_rings_write_what_all_hold_and_the_step_that_went_wrong() {
         let mut pulse = Pulse::default();
         let steps = |range: std::ops::Range<u64>| range.map(Step).collect::<Vec<_>>();
-        for (rank, held) in [(0, 10..20), (1, 15..22)] {
+        for (rank, range) in [(0, 10..20), (1, 15..22)] {
             pulse.note(Rank(rank), &beat(20, 1.0, false), 0).unwrap();
-            pulse.hold(Rank(rank), RingReport { trigger: 1, steps: steps(held) });
+            pulse.hold(Rank(rank), RingReport { trigger: 1, steps: steps(range) });
         }
         assert_eq!(pulse.ring_choice(&trigger(18), 3, 100), None, "rank 2 may answer yet");
         let gone_ms = millis(RANK_SILENCE);

@@ -65,10 +65,10 @@ impl AttemptState {
     }
 
     fn check_held(&self, rank: Rank, more: u64) -> Result<(), Refusal> {
-        let held = self.held(rank);
-        if held.saturating_add(more) > MAX_HELD_BYTES {
+        let bytes = self.held_bytes(rank);
+        if bytes.saturating_add(more) > MAX_HELD_BYTES {
             return refuse(format!(
-                "{held} bytes of what rank {rank} said of steps that are not committed are kept, \
+                "{bytes} bytes of what rank {rank} said of steps that are not committed are kept, \
                  as many as are accepted: see which ranks they miss (coordinator status)"
             ));
         }
@@ -82,7 +82,8 @@ fn refuse(said: String) -> Result<(), Refusal> {
 
 /// Memory of a close, in bytes.
 pub(super) fn weight(closing: &Closing) -> u64 {
-    let texts = closing.omissions.iter().map(|one| one.tensor.len() + one.reason.len() + 96);
+    let texts =
+        closing.omissions.iter().map(|omission| omission.tensor.len() + omission.reason.len() + 96);
     let declared = PARSED * (text_length(&closing.head) + text_length(&closing.selection));
     EVENT_BYTES + declared + texts.sum::<usize>() as u64
 }
@@ -117,10 +118,10 @@ impl Default for Rates {
 impl Rates {
     /// Counts a request of a member; refuses it if there are too many.
     pub(super) fn count(&self, member: &Member) -> Result<(), Refusal> {
-        let at = self.hasher.hash_one((member.run.as_str(), member.rank.0)) as usize % PLACES;
+        let index = self.hasher.hash_one((member.run.as_str(), member.rank.0)) as usize % PLACES;
         let second = self.began.elapsed().as_secs();
         let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = &mut places[at];
+        let place = &mut places[index];
         *place = if place.0 == second { (second, place.1.saturating_add(1)) } else { (second, 1) };
         match place.1 > MAX_REQUESTS_PER_SECOND {
             true => Err(Refusal::TooMany(member.rank, MAX_REQUESTS_PER_SECOND)),
@@ -168,14 +169,14 @@ impl OpenUploads {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let whose = (member.run.clone(), member.rank);
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = open.get_mut(&whose).map_or(&mut [][..], Vec::as_mut_slice);
+        let uploads = open.get_mut(&whose).map_or(&mut [][..], Vec::as_mut_slice);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let replaced = Arc::new(Notify::new());
-        if let Some(before) = own.iter_mut().find(|open| open.file == file) {
+        if let Some(before) = uploads.iter_mut().find(|open| open.file == file) {
             before.replaced.notify_one();
             (before.number, before.replaced) = (number, replaced.clone());
         } else {
-            if own.len() >= MAX_UPLOADS_PER_RANK {
+            if uploads.len() >= MAX_UPLOADS_PER_RANK {
                 return Err(Refusal::UploadsOfRank(member.rank, MAX_UPLOADS_PER_RANK));
             }
             let place = self.places.clone().try_acquire_owned();
@@ -198,9 +199,9 @@ impl OpenUpload {
 impl Drop for OpenUpload {
     fn drop(&mut self) {
         let mut open = self.uploads.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(own) = open.get_mut(&self.whose) {
-            own.retain(|open| open.number != self.number);
-            if own.is_empty() {
+        if let Some(uploads) = open.get_mut(&self.whose) {
+            uploads.retain(|open| open.number != self.number);
+            if uploads.is_empty() {
                 open.remove(&self.whose);
             }
         }
@@ -234,11 +235,11 @@ mod tests {
     fn a_rank_opens_a_few_uploads_and_gets_each_place_back() {
         let uploads = OpenUploads::default();
         let few = 0..MAX_UPLOADS_PER_RANK as u64;
-        let held: Vec<_> = few.map(|step| uploads.open(&member(0), file(step))).collect();
-        assert!(held.iter().all(Result::is_ok));
+        let opened: Vec<_> = few.map(|step| uploads.open(&member(0), file(step))).collect();
+        assert!(opened.iter().all(Result::is_ok));
         assert!(uploads.open(&member(0), file(9)).is_err());
         assert!(uploads.open(&member(1), file(9)).is_ok());
-        drop(held);
+        drop(opened);
         assert!(uploads.open(&member(0), file(9)).is_ok());
         assert_eq!(uploads.open.lock().unwrap().len(), 0, "nothing is kept of who is done");
         assert_eq!(uploads.places.available_permits(), MAX_UPLOADS);

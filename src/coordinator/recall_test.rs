@@ -235,7 +235,7 @@ fn a_rank_cannot_fill_the_memory_with_what_it_declares() {
             }
             refused || step * text > 2 * MAX_HELD_BYTES
         });
-        let held = refused.unwrap() * text;
-        assert!(held <= MAX_HELD_BYTES, "{held} bytes are kept of one rank");
+        let bytes = refused.unwrap() * text;
+        assert!(bytes <= MAX_HELD_BYTES, "{bytes} bytes are kept of one rank");
     }
 }

@@ -136,8 +136,8 @@ impl Runs {
             )));
         }
         if join.format_version != crate::FORMAT_VERSION {
-            let found = join.format_version;
-            return Err(Refusal::FormatVersion { rank, found });
+            let version = join.format_version;
+            return Err(Refusal::FormatVersion { rank, found: version });
         }
         if rank.0 >= expected {
             return Err(Refusal::RankOutside { rank, world_size: expected });
@@ -258,7 +258,7 @@ impl Runs {
 
     /// What is known of a run's newest attempt.
     pub(crate) fn overview(&self, run: &Name) -> Result<Overview, Refusal> {
-        let known = self.runs.get(run).and_then(|of| of.attempts.values().next_back());
+        let known = self.runs.get(run).and_then(|run| run.attempts.values().next_back());
         let log = known.ok_or_else(|| Refusal::UnknownRun { run: run.clone() })?;
         Ok(Overview { directory: log.directory.path.clone(), ..log.state.overview() })
     }
@@ -356,9 +356,9 @@ fn load_run(backend: &Backend, directory: &Path, new_attempt: bool) -> io::Resul
     let mut run =
         Run { launch: if new_attempt { Launch::Older } else { Launch::Any }, ..Run::default() };
     faults::point("store.list")?;
-    for found in AttemptDir::list(backend, directory)? {
-        let attempt = found.attempt;
-        match AttemptLog::load(backend.clone(), found) {
+    for attempt_directory in AttemptDir::list(backend, directory)? {
+        let attempt = attempt_directory.attempt;
+        match AttemptLog::load(backend.clone(), attempt_directory) {
             Ok(Some(log)) => {
                 run.attempts.insert(attempt, log);
             }

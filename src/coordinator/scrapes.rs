@@ -114,13 +114,13 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let lasts = Duration::from_millis(20);
         let mut scrapes = Scrapes { lasts, ..Scrapes::new(listener) };
-        let mut held = Vec::new();
+        let mut idle_connections = Vec::new();
         for _ in 0..SCRAPES {
             let idle = TcpStream::connect(address).await.unwrap();
-            held.push((idle, scrapes.accept().await.0));
+            idle_connections.push((idle, scrapes.accept().await.0));
         }
         assert_eq!(scrapes.places.available_permits(), 0, "no further one is accepted");
-        let (_idle, mut first) = held.swap_remove(0);
+        let (_idle, mut first) = idle_connections.swap_remove(0);
         let ended = first.read_u8().await.unwrap_err();
         assert_eq!(ended.kind(), io::ErrorKind::TimedOut);
         drop(first);

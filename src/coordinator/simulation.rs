@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::sync::oneshot;
 
-use self::job::{Ask, FILES, Kind, Process, RANKS, STEPS, Told};
+use self::job::{Answer, Ask, FILES, Kind, Process, RANKS, STEPS};
 use super::actor::handle;
 use super::config::Config;
 use super::refusal::Refusal;
@@ -78,7 +78,7 @@ struct World {
     /// Launches of which a single rank was restarted, which launchers should not do.
     torn: BTreeSet<u64>,
     requests: Vec<(u64, Ask)>,
-    answers: Vec<(u64, Told)>,
+    answers: Vec<(u64, Answer)>,
     acknowledged: Acknowledged,
     /// Steps that a rank was told are committed.
     committed: Vec<(Attempt, Step)>,
@@ -375,8 +375,8 @@ impl World {
         for ((attempt, step, rank, name), hash) in &self.acknowledged {
             let log = runs.log(&run_name(), *attempt).unwrap();
             log.recall(*step).unwrap();
-            let held = log.state.files(*step, *rank);
-            assert_eq!(held.get(name), Some(hash), "{name} of step {step} is lost");
+            let files = log.state.files(*step, *rank);
+            assert_eq!(files.get(name), Some(hash), "{name} of step {step} is lost");
         }
         for (attempt, step) in &self.committed {
             let run = self.store.path().join("run");
@@ -418,8 +418,8 @@ impl World {
         for file in &manifest.files {
             assert!(file.shards.iter().all(|shard| shard.attempt == manifest.attempt));
             log.recall(manifest.step).unwrap();
-            let held = log.state.files(manifest.step, file.rank);
-            let known = held.get(&file.name) == Some(&file.header_hash);
+            let files = log.state.files(manifest.step, file.rank);
+            let known = files.get(&file.name) == Some(&file.header_hash);
             assert!(known, "{} is in no journal", file.name);
         }
     }
@@ -433,25 +433,25 @@ enum Waiting {
 }
 
 impl Waiting {
-    fn read(self, ask: &Ask) -> Told {
-        let refused = |refusal: Refusal| Told::Refused(refusal.to_string());
+    fn read(self, ask: &Ask) -> Answer {
+        let refused = |refusal: Refusal| Answer::Refused(refusal.to_string());
         match self {
             Waiting::Join(mut answer) => {
                 let joined = |answered: Answered| {
                     let inside = answered.entry.ok().map(|entry| (entry.attempt, entry.vouch));
-                    Told::Joined(answered.arrivals, inside)
+                    Answer::Joined(answered.arrivals, inside)
                 };
                 answer.try_recv().unwrap().map_or_else(refused, joined)
             }
             Waiting::Shards(mut answer) => {
                 let told = answer.try_recv().unwrap();
-                let one = told.and_then(|mut outcomes| outcomes.remove(0));
-                one.map_or_else(refused, |_| Told::Reported(ask.clone()))
+                let single = told.and_then(|mut outcomes| outcomes.remove(0));
+                single.map_or_else(refused, |_| Answer::Reported(ask.clone()))
             }
             Waiting::Committed(mut answer) => answer
                 .try_recv()
                 .unwrap()
-                .map_or_else(refused, |committed| Told::Closed(ask.clone(), committed)),
+                .map_or_else(refused, |committed| Answer::Closed(ask.clone(), committed)),
         }
     }
 }

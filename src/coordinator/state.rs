@@ -63,7 +63,7 @@ pub(crate) struct AttemptState {
     /// Sums over all steps.
     pub(super) sums: Sums,
     /// Bytes kept in memory of each rank's events of steps that are not committed.
-    held: BTreeMap<Rank, u64>,
+    held_bytes: BTreeMap<Rank, u64>,
     /// Why the latest manifest could not be written; empty if it could.
     pub(super) trouble: String,
 }
@@ -83,7 +83,7 @@ impl AttemptState {
             open: BTreeSet::new(),
             overdue: 0,
             sums: Sums::default(),
-            held: BTreeMap::new(),
+            held_bytes: BTreeMap::new(),
             trouble: String::new(),
         }
     }
@@ -112,8 +112,8 @@ impl AttemptState {
     #[cfg(test)]
     pub(super) fn files(&self, step: Step, rank: Rank) -> BTreeMap<Name, TrustHash> {
         let files = self.steps.get(&step).map(StepState::header_hashes).unwrap_or_default();
-        let own = files.into_iter().filter(|((of, _), _)| *of == rank);
-        own.map(|((_, name), hash)| (name, hash)).collect()
+        let of_rank = files.into_iter().filter(|((of, _), _)| *of == rank);
+        of_rank.map(|((_, name), hash)| (name, hash)).collect()
     }
 
     /// Header hashes of all files of a step, if every rank reported what it counted.
@@ -136,21 +136,21 @@ impl AttemptState {
 
     /// Shards of a reported file.
     pub(crate) fn shards(&self, step: Step, rank: Rank, file: &Name) -> u64 {
-        let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
-        let file = own.and_then(|own| own.get(file));
+        let of_rank = self.steps.get(&step).and_then(|state| state.files.get(&rank));
+        let file = of_rank.and_then(|files| files.get(file));
         file.map_or(0, |file| file.sums.shards)
     }
 
     /// The number of one rank's files in a step, and the bytes of their shards.
     pub(super) fn brought(&self, step: Step, rank: Rank) -> (u32, u64) {
-        let own = self.steps.get(&step).and_then(|state| state.files.get(&rank));
-        let own = own.into_iter().flat_map(KeptFiles::values);
-        own.fold((0, 0), |(n, sum), file| (n + 1, file.sums.bytes.saturating_add(sum)))
+        let of_rank = self.steps.get(&step).and_then(|state| state.files.get(&rank));
+        let kept = of_rank.into_iter().flat_map(KeptFiles::values);
+        kept.fold((0, 0), |(n, sum), file| (n + 1, file.sums.bytes.saturating_add(sum)))
     }
 
     /// Bytes kept in memory of a rank's events of steps that are not committed.
-    pub(super) fn held(&self, rank: Rank) -> u64 {
-        self.held.get(&rank).copied().unwrap_or_default()
+    pub(super) fn held_bytes(&self, rank: Rank) -> u64 {
+        self.held_bytes.get(&rank).copied().unwrap_or_default()
     }
 
     /// True when a step's manifest is known to exist.
@@ -226,8 +226,8 @@ impl AttemptState {
             return Ok(Outcome::New);
         };
         let file = file.clone();
-        let own = state.files.get(&rank);
-        if let Some(known) = own.and_then(|own| own.get(&file)) {
+        let of_rank = state.files.get(&rank);
+        if let Some(known) = of_rank.and_then(|files| files.get(&file)) {
             return if known.header_hash == hash || faults::seeded("dedupe-by-name") {
                 Ok(Outcome::Known)
             } else {
@@ -250,9 +250,9 @@ impl AttemptState {
         let foreign =
             |detail: String| Refusal::ForeignFile { file: file.name.clone(), rank, detail };
         let microbatch = file.shards.first().and_then(|shard| shard.key.microbatch);
-        let own = layout::file_name(rank, microbatch);
-        if own != file.name {
-            return Err(foreign(format!("its shards belong in {own}")));
+        let expected = layout::file_name(rank, microbatch);
+        if expected != file.name {
+            return Err(foreign(format!("its shards belong in {expected}")));
         }
         let mut seen: BTreeMap<ShardIdentity, &ShardRecord> = BTreeMap::new();
         for shard in &file.shards {
@@ -311,14 +311,14 @@ impl AttemptState {
                 self.ranks.insert(joined.rank, joined);
             }
             Event::Reported { step, file } => {
-                let (added, held) = self.step_at(step, at_ms).add(&file);
+                let (added, text_bytes) = self.step_at(step, at_ms).add(&file);
                 self.sums.add(added);
-                *self.held.entry(file.rank).or_default() += held;
+                *self.held_bytes.entry(file.rank).or_default() += text_bytes;
                 self.note_complete(step);
             }
             Event::Closed { step, rank, closing } => {
                 let weight = quotas::weight(&closing);
-                *self.held.entry(rank).or_default() += weight;
+                *self.held_bytes.entry(rank).or_default() += weight;
                 self.step_at(step, at_ms).close(rank, closing, weight);
                 self.note_complete(step);
             }
@@ -384,9 +384,9 @@ impl AttemptState {
             return;
         };
         self.cut_short.extend(state.cut_short().map(|why| (step, why)));
-        for (rank, held) in state.settle() {
-            if let Some(sum) = self.held.get_mut(&rank) {
-                *sum = sum.saturating_sub(held);
+        for (rank, text_bytes) in state.settle() {
+            if let Some(sum) = self.held_bytes.get_mut(&rank) {
+                *sum = sum.saturating_sub(text_bytes);
             }
         }
         self.overdue -= u64::from(state.overdue);

@@ -127,13 +127,13 @@ impl AttemptState {
         let released = self.released.iter().rev().take(STEPS_LISTED);
         let released = released.map(|(&step, sums)| self.past(step, sums));
         let mut committed: Vec<Progress> = committed.chain(released).collect();
-        committed.sort_unstable_by_key(|one| std::cmp::Reverse(one.step));
+        committed.sort_unstable_by_key(|progress| std::cmp::Reverse(progress.step));
         committed.truncate(STEPS_LISTED);
         let open = self.open.iter().rev().take(STEPS_LISTED);
         let open = open.filter_map(|step| self.steps.get_key_value(step));
         let open = open.map(|(&step, state)| self.progress(step, state));
         let mut steps: Vec<Progress> = committed.into_iter().chain(open).collect();
-        steps.sort_unstable_by_key(|one| one.step);
+        steps.sort_unstable_by_key(|progress| progress.step);
         Overview {
             attempt: self.opened.attempt,
             world_size,

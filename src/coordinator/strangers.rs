@@ -23,17 +23,18 @@ use super::limits::{MAX_HOSTS, STRANGERS, STRANGERS_BYTES, Turns};
 struct Budget {
     turns: Turns,
     left: f64,
-    at: Instant,
+    refilled: Instant,
 }
 
 impl Budget {
     fn full(turns: Turns, now: Instant) -> Budget {
-        Budget { turns, left: turns.at_once, at: now }
+        Budget { turns, left: turns.at_once, refilled: now }
     }
 
     fn fill(&mut self, now: Instant) {
-        let grown = now.saturating_duration_since(self.at).as_secs_f64() * self.turns.per_second;
-        (self.left, self.at) = ((self.left + grown).min(self.turns.at_once), now);
+        let grown =
+            now.saturating_duration_since(self.refilled).as_secs_f64() * self.turns.per_second;
+        (self.left, self.refilled) = ((self.left + grown).min(self.turns.at_once), now);
     }
 
     /// Takes so many turns and returns how long to wait for them; `None`, and takes nothing, if
@@ -223,11 +224,11 @@ mod tests {
 
     #[test]
     fn a_host_has_one_budget_for_its_addresses() {
-        let of = |text: &str| host(text.parse().unwrap());
-        assert_eq!(of("2001:db8::1"), of("2001:db8::ffff:2"));
-        assert_ne!(of("2001:db8::1"), of("2001:db8:0:1::1"));
-        assert_eq!(of("::ffff:10.0.0.1"), of("10.0.0.1"));
-        assert_ne!(of("10.0.0.1"), of("10.0.0.2"));
+        let host_of = |text: &str| host(text.parse().unwrap());
+        assert_eq!(host_of("2001:db8::1"), host_of("2001:db8::ffff:2"));
+        assert_ne!(host_of("2001:db8::1"), host_of("2001:db8:0:1::1"));
+        assert_eq!(host_of("::ffff:10.0.0.1"), host_of("10.0.0.1"));
+        assert_ne!(host_of("10.0.0.1"), host_of("10.0.0.2"));
     }
 
     #[test]

@@ -68,13 +68,13 @@ pub(super) fn join(wire: proto::JoinRequest) -> Result<Join, Refusal> {
     })
 }
 
-pub(super) fn answered(of: Answered) -> proto::JoinResponse {
+pub(super) fn answered(answered: Answered) -> proto::JoinResponse {
     let answer = proto::JoinResponse {
-        arrivals: of.arrivals,
+        arrivals: answered.arrivals,
         version: crate::VERSION.into(),
         ..Default::default()
     };
-    match of.entry {
+    match answered.entry {
         Ok(entry) => proto::JoinResponse {
             attempt: entry.attempt.0,
             directory: entry.directory.to_string_lossy().into_owned(),
@@ -105,9 +105,9 @@ pub(super) fn reports(
     wire: proto::ReportFilesRequest,
 ) -> Result<(Member, Step, Vec<FileClaim>), Refusal> {
     if wire.files.len() > MAX_FILES_PER_REPORT {
-        let found = wire.files.len();
+        let count = wire.files.len();
         return Err(malformed(format!(
-            "{found} files in one report, at most {MAX_FILES_PER_REPORT} are accepted"
+            "{count} files in one report, at most {MAX_FILES_PER_REPORT} are accepted"
         )));
     }
     let claims = wire.files.into_iter().map(claim).collect::<Result<_, _>>()?;
@@ -189,27 +189,27 @@ pub(super) fn run(text: String) -> Result<Name, Refusal> {
     name(text)
 }
 
-pub(super) fn overview(of: Overview) -> proto::RunStatusResponse {
-    let progress = |one: Progress| proto::StepProgress {
-        step: one.step.0,
-        committed: one.committed,
-        partial: one.partial,
-        closed_ranks: one.closed,
-        files: one.files,
-        shards: one.shards,
-        bytes: one.bytes,
-        missing: one.missing,
+pub(super) fn overview(overview: Overview) -> proto::RunStatusResponse {
+    let progress = |progress: Progress| proto::StepProgress {
+        step: progress.step.0,
+        committed: progress.committed,
+        partial: progress.partial,
+        closed_ranks: progress.closed,
+        files: progress.files,
+        shards: progress.shards,
+        bytes: progress.bytes,
+        missing: progress.missing,
     };
     proto::RunStatusResponse {
-        attempt: of.attempt.0,
-        world_size: of.world_size,
-        joined: of.joined,
-        absent: of.absent,
-        directory: of.directory.to_string_lossy().into_owned(),
-        steps: of.steps.into_iter().map(progress).collect(),
-        committed: of.committed,
-        open: of.open,
-        bytes: of.bytes,
+        attempt: overview.attempt.0,
+        world_size: overview.world_size,
+        joined: overview.joined,
+        absent: overview.absent,
+        directory: overview.directory.to_string_lossy().into_owned(),
+        steps: overview.steps.into_iter().map(progress).collect(),
+        committed: overview.committed,
+        open: overview.open,
+        bytes: overview.bytes,
         version: crate::VERSION.into(),
     }
 }
@@ -227,13 +227,14 @@ mod tests {
     /// alone is larger than allowed and otherwise valid.
     #[test]
     fn a_mesh_versions_and_a_head_that_are_too_large_are_refused_and_named() {
-        let own =
+        let plain_request =
             || proto::JoinRequest { run: "run".into(), host: "h".into(), ..Default::default() };
-        assert!(join(own()).is_ok());
+        assert!(join(plain_request()).is_ok());
         let blank = |most: usize| " ".repeat(most);
-        let mesh = proto::JoinRequest { mesh: blank(MAX_MESH_BYTES) + "[]", ..own() };
+        let mesh = proto::JoinRequest { mesh: blank(MAX_MESH_BYTES) + "[]", ..plain_request() };
         let text = "1".repeat(MAX_VERSIONS_BYTES);
-        let versions = proto::JoinRequest { versions: [("jax".into(), text)].into(), ..own() };
+        let versions =
+            proto::JoinRequest { versions: [("jax".into(), text)].into(), ..plain_request() };
         for (request, what) in [(mesh, "a mesh"), (versions, "the versions")] {
             let said = join(request).unwrap_err().to_string();
             assert!(said.contains(what) && said.contains("at most"), "{said}");

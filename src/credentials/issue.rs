@@ -49,10 +49,10 @@ pub fn issue(
     let server = authority.sign(hosts, ExtendedKeyUsagePurpose::ServerAuth).map_err(certificate)?;
     let client = authority.sign(&[], ExtendedKeyUsagePurpose::ClientAuth).map_err(certificate)?;
     let mut lines = String::new();
-    for (at, folder) in ranks.iter().enumerate() {
+    for (index, folder) in ranks.iter().enumerate() {
         let drawn = Token::draw();
         let token = drawn.map_err(|source| CredentialsError::Write { path: out.into(), source })?;
-        let line = match runs.get(at) {
+        let line = match runs.get(index) {
             Some(run) => format!("{run} {}\n", token.as_str()),
             None => format!("{}\n", token.as_str()),
         };

@@ -142,13 +142,13 @@ mod tests {
 
     #[test]
     fn a_run_is_served_with_its_own_token_or_with_the_common_one_where_it_has_none() {
-        let (own, common) = ("a".repeat(64), "b".repeat(64));
-        let tokens: Tokens = format!("fused {own}\n\n{common}\n").parse().unwrap();
+        let (own_token, common) = ("a".repeat(64), "b".repeat(64));
+        let tokens: Tokens = format!("fused {own_token}\n\n{common}\n").parse().unwrap();
         for (name, shown, admitted) in [
-            ("fused", Some(&own), true),
+            ("fused", Some(&own_token), true),
             ("fused", Some(&common), false),
             ("plain", Some(&common), true),
-            ("plain", Some(&own), false),
+            ("plain", Some(&own_token), false),
             ("plain", None, false),
         ] {
             assert_eq!(tokens.admit(&run(name), shown.map(String::as_str)), admitted, "{name}");

@@ -67,13 +67,17 @@ mod tests {
             let of_words = all.iter().filter(|option| !option.words().is_empty());
             of_words.map(|option| (option, words_read::<Of>(option.name))).fold(
                 0,
-                |n, (of, read)| {
-                    let mut told = of.words();
-                    assert!(told[0] == of.default(), "{}: the default comes first", of.name);
+                |n, (option, read)| {
+                    let mut told = option.words();
+                    assert!(
+                        told[0] == option.default(),
+                        "{}: the default comes first",
+                        option.name
+                    );
                     told.sort_unstable();
                     let mut read: Vec<&str> = read.iter().map(String::as_str).collect();
                     read.sort_unstable();
-                    assert_eq!(told, read, "{}", of.name);
+                    assert_eq!(told, read, "{}", option.name);
                     n + 1
                 },
             )
@@ -85,11 +89,11 @@ mod tests {
     fn what_nobody_mentions_is_good_and_written_as_python_has_it() {
         let head = HeadDeclaration::default();
         assert!(OPTIONS.iter().all(|option| option.is_good(&head)));
-        let of = |name| written(&head, name);
+        let value_of = |name| written(&head, name);
         assert_eq!(
-            [of("gradient_filter"), of("z_loss"), of("z_loss_in_loss")],
+            [value_of("gradient_filter"), value_of("z_loss"), value_of("z_loss_in_loss")],
             ["None", "0.0", "True"]
         );
-        assert_eq!([of("scope"), of("grpo.kl")], ["\"global\"", "None"]);
+        assert_eq!([value_of("scope"), value_of("grpo.kl")], ["\"global\"", "None"]);
     }
 }

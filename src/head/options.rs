@@ -108,12 +108,12 @@ pub fn written(head: &HeadDeclaration, option: &str) -> String {
     fn of<Of: Default>(all: &[HeadOption<Of>], name: &str, declared: &Of) -> Option<String> {
         all.iter().find(|option| option.name == name).map(|option| option.shown(declared))
     }
-    let found = match (option.split_once('.'), &head.grpo) {
+    let text = match (option.split_once('.'), &head.grpo) {
         (None, _) => of(OPTIONS, option, head),
         (Some((_, name)), Some(grpo)) => of(GRPO_OPTIONS, name, grpo),
         (Some(_), None) => None,
     };
-    found.unwrap_or_else(|| "None".into())
+    text.unwrap_or_else(|| "None".into())
 }
 
 fn is_positive(x: &f64) -> bool {

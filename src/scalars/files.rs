@@ -175,19 +175,19 @@ fn rows_of(path: &Path, header: &Header) -> io::Result<(u64, bool)> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok((0, false)),
         file => file?,
     };
-    let (mut rows, mut own) = (0, false);
+    let (mut rows, mut same_header) = (0, false);
     let mut reader = BufReader::new(file);
     let mut line = Vec::new();
     while reader.read_until(b'\n', &mut line)? > 0 {
         match std::str::from_utf8(&line).ok().and_then(|text| Line::parse(text.trim_end()).ok()) {
-            Some(Line::Header(found)) => (rows, own) = (0, found == *header),
+            Some(Line::Header(line_header)) => (rows, same_header) = (0, line_header == *header),
             // An incomplete last row does not count: the process sends it again.
-            Some(Line::Row(_)) if own && line.ends_with(b"\n") => rows += 1,
+            Some(Line::Row(_)) if same_header && line.ends_with(b"\n") => rows += 1,
             _ => {}
         }
         line.clear();
     }
-    Ok((rows, own))
+    Ok((rows, same_header))
 }
 
 /// Appends the bytes in one write. If the file's last line is incomplete, text starts on a new

@@ -206,11 +206,11 @@ mod tests {
             };
             prop_assert_eq!(back.step, row.step);
             let bits = |row: &Row| -> Vec<_> {
-                let one = |(name, x): &(String, f64)| match x.is_nan() {
+                let name_and_bits = |(name, x): &(String, f64)| match x.is_nan() {
                     true => (name.clone(), 0),
                     false => (name.clone(), x.to_bits()),
                 };
-                row.values.iter().map(one).collect()
+                row.values.iter().map(name_and_bits).collect()
             };
             prop_assert_eq!(bits(&back), bits(&row));
         }

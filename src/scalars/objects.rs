@@ -23,9 +23,9 @@ impl ScalarObjects {
     pub fn open(backend: &Backend, attempt: &Path, header: Header) -> io::Result<ScalarObjects> {
         let directory = directory(attempt, header.rank);
         let names = backend.list(&directory)?.files;
-        let own = names.iter().filter_map(|name| parse(name));
-        let own = own.filter(|(process, _)| *process == header.incarnation);
-        let rows = own.map(|(_, to)| to).max().unwrap_or(0);
+        let parsed = names.iter().filter_map(|name| parse(name));
+        let of_process = parsed.filter(|(process, _)| *process == header.incarnation);
+        let rows = of_process.map(|(_, to)| to).max().unwrap_or(0);
         Ok(ScalarObjects { backend: backend.clone(), directory, header, rows })
     }
 
@@ -91,7 +91,7 @@ fn read(bytes: &[u8]) -> Result<(Header, Vec<Row>), String> {
     let mut rows = Vec::new();
     for text in text.lines() {
         match Line::parse(text).map_err(|error| error.to_string())? {
-            Line::Header(found) => header = Some(found),
+            Line::Header(line_header) => header = Some(line_header),
             Line::Row(row) => rows.push(row),
             Line::Note(_) => {}
         }

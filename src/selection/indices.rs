@@ -48,11 +48,11 @@ impl FromStr for IndexSelection {
         if text.trim() == "all" {
             return Ok(IndexSelection::default());
         }
-        let one = "it is a whole number below 2^32";
+        let rule = "it is a whole number below 2^32";
         let parse = |term: &str| {
-            let (first, last) = range(term, one)?;
-            let last = u32::try_from(last).map_err(|_| one)?;
-            Ok((u32::try_from(first).map_err(|_| one)?, last))
+            let (first, last) = range(term, rule)?;
+            let last = u32::try_from(last).map_err(|_| rule)?;
+            Ok((u32::try_from(first).map_err(|_| rule)?, last))
         };
         let ranges = terms(KIND, text)?.map(|term| {
             parse(term).map_err(|problem: &str| SelectionError::new(KIND, text, term, problem))
@@ -64,11 +64,11 @@ impl FromStr for IndexSelection {
 impl std::fmt::Display for IndexSelection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Some(ranges) = &self.ranges else { return f.write_str("all") };
-        let one = |&(first, last): &(u32, u32)| match first == last {
+        let range_text = |&(first, last): &(u32, u32)| match first == last {
             true => first.to_string(),
             false => format!("{first}-{last}"),
         };
-        f.write_str(&ranges.iter().map(one).collect::<Vec<_>>().join(","))
+        f.write_str(&ranges.iter().map(range_text).collect::<Vec<_>>().join(","))
     }
 }
 

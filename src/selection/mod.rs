@@ -106,14 +106,14 @@ impl Selection {
 
     /// This selection with the parts that a plan names replaced.
     pub fn with(&self, changes: &Changes) -> Selection {
-        let own = self.clone();
+        let current = self.clone();
         Selection {
-            steps: changes.steps.clone().unwrap_or(own.steps),
-            tensors: changes.tensors.clone().unwrap_or(own.tensors),
-            ranks: changes.ranks.clone().unwrap_or(own.ranks),
-            microbatches: changes.microbatches.clone().unwrap_or(own.microbatches),
-            max_tensor_bytes: changes.max_tensor_bytes.or(own.max_tensor_bytes),
-            max_step_bytes: changes.max_step_bytes.or(own.max_step_bytes),
+            steps: changes.steps.clone().unwrap_or(current.steps),
+            tensors: changes.tensors.clone().unwrap_or(current.tensors),
+            ranks: changes.ranks.clone().unwrap_or(current.ranks),
+            microbatches: changes.microbatches.clone().unwrap_or(current.microbatches),
+            max_tensor_bytes: changes.max_tensor_bytes.or(current.max_tensor_bytes),
+            max_step_bytes: changes.max_step_bytes.or(current.max_step_bytes),
         }
     }
 }
@@ -132,11 +132,11 @@ fn terms(kind: Kind, text: &str) -> Result<impl Iterator<Item = &str> + use<'_>,
 }
 
 /// A whole number, or a range with both ends included.
-fn range(term: &str, one: &'static str) -> Result<(u64, u64), &'static str> {
+fn range(term: &str, rule: &'static str) -> Result<(u64, u64), &'static str> {
     let number = |text: &str| {
         let digits = text.trim();
         let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
-        plain.then(|| digits.parse::<u64>().ok()).flatten().ok_or(one)
+        plain.then(|| digits.parse::<u64>().ok()).flatten().ok_or(rule)
     };
     if term.is_empty() {
         return Err("nothing stands there");
@@ -188,14 +188,14 @@ mod tests {
 
     #[test]
     fn a_plan_replaces_the_parts_that_it_names_and_no_others() {
-        let own = Selection {
+        let selection = Selection {
             steps: "0".parse().unwrap(),
             ranks: "0-3".parse().unwrap(),
             ..Selection::default()
         };
         let changes = Changes { steps: Some("7".parse().unwrap()), ..Changes::default() };
-        let planned = own.with(&changes);
+        let planned = selection.with(&changes);
         assert!(planned.steps.contains(7) && !planned.steps.contains(0));
-        assert_eq!(planned.ranks, own.ranks);
+        assert_eq!(planned.ranks, selection.ranks);
     }
 }

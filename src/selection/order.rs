@@ -62,8 +62,8 @@ pub struct Planned {
 
 impl Planned {
     /// The selection of a rank whose own selection is `own`.
-    pub fn over(&self, own: &Selection) -> Selection {
-        own.with(&self.changes)
+    pub fn over(&self, selection: &Selection) -> Selection {
+        selection.with(&self.changes)
     }
 }
 

@@ -93,14 +93,14 @@ impl std::fmt::Display for StepSelection {
 }
 
 fn parse_term(term: &str) -> Result<Term, &'static str> {
-    let one = "a step is a whole number";
+    let rule = "a step is a whole number";
     let Some(stride) = term.strip_prefix("every:") else {
-        return range(term, one).map(|(first, last)| Term::Range(first, last));
+        return range(term, rule).map(|(first, last)| Term::Range(first, last));
     };
-    match range(stride.trim(), one)? {
+    match range(stride.trim(), rule)? {
         (0, 0) => Err("every:0 names no step"),
         (first, last) if first == last => Ok(Term::Every(first)),
-        _ => Err(one),
+        _ => Err(rule),
     }
 }
 

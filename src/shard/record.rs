@@ -98,28 +98,32 @@ struct Fields {
 }
 
 impl From<Fields> for ShardRecord {
-    fn from(of: Fields) -> ShardRecord {
+    fn from(fields: Fields) -> ShardRecord {
         ShardRecord {
-            key: TensorKey { tensor: of.tensor, microbatch: of.microbatch, when: of.when },
-            shard: Shard {
-                role: of.role,
-                dtype: of.dtype,
-                shape: of.shape,
-                place: of.place,
-                placement: of.placement,
-                partial: of.partial,
-                replica: of.replica,
-                compiled: of.compiled,
+            key: TensorKey {
+                tensor: fields.tensor,
+                microbatch: fields.microbatch,
+                when: fields.when,
             },
-            rank: of.rank,
-            host: of.host,
-            attempt: of.attempt,
-            mesh: of.mesh,
-            hash: of.hash,
-            length: of.length,
-            fingerprint: of.fingerprint,
-            fingerprint_source: of.fingerprint_source,
-            entry: of.entry,
+            shard: Shard {
+                role: fields.role,
+                dtype: fields.dtype,
+                shape: fields.shape,
+                place: fields.place,
+                placement: fields.placement,
+                partial: fields.partial,
+                replica: fields.replica,
+                compiled: fields.compiled,
+            },
+            rank: fields.rank,
+            host: fields.host,
+            attempt: fields.attempt,
+            mesh: fields.mesh,
+            hash: fields.hash,
+            length: fields.length,
+            fingerprint: fields.fingerprint,
+            fingerprint_source: fields.fingerprint_source,
+            entry: fields.entry,
         }
     }
 }

@@ -200,17 +200,17 @@ mod tests {
     #[test]
     fn a_directory_that_was_found_is_synced_once_and_again_after_a_failure() {
         let dir = tempfile::tempdir().unwrap();
-        let (one, other) = (dir.path().join("one"), dir.path().join("other"));
-        let failed = sync_once(&one, 7, || Err(io::ErrorKind::Other.into()));
+        let (first, other) = (dir.path().join("one"), dir.path().join("other"));
+        let failed = sync_once(&first, 7, || Err(io::ErrorKind::Other.into()));
         assert!(failed.is_err());
         let mut synced = Vec::new();
-        for (path, inode) in [(&one, 7), (&one, 7), (&one, 8), (&other, 7), (&other, 7)] {
+        for (path, inode) in [(&first, 7), (&first, 7), (&first, 8), (&other, 7), (&other, 7)] {
             let sync = || {
                 synced.push((path.clone(), inode));
                 Ok(())
             };
             sync_once(path, inode, sync).unwrap();
         }
-        assert_eq!(synced, [(one.clone(), 7), (one, 8), (other, 7)]);
+        assert_eq!(synced, [(first.clone(), 7), (first, 8), (other, 7)]);
     }
 }

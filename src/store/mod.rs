@@ -4,7 +4,7 @@
 pub mod backend;
 pub mod durable;
 pub mod header;
-pub mod held;
+pub mod held_directory;
 pub mod layout;
 pub(crate) mod pieces;
 pub mod probe;
@@ -12,7 +12,7 @@ pub mod shard_file;
 pub mod shard_writer;
 
 pub use backend::Backend;
-pub use held::HeldDirectory;
+pub use held_directory::HeldDirectory;
 pub use layout::{AttemptDir, StepDir};
 pub use pieces::Moved;
 pub use shard_file::{ShardFile, ShardFileError};

@@ -80,10 +80,10 @@ enum Way {
 impl Pieces {
     /// Appends to `file` from offset `at`, a multiple of [`ALIGNMENT`]. Without `direct` the writes
     /// go through the page cache, which suits a file that is read again soon.
-    pub(crate) fn new(file: File, at: u64, direct: bool) -> Pieces {
+    pub(crate) fn new(file: File, offset: u64, direct: bool) -> Pieces {
         let piece = Piece::default();
         let (file, moved, way) = (Arc::new(file), Moved::default(), Way::Unknown { direct });
-        Pieces { file, moved, end: at, piece, way }
+        Pieces { file, moved, end: offset, piece, way }
     }
 
     /// Adds the bytes written from now on to `moved`.
@@ -132,10 +132,10 @@ impl Pieces {
 
     /// Continues at offset `at` after a failure; from now on each push writes its bytes through the
     /// page cache.
-    pub(crate) fn restart(&mut self, at: u64) {
+    pub(crate) fn restart(&mut self, offset: u64) {
         // A further failure concerns bytes after `at`, which will be overwritten.
         let _ = self.drain();
-        (self.piece, self.end, self.way) = (Piece::default(), at, Way::Plain);
+        (self.piece, self.end, self.way) = (Piece::default(), offset, Way::Plain);
     }
 
     pub(crate) fn file(&self) -> &File {
@@ -201,12 +201,12 @@ impl Writer {
     }
 
     /// Queues a piece; blocks while the queue is full.
-    fn write(&self, at: u64, piece: Piece) -> Result<(), Torn> {
+    fn write(&self, offset: u64, piece: Piece) -> Result<(), Torn> {
         if let Some(torn) = take(&self.torn) {
             return Err(torn);
         }
         let gone = || io::Error::other("the thread that writes has ended");
-        self.pieces.send((at, piece)).map_err(|_| Torn { from: at, error: gone() })
+        self.pieces.send((offset, piece)).map_err(|_| Torn { from: offset, error: gone() })
     }
 
     fn finish(self, file: &File) -> Result<(), Torn> {
@@ -240,10 +240,10 @@ fn write_all(
     torn: &Mutex<Option<Torn>>,
 ) {
     let mut failed = false;
-    for (at, piece) in queue {
-        if !failed && let Err(found) = write_piece(to, &mut direct, at, piece.bytes()) {
+    for (offset, piece) in queue {
+        if !failed && let Err(torn_here) = write_piece(to, &mut direct, offset, piece.bytes()) {
             failed = true;
-            *torn.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
+            *torn.lock().unwrap_or_else(PoisonError::into_inner) = Some(torn_here);
         }
         piece.keep();
     }
@@ -251,13 +251,13 @@ fn write_all(
 
 /// Writes one piece. A file system that accepted O_DIRECT may still refuse a direct write, or write
 /// less than a block of it: then the rest goes through the page cache.
-fn write_piece(to: Counted<'_>, direct: &mut bool, at: u64, bytes: &[u8]) -> Result<(), Torn> {
-    match write_at(to, bytes, at) {
+fn write_piece(to: Counted<'_>, direct: &mut bool, offset: u64, bytes: &[u8]) -> Result<(), Torn> {
+    match write_at(to, bytes, offset) {
         Err(torn) if *direct && torn.error.raw_os_error() == Some(INVALID) => {
             *direct = false;
             let plain = set_direct(to.0, false);
             plain.map_err(|error| Torn { from: torn.from, error })?;
-            write_at(to, &bytes[(torn.from - at) as usize..], torn.from)
+            write_at(to, &bytes[(torn.from - offset) as usize..], torn.from)
         }
         written => written,
     }
@@ -269,20 +269,20 @@ const INVALID: i32 = rustix::io::Errno::INVAL.raw_os_error();
 type Counted<'a> = (&'a File, &'a Moved);
 
 /// Writes all bytes; an error says how far it came.
-fn write_at((file, moved): Counted<'_>, mut bytes: &[u8], mut at: u64) -> Result<(), Torn> {
+fn write_at((file, moved): Counted<'_>, mut bytes: &[u8], mut offset: u64) -> Result<(), Torn> {
     let torn = |from| move |error| Torn { from, error };
     if !bytes.is_empty() {
-        faults::point("shard.piece").map_err(torn(at))?;
+        faults::point("shard.piece").map_err(torn(offset))?;
     }
     while !bytes.is_empty() {
-        match file.write_at(bytes, at) {
-            Ok(0) => return Err(torn(at)(io::ErrorKind::WriteZero.into())),
+        match file.write_at(bytes, offset) {
+            Ok(0) => return Err(torn(offset)(io::ErrorKind::WriteZero.into())),
             Ok(n) => {
                 moved.fetch_add(n as u64, Ordering::Relaxed);
-                (bytes, at) = (&bytes[n..], at + n as u64);
+                (bytes, offset) = (&bytes[n..], offset + n as u64);
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(torn(at)(error)),
+            Err(error) => return Err(torn(offset)(error)),
         }
     }
     Ok(())

@@ -20,7 +20,7 @@ pub struct Probed {
     /// without them recording is only slower.
     pub works: bool,
     /// The outcome in words.
-    pub found: String,
+    pub outcome: String,
 }
 
 /// Time limit for all tests: calls to a file server that is down block without end.
@@ -29,25 +29,25 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Tests what recording needs of a store: a directory or the URL of a bucket. It does not create a
 /// missing directory but tests the nearest parent that exists.
 pub fn probe(place: &Path) -> Vec<Probed> {
-    let (done, found) = sync_channel(1);
+    let (done, answer) = sync_channel(1);
     let there = place.to_path_buf();
     // If the store never answers, the thread stays blocked: a thread in a system call cannot be
     // ended.
     std::thread::spawn(move || done.send(tried(&there)));
-    found.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+    answer.recv_timeout(PATIENCE).unwrap_or_else(|_| {
         let late = format!("no answer in {} s", PATIENCE.as_secs());
-        vec![told("answer", Err(io::Error::other(late)))]
+        vec![outcome_of("answer", Err(io::Error::other(late)))]
     })
 }
 
 fn tried(place: &Path) -> Vec<Probed> {
     match Backend::of(place) {
-        Err(error) => vec![told("connect", Err(io::Error::other(error.to_string())))],
+        Err(error) => vec![outcome_of("connect", Err(io::Error::other(error.to_string())))],
         Ok(bucket @ Backend::Bucket(_)) => {
             let begin = Instant::now();
             let tried = bucket.prove_writable(place);
             let took = format!("put, refused second put and delete in {}", since(begin));
-            vec![told("conditional put", tried.map(|()| took))]
+            vec![outcome_of("conditional put", tried.map(|()| took))]
         }
         Ok(Backend::Directory) => directory(place),
     }
@@ -56,27 +56,27 @@ fn tried(place: &Path) -> Vec<Probed> {
 fn directory(place: &Path) -> Vec<Probed> {
     let absolute = std::path::absolute(place).unwrap_or_else(|_| place.to_path_buf());
     let Some(there) = absolute.ancestors().find(|above| above.is_dir()) else {
-        return vec![told("directory", Err(io::ErrorKind::NotFound.into()))];
+        return vec![outcome_of("directory", Err(io::ErrorKind::NotFound.into()))];
     };
     let note = match there == absolute {
         true => format!("{}", there.display()),
         false => format!("{} is not there yet; {} is", absolute.display(), there.display()),
     };
-    let mut probes = vec![told("directory", Ok(note))];
+    let mut probes = vec![outcome_of("directory", Ok(note))];
     let target = durable::scratch_beside(&there.join("probe"));
-    probes.push(told("write, fsync and name", written(&target)));
-    probes.push(told("never replaces", replaced(&target)));
+    probes.push(outcome_of("write, fsync and name", written(&target)));
+    probes.push(outcome_of("never replaces", replaced(&target)));
     let _ = std::fs::remove_file(&target);
     let direct = direct(&durable::scratch_beside(&there.join("direct")));
     probes.push(match direct {
-        Ok(words) => told("direct writes", Ok(words)),
+        Ok(words) => outcome_of("direct writes", Ok(words)),
         Err(error) => Probed {
             what: "direct writes",
             works: true,
-            found: format!("refused ({error}): writes go through the page cache, slower"),
+            outcome: format!("refused ({error}): writes go through the page cache, slower"),
         },
     });
-    probes.push(told("space", space(there)));
+    probes.push(outcome_of("space", space(there)));
     probes
 }
 
@@ -125,10 +125,10 @@ fn since(begin: Instant) -> String {
     format!("{:.1} ms", begin.elapsed().as_secs_f64() * 1e3)
 }
 
-fn told(what: &'static str, found: io::Result<String>) -> Probed {
-    match found {
-        Ok(found) => Probed { what, works: true, found },
-        Err(error) => Probed { what, works: false, found: error.to_string() },
+fn outcome_of(what: &'static str, result: io::Result<String>) -> Probed {
+    match result {
+        Ok(said) => Probed { what, works: true, outcome: said },
+        Err(error) => Probed { what, works: false, outcome: error.to_string() },
     }
 }
 
@@ -139,10 +139,10 @@ mod tests {
     #[test]
     fn a_directory_that_holds_what_is_promised_is_told_so_and_is_left_as_it_was() {
         let store = tempfile::tempdir().unwrap();
-        let found = probe(&store.path().join("not/there/yet"));
-        assert!(found.iter().all(|one| one.works), "{found:?}");
-        assert!(found[0].found.contains("is not there yet"), "{found:?}");
-        let names: Vec<&str> = found.iter().map(|one| one.what).collect();
+        let probed = probe(&store.path().join("not/there/yet"));
+        assert!(probed.iter().all(|one| one.works), "{probed:?}");
+        assert!(probed[0].outcome.contains("is not there yet"), "{probed:?}");
+        let names: Vec<&str> = probed.iter().map(|probed| probed.what).collect();
         assert_eq!(
             names,
             ["directory", "write, fsync and name", "never replaces", "direct writes", "space"]
@@ -152,15 +152,15 @@ mod tests {
 
     #[test]
     fn what_cannot_be_written_or_reached_is_told_and_panics_nowhere() {
-        let found = probe(Path::new("/proc"));
-        assert!(found.iter().any(|one| !one.works), "{found:?}");
-        let found = probe(Path::new("s3://"));
-        assert!(!found[0].works, "{found:?}");
+        let probed = probe(Path::new("/proc"));
+        assert!(probed.iter().any(|one| !one.works), "{probed:?}");
+        let probed = probe(Path::new("s3://"));
+        assert!(!probed[0].works, "{probed:?}");
     }
 
     #[test]
     fn a_bucket_is_asked_for_its_conditional_put() {
-        let found = probe(Path::new("memory://doctor/prefix"));
-        assert_eq!((found.len(), found[0].what, found[0].works), (1, "conditional put", true));
+        let probed = probe(Path::new("memory://doctor/prefix"));
+        assert_eq!((probed.len(), probed[0].what, probed[0].works), (1, "conditional put", true));
     }
 }

@@ -144,17 +144,17 @@ impl ShardFile {
 
 /// The offset of the data according to the length prefix, checked against [`MAX_HEADER`].
 fn header_end(path: &Path, prefix: [u8; 8]) -> Result<usize, ShardFileError> {
-    let found = u64::from_le_bytes(prefix);
-    if found > MAX_HEADER as u64 {
-        return Err(ShardFileError::HeaderTooLarge { path: path.into(), found });
+    let length = u64::from_le_bytes(prefix);
+    if length > MAX_HEADER as u64 {
+        return Err(ShardFileError::HeaderTooLarge { path: path.into(), found: length });
     }
-    Ok(8 + found as usize)
+    Ok(8 + length as usize)
 }
 
 /// The header with its length prefix, and the offset of the data.
 fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), ShardFileError> {
-    let found = map.len() as u64;
-    let truncated = |wanted| ShardFileError::Truncated { path: path.into(), found, wanted };
+    let length = map.len() as u64;
+    let truncated = |wanted| ShardFileError::Truncated { path: path.into(), found: length, wanted };
     let prefix = map.first_chunk::<8>().ok_or_else(|| truncated(8))?;
     let data = header_end(path, *prefix)?;
     let header = map.get(..data).ok_or_else(|| truncated(data as u64))?;
@@ -176,8 +176,10 @@ fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
         Ok(about) => Ok(about),
         // A newer format may have other fields: then its version is the error to report.
         Err(error) => match serde_json::from_str::<Version>(&text) {
-            Ok(Version { format_version: Some(found) }) if found > u64::from(FORMAT_VERSION) => {
-                Err(newer(found))
+            Ok(Version { format_version: Some(version) })
+                if version > u64::from(FORMAT_VERSION) =>
+            {
+                Err(newer(version))
             }
             _ => Err(malformed(error.to_string())),
         },
@@ -221,11 +223,11 @@ fn locate(
     })?;
     let wanted = metadata.data_len();
     if wanted != data {
-        let (found, wanted) = ((header.len() + data) as u64, (header.len() + wanted) as u64);
-        return Err(if found < wanted {
-            ShardFileError::Truncated { path: path.into(), found, wanted }
+        let (length, wanted) = ((header.len() + data) as u64, (header.len() + wanted) as u64);
+        return Err(if length < wanted {
+            ShardFileError::Truncated { path: path.into(), found: length, wanted }
         } else {
-            contradiction(format!("{} bytes follow its last shard", found - wanted))
+            contradiction(format!("{} bytes follow its last shard", length - wanted))
         });
     }
     let bytes_of = |shard: &ShardRecord| {

@@ -17,7 +17,7 @@ use backtape::dtype::Dtype;
 use backtape::index_box::IndexBox;
 
 use super::machine::{Arguments, DeviceError, Machine, Sizes, Stream};
-use super::transfer::{ArrivingBytes, Held, Summed, Transfer};
+use super::transfer::{ArrivingBytes, Holdings, Summed, Transfer};
 use crate::ranges::{Range, Ranges};
 
 /// Ranges of both memories start at multiples of this.
@@ -146,8 +146,8 @@ impl<M: Machine> Capturer<M> {
             _ => None,
         };
         let Source { address, bytes, order, sums, hold } = source;
-        let held = Held { hold, snapshot, sums: sums_range, ready };
-        let transfer = Arc::new(Transfer::new(done, pinned, bytes, Summed::of(&sums), held));
+        let holdings = Holdings { hold, snapshot, sums: sums_range, ready };
+        let transfer = Arc::new(Transfer::new(done, pinned, bytes, Summed::of(&sums), holdings));
         // SAFETY: the caller vouches for the source, which the transfer holds.
         if let Err(error) = unsafe { self.enqueue(&transfer, address, order, &sums) } {
             // It is not known how far the device has come, so no memory that it may touch is used
@@ -173,19 +173,19 @@ impl<M: Machine> Capturer<M> {
         sums: &Sums,
     ) -> Result<(), DeviceError> {
         let (machine, side) = (&self.machine, self.machine.side());
-        let held = transfer.held();
-        let Some(held) = held.as_ref() else { return Ok(()) };
+        let holdings = transfer.holdings();
+        let Some(holdings) = holdings.as_ref() else { return Ok(()) };
         let mut from = address;
         if let Order::Made(stream) | Order::Changing(stream) = order {
-            if let Some(range) = &held.snapshot {
+            if let Some(range) = &holdings.snapshot {
                 from = machine.memory() + range.start() as u64;
                 // SAFETY: the caller's source, and a range that nobody else has.
                 unsafe { machine.copy(address, from, transfer.bytes(), stream) }?;
             }
-            machine.record(&held.ready, stream)?;
-            machine.wait(side, &held.ready)?;
+            machine.record(&holdings.ready, stream)?;
+            machine.wait(side, &holdings.ready)?;
         }
-        let sums_at = self.sums_address(&held.sums);
+        let sums_at = self.sums_address(&holdings.sums);
         // SAFETY: as above; the kernel reads the box that the bytes are, which `arguments_of`
         // holds against their length.
         unsafe {
@@ -205,13 +205,13 @@ impl<M: Machine> Capturer<M> {
                 }
             };
             if let Some(sums) = sums {
-                let at = self.pinned_address(transfer, transfer.sums_offset());
-                machine.fetch(sums, at, SUMS_BYTES, side)?;
+                let pinned = self.pinned_address(transfer, transfer.sums_offset());
+                machine.fetch(sums, pinned, SUMS_BYTES, side)?;
                 transfer.expect_sums();
             }
         }
         machine.record(&transfer.done, side)?;
-        match (order, &held.snapshot) {
+        match (order, &holdings.snapshot) {
             (Order::Changing(stream), None) => machine.wait(stream, &transfer.done),
             _ => Ok(()),
         }

@@ -101,10 +101,10 @@ fn capability(device: sys::CUdevice) -> Result<(i32, i32), DriverError> {
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
     };
     // SAFETY: the device was just given.
-    let of = |attribute| unsafe { result::device::get_attribute(device, attribute) };
+    let attribute_of = |attribute| unsafe { result::device::get_attribute(device, attribute) };
     Ok((
-        of(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-        of(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        attribute_of(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute_of(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
     ))
 }
 
@@ -257,14 +257,14 @@ impl Machine for Cuda {
 
     unsafe fn fill(
         &self,
-        at: u64,
+        address: u64,
         byte: u8,
         bytes: usize,
         stream: Stream,
     ) -> Result<(), DeviceError> {
         // SAFETY: the caller's.
         self.run("setting its memory", || unsafe {
-            result::memset_d8_async(at, byte, bytes, handle(stream))
+            result::memset_d8_async(address, byte, bytes, handle(stream))
         })
     }
 

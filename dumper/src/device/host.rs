@@ -289,13 +289,13 @@ impl Machine for Host {
 
     unsafe fn fill(
         &self,
-        at: u64,
+        address: u64,
         byte: u8,
         bytes: usize,
         stream: Stream,
     ) -> Result<(), DeviceError> {
         self.call()?;
-        self.put(stream, Operation::Write { to: at, bytes: vec![byte; bytes] });
+        self.put(stream, Operation::Write { to: address, bytes: vec![byte; bytes] });
         Ok(())
     }
 

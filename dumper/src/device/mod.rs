@@ -100,13 +100,13 @@ impl Payload for Arriving {
 fn probe<M: Machine>(capturer: &Arc<Capturer<M>>) -> Result<(), DeviceError> {
     let place = IndexBox(vec![(3, 3 + PROBE_BYTES as u64 / 2)]);
     let side = capturer.machine.side();
-    let at = capturer.pattern();
+    let pattern = capturer.pattern();
     // SAFETY: the device's own memory, in a part that has no other use; it lives as long as the
     // machine.
     let captured = unsafe {
-        capturer.machine.fill(at, 0xa5, PROBE_BYTES, side)?;
+        capturer.machine.fill(pattern, 0xa5, PROBE_BYTES, side)?;
         capturer.capture(Source {
-            address: at,
+            address: pattern,
             bytes: PROBE_BYTES,
             order: Order::Settled,
             sums: Sums::Device(Dtype::U16, place.clone()),

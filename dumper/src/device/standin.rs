@@ -165,8 +165,9 @@ mod on_it {
                 // What is freed as soon as the device has read it.
                 let activation = job.tensor(bytes);
                 job.fill(&activation, !step, bytes);
-                let (at, order) = (activation.address, Order::Made(job.stream as Stream));
-                let of_activation = capture(&gpu, at, bytes, order, Box::new(activation)).unwrap();
+                let (address, order) = (activation.address, Order::Made(job.stream as Stream));
+                let of_activation =
+                    capture(&gpu, address, bytes, order, Box::new(activation)).unwrap();
                 arrived.push((of_weights, step, bytes));
                 arrived.push((of_activation, !step, bytes));
                 if step % 3 == 0 {

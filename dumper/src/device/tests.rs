@@ -60,16 +60,16 @@ fn place_of(bytes: usize) -> IndexBox {
 }
 
 fn capture(
-    of: &Arc<Capturer<Host>>,
+    capturer: &Arc<Capturer<Host>>,
     tensor: &Tensor,
     bytes: usize,
     order: Order,
 ) -> Result<ArrivingBytes<Host>, NotTaken> {
-    held(of, tensor, bytes, order, Box::new(()))
+    capture_holding(capturer, tensor, bytes, order, Box::new(()))
 }
 
-fn held(
-    of: &Arc<Capturer<Host>>,
+fn capture_holding(
+    capturer: &Arc<Capturer<Host>>,
     tensor: &Tensor,
     bytes: usize,
     order: Order,
@@ -77,7 +77,7 @@ fn held(
 ) -> Result<ArrivingBytes<Host>, NotTaken> {
     let sums = Sums::Device(Dtype::U8, place_of(bytes));
     // SAFETY: the tensor outlives the test's streams.
-    unsafe { of.capture(Source { address: tensor.address(), bytes, order, sums, hold }) }
+    unsafe { capturer.capture(Source { address: tensor.address(), bytes, order, sums, hold }) }
 }
 
 fn assert_holds(arriving: &ArrivingBytes<Host>, expected: &[u8]) {
@@ -111,18 +111,19 @@ proptest! {
         };
         let host = Host::new(ROOMY, Turns::SideFirst);
         let sums = Box::new([0u32; 2]);
-        let at = sums.as_ptr() as u64;
-        let arguments = Arguments::new(dtype, &place, tensor.address(), at).unwrap();
+        let sums_address = sums.as_ptr() as u64;
+        let arguments =
+            Arguments::new(dtype, &place, tensor.address(), sums_address).unwrap();
         // SAFETY: both lie there until the stream is through, below.
         unsafe { host.fingerprint(&arguments, SIDE) }.unwrap();
         prop_assert!(host.run());
         // SAFETY: as many bytes as the tensor was made with; the kernel wrote the sums.
-        let (held, found) = unsafe {
-            let held = std::slice::from_raw_parts(tensor.address() as *const u8, bytes);
-            let at = sums.as_ptr();
-            (held, Fingerprint(at.read_volatile(), at.add(1).read_volatile()))
+        let (on_device, fingerprint) = unsafe {
+            let on_device = std::slice::from_raw_parts(tensor.address() as *const u8, bytes);
+            let written = sums.as_ptr();
+            (on_device, Fingerprint(written.read_volatile(), written.add(1).read_volatile()))
         };
-        prop_assert_eq!(found, Fingerprint::of(dtype, &place, held));
+        prop_assert_eq!(fingerprint, Fingerprint::of(dtype, &place, on_device));
     }
 
     /// Goal: what lands is what the tensor held when it was captured, whoever is ahead, with room
@@ -137,21 +138,21 @@ proptest! {
     ) {
         let weights = Tensor::new(700);
         let activations: Vec<Tensor> = lengths.iter().map(|&n| Tensor::new(n)).collect();
-        let of = capturer(Sizes { pinned: 1 << 16, snapshots }, turns);
-        let host = &of.machine;
+        let gpu = capturer(Sizes { pinned: 1 << 16, snapshots }, turns);
+        let host = &gpu.machine;
         let mut arrived = Vec::new();
         for (step, &length) in lengths.iter().enumerate() {
             let (of_weights, of_activation) = (vec![step as u8 + 1; length], vec![!(step as u8); length]);
             host.write(JOB, weights.address(), of_weights.clone());
-            arrived.push((capture(&of, &weights, length, Order::Changing(JOB)).unwrap(), of_weights));
+            arrived.push((capture(&gpu, &weights, length, Order::Changing(JOB)).unwrap(), of_weights));
             let activation = &activations[step];
             host.write(JOB, activation.address(), of_activation.clone());
             let hold = Box::new(Hold { address: activation.address(), bytes: length });
-            let arriving = held(&of, activation, length, Order::Made(JOB), hold).unwrap();
+            let arriving = capture_holding(&gpu, activation, length, Order::Made(JOB), hold).unwrap();
             arrived.push((arriving, of_activation));
             if early >> step & 1 == 1 {
                 host.run_stream(if early & 1 == 1 { JOB } else { SIDE });
-                of.reap();
+                gpu.reap();
             }
         }
         host.write(JOB, weights.address(), vec![0xee; 700]);
@@ -161,19 +162,19 @@ proptest! {
         }
         prop_assert!(host.run(), "the job's stream comes to its end");
         drop(arrived);
-        of.reap();
-        prop_assert!(of.is_idle());
+        gpu.reap();
+        prop_assert!(gpu.is_idle());
     }
 
     /// Goal: whichever call of the driver fails, a capture is refused or says so when it is read;
     /// it never gives bytes that are not the tensor's, and the device is not used again.
     #[test]
     fn whatever_call_fails_no_wrong_bytes_come(sound in 0usize..16, turns in turns()) {
-        let of = capturer(ROOMY, turns);
+        let gpu = capturer(ROOMY, turns);
         let tensor = Tensor::new(64);
-        of.machine.write(JOB, tensor.address(), vec![9; 64]);
-        of.machine.sound_calls.store(sound, Ordering::SeqCst);
-        let taken = capture(&of, &tensor, 64, Order::Changing(JOB));
+        gpu.machine.write(JOB, tensor.address(), vec![9; 64]);
+        gpu.machine.sound_calls.store(sound, Ordering::SeqCst);
+        let taken = capture(&gpu, &tensor, 64, Order::Changing(JOB));
         let read = taken.map(|arriving| arriving.bytes().map(<[u8]>::to_vec));
         match read {
             Ok(Ok(bytes)) => prop_assert_eq!(bytes, vec![9; 64]),
@@ -181,9 +182,9 @@ proptest! {
             Err(NotTaken::Failed(_)) => {}
             Err(full) => prop_assert!(false, "{}", full),
         }
-        if of.broken() {
-            of.machine.sound_calls.store(usize::MAX, Ordering::SeqCst);
-            prop_assert!(capture(&of, &tensor, 64, Order::Settled).is_err());
+        if gpu.broken() {
+            gpu.machine.sound_calls.store(usize::MAX, Ordering::SeqCst);
+            prop_assert!(capture(&gpu, &tensor, 64, Order::Settled).is_err());
         }
     }
 }
@@ -191,75 +192,77 @@ proptest! {
 /// The training thread is held up by nothing: not by the device, which here does nothing at all.
 #[test]
 fn captures_are_taken_while_the_device_stands_still_and_the_rest_is_refused_at_once() {
-    let of = capturer(Sizes { pinned: 4096, snapshots: 4096 }, Turns::JobFirst);
+    let gpu = capturer(Sizes { pinned: 4096, snapshots: 4096 }, Turns::JobFirst);
     let tensor = Tensor::new(1000);
     let mut taken = Vec::new();
     let refused = loop {
-        match capture(&of, &tensor, 1000, Order::Changing(JOB)) {
+        match capture(&gpu, &tensor, 1000, Order::Changing(JOB)) {
             Ok(arriving) => taken.push(arriving),
             Err(refused) => break refused,
         }
     };
     assert_eq!(taken.len(), 4);
     assert_eq!(refused.to_string(), "no room for 1000 bytes in the 4096 of pinned memory");
-    assert_eq!(of.machine.waits.load(Ordering::SeqCst), 0);
+    assert_eq!(gpu.machine.waits.load(Ordering::SeqCst), 0);
 }
 
 #[test]
 fn a_payload_that_is_dropped_unread_gives_its_memory_back_only_when_the_device_is_done() {
-    let of = capturer(Sizes { pinned: 2048, snapshots: 0 }, Turns::SideFirst);
+    let gpu = capturer(Sizes { pinned: 2048, snapshots: 0 }, Turns::SideFirst);
     let tensor = Tensor::new(1500);
-    drop(capture(&of, &tensor, 1500, Order::Changing(JOB)).unwrap());
-    let again = capture(&of, &tensor, 1500, Order::Changing(JOB));
+    drop(capture(&gpu, &tensor, 1500, Order::Changing(JOB)).unwrap());
+    let again = capture(&gpu, &tensor, 1500, Order::Changing(JOB));
     assert!(matches!(again, Err(NotTaken::Full { .. })), "the device still writes there");
-    assert!(of.machine.run());
-    let arriving = capture(&of, &tensor, 1500, Order::Changing(JOB)).unwrap();
+    assert!(gpu.machine.run());
+    let arriving = capture(&gpu, &tensor, 1500, Order::Changing(JOB)).unwrap();
     assert_holds(&arriving, &[0; 1500]);
     drop(arriving);
-    assert!(of.is_idle());
+    assert!(gpu.is_idle());
 }
 
 /// What a ring of steps keeps for long is pinned memory alone.
 #[test]
 fn a_payload_that_is_kept_holds_nothing_on_the_device_once_it_has_landed() {
     let tensor = Tensor::new(64);
-    let of = capturer(ROOMY, Turns::SideFirst);
-    of.machine.write(JOB, tensor.address(), vec![3; 64]);
+    let gpu = capturer(ROOMY, Turns::SideFirst);
+    gpu.machine.write(JOB, tensor.address(), vec![3; 64]);
     let hold = Hold { address: tensor.address(), bytes: 64 };
-    let arriving = held(&of, &tensor, 64, Order::Changing(JOB), Box::new(hold)).unwrap();
-    assert!(of.machine.run());
-    of.reap();
+    let arriving =
+        capture_holding(&gpu, &tensor, 64, Order::Changing(JOB), Box::new(hold)).unwrap();
+    assert!(gpu.machine.run());
+    gpu.reap();
     assert_eq!(tensor.bytes[0], 0xdddd_dddd_dddd_dddd, "the tensor is let go of");
     assert_holds(&arriving, &[3; 64]);
 }
 
 #[test]
 fn without_room_for_a_snapshot_the_jobs_stream_waits_and_its_thread_does_not() {
-    let of = capturer(NO_SNAPSHOTS, Turns::JobFirst);
+    let gpu = capturer(NO_SNAPSHOTS, Turns::JobFirst);
     let tensor = Tensor::new(64);
-    of.machine.write(JOB, tensor.address(), vec![1; 64]);
-    let arriving = capture(&of, &tensor, 64, Order::Changing(JOB)).unwrap();
-    of.machine.write(JOB, tensor.address(), vec![2; 64]);
-    of.machine.run_stream(JOB);
+    gpu.machine.write(JOB, tensor.address(), vec![1; 64]);
+    let arriving = capture(&gpu, &tensor, 64, Order::Changing(JOB)).unwrap();
+    gpu.machine.write(JOB, tensor.address(), vec![2; 64]);
+    gpu.machine.run_stream(JOB);
     assert_eq!(tensor.bytes[0], 0x0101_0101_0101_0101, "the job is not ahead of the copy");
     assert_holds(&arriving, &[1; 64]);
-    assert!(of.machine.run());
+    assert!(gpu.machine.run());
     assert_eq!(tensor.bytes[0], 0x0202_0202_0202_0202);
 }
 
 /// Sums that the framework computed lie on the device too, and come the same way.
 #[test]
 fn the_frameworks_own_sums_come_along_whatever_box_is_asked_for() {
-    let of = capturer(ROOMY, Turns::SideFirst);
+    let gpu = capturer(ROOMY, Turns::SideFirst);
     let tensor = Tensor::new(64);
     let theirs = Box::new([17u32, 23]);
     let (address, sums) = (tensor.address(), Sums::Framework(theirs.as_ptr() as u64));
     let (order, hold) = (Order::Settled, Box::new(()));
     // SAFETY: both outlive the streams.
-    let arriving = unsafe { of.capture(Source { address, bytes: 64, order, sums, hold }) }.unwrap();
+    let arriving =
+        unsafe { gpu.capture(Source { address, bytes: 64, order, sums, hold }) }.unwrap();
     assert!(arriving.framework_sums());
-    let found = arriving.fingerprint(Dtype::F32, &IndexBox(vec![(0, 16)]));
-    assert_eq!(found, Some(Fingerprint(17, 23)));
+    let fingerprint = arriving.fingerprint(Dtype::F32, &IndexBox(vec![(0, 16)]));
+    assert_eq!(fingerprint, Some(Fingerprint(17, 23)));
 }
 
 /// The capture of a whole box of bytes, checked as the tape checks it.
@@ -273,15 +276,15 @@ fn checked(payload: ArrivingBytes<Host>, located: Located) -> Capture {
 
 #[test]
 fn a_copy_that_goes_wrong_does_not_agree_with_what_the_device_held() {
-    let of = capturer(ROOMY, Turns::SideFirst);
+    let gpu = capturer(ROOMY, Turns::SideFirst);
     let tensor = Tensor::new(64);
     let true_sums = Fingerprint::of(Dtype::U8, &place_of(64), &[0; 64]);
     for wrong in [false, true] {
-        of.machine.wrong.store(wrong, Ordering::SeqCst);
-        let before = of.machine.waits.load(Ordering::SeqCst);
-        let arriving = capture(&of, &tensor, 64, Order::Made(JOB)).unwrap();
+        gpu.machine.wrong.store(wrong, Ordering::SeqCst);
+        let before = gpu.machine.waits.load(Ordering::SeqCst);
+        let arriving = capture(&gpu, &tensor, 64, Order::Made(JOB)).unwrap();
         let checked = checked(arriving, Located::ByBox);
-        assert_eq!(of.machine.waits.load(Ordering::SeqCst), before, "the check waits for nothing");
+        assert_eq!(gpu.machine.waits.load(Ordering::SeqCst), before, "the check waits for nothing");
         let bytes = checked.payload.bytes().unwrap();
         let measured = measure(&checked, bytes);
         assert_eq!(measured.fingerprint, true_sums);
@@ -294,11 +297,11 @@ fn a_copy_that_goes_wrong_does_not_agree_with_what_the_device_held() {
 /// torch's own indices prove the place; sums of another box than they say are not taken.
 #[test]
 fn sums_stand_only_for_the_positions_that_they_were_computed_at() {
-    let of = capturer(ROOMY, Turns::SideFirst);
+    let gpu = capturer(ROOMY, Turns::SideFirst);
     let tensor = Tensor::new(64);
-    of.machine.write(JOB, tensor.address(), (0..64).collect());
+    gpu.machine.write(JOB, tensor.address(), (0..64).collect());
     for (runs, source_box) in [((5, 69), (5, 69)), ((6, 70), (6, 70))] {
-        let arriving = capture(&of, &tensor, 64, Order::Made(JOB)).unwrap();
+        let arriving = capture(&gpu, &tensor, 64, Order::Made(JOB)).unwrap();
         let checked = checked(arriving, Located::ByIndices(vec![vec![runs]]));
         let bytes = checked.payload.bytes().unwrap();
         let measured = measure(&checked, bytes);
@@ -312,12 +315,12 @@ fn sums_stand_only_for_the_positions_that_they_were_computed_at() {
 fn a_device_that_copies_a_known_pattern_wrong_is_not_used() {
     for turns in [Turns::SideFirst, Turns::JobFirst] {
         for sizes in [ROOMY, NO_SNAPSHOTS] {
-            let of = capturer(sizes, turns);
-            assert_eq!(probe(&of), Ok(()));
-            of.reap();
-            assert!(of.is_idle());
-            of.machine.wrong.store(true, Ordering::SeqCst);
-            let refused = probe(&of).unwrap_err().to_string();
+            let gpu = capturer(sizes, turns);
+            assert_eq!(probe(&gpu), Ok(()));
+            gpu.reap();
+            assert!(gpu.is_idle());
+            gpu.machine.wrong.store(true, Ordering::SeqCst);
+            let refused = probe(&gpu).unwrap_err().to_string();
             assert!(refused.ends_with("other bytes came over"), "{refused}");
         }
     }
@@ -333,12 +336,13 @@ fn what_the_kernel_cannot_read_is_fingerprinted_by_the_recorder() {
     assert!(refused(Dtype::F32, IndexBox(vec![(0, 0)]), 8));
     assert!(refused(Dtype::F32, IndexBox(vec![(0, 4)]), 6));
     assert!(refused(Dtype::U8, IndexBox(vec![(0, u64::MAX), (0, 4)]), 8));
-    let of = capturer(ROOMY, Turns::SideFirst);
+    let gpu = capturer(ROOMY, Turns::SideFirst);
     let tensor = Tensor::new(64);
     let sums = Sums::Device(Dtype::U8, IndexBox(vec![(0, 63)]));
     let (address, order, hold) = (tensor.address(), Order::Settled, Box::new(()));
     // SAFETY: the tensor outlives the streams.
-    let arriving = unsafe { of.capture(Source { address, bytes: 64, order, sums, hold }) }.unwrap();
+    let arriving =
+        unsafe { gpu.capture(Source { address, bytes: 64, order, sums, hold }) }.unwrap();
     assert_eq!(arriving.fingerprint(Dtype::U8, &IndexBox(vec![(0, 63)])), None);
     assert_eq!(arriving.bytes().unwrap(), [0; 64]);
 }

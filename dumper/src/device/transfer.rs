@@ -14,7 +14,7 @@ use crate::capture::Payload;
 use crate::ranges::Range;
 
 /// What the device may read or write until the copy is done.
-pub(super) struct Held<E> {
+pub(super) struct Holdings<E> {
     pub(super) hold: Box<dyn Send>,
     pub(super) snapshot: Option<Range>,
     pub(super) sums: Range,
@@ -41,7 +41,7 @@ pub(super) struct Transfer<M: Machine> {
     summed: Summed,
     /// True where the sums are copied too.
     fetched: AtomicBool,
-    held: Mutex<Option<Held<M::Event>>>,
+    holdings: Mutex<Option<Holdings<M::Event>>>,
     /// Whether the work ended well, once that is known.
     outcome: OnceLock<Result<(), DeviceError>>,
 }
@@ -52,7 +52,7 @@ impl<M: Machine> Transfer<M> {
         pinned: Range,
         bytes: usize,
         summed: Summed,
-        held: Held<M::Event>,
+        holdings: Holdings<M::Event>,
     ) -> Transfer<M> {
         Transfer {
             done,
@@ -60,7 +60,7 @@ impl<M: Machine> Transfer<M> {
             bytes,
             summed,
             fetched: AtomicBool::new(false),
-            held: Mutex::new(Some(held)),
+            holdings: Mutex::new(Some(holdings)),
             outcome: OnceLock::new(),
         }
     }
@@ -79,8 +79,8 @@ impl<M: Machine> Transfer<M> {
         self.bytes.next_multiple_of(SUMS_BYTES)
     }
 
-    pub(super) fn held(&self) -> MutexGuard<'_, Option<Held<M::Event>>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn holdings(&self) -> MutexGuard<'_, Option<Holdings<M::Event>>> {
+        self.holdings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes that the sums are copied too.
@@ -107,12 +107,12 @@ impl<M: Machine> Transfer<M> {
 
     /// Lets go of the memory that is held on the device, which has finished or failed for good.
     pub(super) fn release(&self) {
-        let Some(held) = self.held().take() else { return };
+        let Some(holdings) = self.holdings().take() else { return };
         if !matches!(self.outcome.get(), Some(Ok(()))) {
             // After a failure it is not known whether the device still uses these.
-            std::mem::forget((held.snapshot, held.sums));
+            std::mem::forget((holdings.snapshot, holdings.sums));
         }
-        drop(held.hold);
+        drop(holdings.hold);
     }
 }
 
@@ -129,13 +129,13 @@ impl<M: Machine> Drop for Transfer<M> {
 
 /// The bytes of a capture. The recorder's thread waits for them when it first reads them.
 pub(super) struct ArrivingBytes<M: Machine> {
-    of: Arc<Capturer<M>>,
+    capturer: Arc<Capturer<M>>,
     transfer: Arc<Transfer<M>>,
 }
 
 impl<M: Machine> ArrivingBytes<M> {
-    pub(super) fn new(of: Arc<Capturer<M>>, transfer: Arc<Transfer<M>>) -> ArrivingBytes<M> {
-        ArrivingBytes { of, transfer }
+    pub(super) fn new(capturer: Arc<Capturer<M>>, transfer: Arc<Transfer<M>>) -> ArrivingBytes<M> {
+        ArrivingBytes { capturer, transfer }
     }
 
     /// True where the framework's own sums come along.
@@ -150,13 +150,13 @@ impl<M: Machine> Payload for ArrivingBytes<M> {
     }
 
     fn bytes(&self) -> Result<&[u8], String> {
-        let done = self.transfer.wait(&self.of.machine);
-        self.of.reap();
+        let done = self.transfer.wait(&self.capturer.machine);
+        self.capturer.reap();
         done.map_err(|error| {
-            self.of.give_up();
+            self.capturer.give_up();
             error.to_string()
         })?;
-        let start = self.of.pinned_address(&self.transfer, 0);
+        let start = self.capturer.pinned_address(&self.transfer, 0);
         // SAFETY: the range is inside the pinned memory, which lives as long as the machine that
         // `of` holds; nobody else has it before the transfer is dropped, and the copy is done.
         Ok(unsafe { std::slice::from_raw_parts(start, self.transfer.bytes) })
@@ -172,8 +172,9 @@ impl<M: Machine> Payload for ArrivingBytes<M> {
         if !(theirs && fetched && self.bytes().is_ok()) {
             return None;
         }
-        let at = self.of.pinned_address(&self.transfer, self.transfer.sums_offset()).cast::<u32>();
+        let sums =
+            self.capturer.pinned_address(&self.transfer, self.transfer.sums_offset()).cast::<u32>();
         // SAFETY: as in `bytes`; the two sums lie behind the bytes, at a multiple of 8.
-        Some(unsafe { Fingerprint(at.read(), at.add(1).read()) })
+        Some(unsafe { Fingerprint(sums.read(), sums.add(1).read()) })
     }
 }

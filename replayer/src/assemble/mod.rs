@@ -55,9 +55,9 @@ pub fn in_place<'a>(
             (info.shards.clone(), IndexBox::whole(&info.shape))
         }
         Some(rank) => {
-            let held = addends_of(dump, key, &[rank]).ok()?.1;
-            let [place] = &distinct_boxes(dump, &held)[..] else { return None };
-            (held, place.clone())
+            let shards = addends_of(dump, key, &[rank]).ok()?.1;
+            let [place] = &distinct_boxes(dump, &shards)[..] else { return None };
+            (shards, place.clone())
         }
     };
     match &choose(dump, &shards, &place)[..] {
@@ -93,8 +93,8 @@ pub fn addend_of(
     ranks: &[Rank],
 ) -> Result<Tensor, AssembleError> {
     let rank = ranks.first().copied().unwrap_or(Rank(0));
-    let (info, held) = addends_of(dump, key, ranks)?;
-    let boxes = distinct_boxes(dump, &held);
+    let (info, shards) = addends_of(dump, key, ranks)?;
+    let boxes = distinct_boxes(dump, &shards);
     let around = IndexBox(
         (0..info.shape.len())
             .map(|dim| {
@@ -107,7 +107,7 @@ pub fn addend_of(
     if !open.is_empty() {
         return Err(AssembleError::Scattered { key: key.clone(), rank, boxes: boxes.len() });
     }
-    fill(dump, key, info.dtype, &held, around)
+    fill(dump, key, info.dtype, &shards, around)
 }
 
 /// One rank's addend of a partial tensor, box by box in the order of their places. For layouts
@@ -117,15 +117,15 @@ pub fn addend_parts(
     key: &TensorKey,
     rank: Rank,
 ) -> Result<Vec<Tensor>, AssembleError> {
-    let (info, held) = addends_of(dump, key, &[rank])?;
-    let parts = distinct_boxes(dump, &held).into_iter();
-    parts.map(|place| fill(dump, key, info.dtype, &held, place)).collect()
+    let (info, shards) = addends_of(dump, key, &[rank])?;
+    let parts = distinct_boxes(dump, &shards).into_iter();
+    parts.map(|place| fill(dump, key, info.dtype, &shards, place)).collect()
 }
 
 /// Ranks that hold an addend of a partial tensor (or a shard of any other).
 pub fn holders(dump: &StepDump, key: &TensorKey) -> Vec<Rank> {
     let Some(info) = dump.tensors().get(key) else { return Vec::new() };
-    let records = info.shards.iter().map(|at| dump.record(at));
+    let records = info.shards.iter().map(|shard| dump.record(shard));
     // Ranks along a mesh axis that replicates hold the same addend, which counts once.
     let counted = records.filter(|record| info.partial.is_none() || record.replica == 0);
     let mut ranks: Vec<Rank> = counted.map(|record| record.rank).collect();
@@ -170,17 +170,17 @@ fn addends_of<'a>(
     if info.partial.is_none() {
         return Err(AssembleError::Values { key: key.clone() });
     }
-    let own = info.shards.iter().filter(|at| ranks.contains(&dump.record(at).rank));
-    let held: Vec<ShardRef> = own.copied().collect();
-    if held.is_empty() {
+    let of_ranks = info.shards.iter().filter(|shard| ranks.contains(&dump.record(shard).rank));
+    let shards: Vec<ShardRef> = of_ranks.copied().collect();
+    if shards.is_empty() {
         let rank = ranks.first().copied().unwrap_or(Rank(0));
         return Err(AssembleError::NoAddend { key: key.clone(), rank, ranks: holders(dump, key) });
     }
-    Ok((info, held))
+    Ok((info, shards))
 }
 
 fn distinct_boxes(dump: &StepDump, shards: &[ShardRef]) -> Vec<IndexBox> {
-    let places = shards.iter().map(|at| dump.record(at).place.clone());
+    let places = shards.iter().map(|shard| dump.record(shard).place.clone());
     let mut boxes: Vec<IndexBox> = places.collect();
     boxes.sort();
     boxes.dedup();
@@ -217,8 +217,9 @@ fn fill(
     let wanted = place.elements().and_then(|n| n.checked_mul(width as u64));
     // The boxes cover the tensor, so its size is at most that of their bytes: a wrong record cannot
     // cause an allocation larger than the files.
-    let held: u128 = sources.iter().map(|source| source.bytes.len() as u128).sum();
-    let (true, Some(bytes)) = (open.is_empty(), wanted.filter(|&n| u128::from(n) <= held)) else {
+    let stored_bytes: u128 = sources.iter().map(|source| source.bytes.len() as u128).sum();
+    let (true, Some(bytes)) = (open.is_empty(), wanted.filter(|&n| u128::from(n) <= stored_bytes))
+    else {
         let incomplete = incomplete(dump, key, shards, &place, open);
         return Err(AssembleError::Incomplete(Box::new(incomplete)));
     };
@@ -233,19 +234,19 @@ fn fill(
 /// One intact shard for every distinct box that intersects `place`: the lowest replica whose bytes
 /// are there and have the right hash.
 fn choose<'a>(dump: &'a StepDump, shards: &[ShardRef], place: &IndexBox) -> Vec<Source<'a>> {
-    let reaching = shards.iter().filter(|at| intersect(&dump.record(at).place, place));
+    let reaching = shards.iter().filter(|shard| intersect(&dump.record(shard).place, place));
     let mut reaching: Vec<ShardRef> = reaching.copied().collect();
     // Shards of files without a fault come first, though intact shards of faulty files would do.
-    reaching.sort_by_cached_key(|at| {
-        let record = dump.record(at);
-        let faulty = dump.file_of(at).faulty();
-        (record.place.clone(), faulty, record.replica, record.rank, *at)
+    reaching.sort_by_cached_key(|shard| {
+        let record = dump.record(shard);
+        let faulty = dump.file_of(shard).faulty();
+        (record.place.clone(), faulty, record.replica, record.rank, *shard)
     });
     let same_box = |a: &ShardRef, b: &ShardRef| dump.record(a).place == dump.record(b).place;
     let replicas: Vec<&[ShardRef]> = reaching.chunk_by(same_box).collect();
     let first_intact = |replicas: &&[ShardRef]| {
-        replicas.iter().find_map(|at| {
-            let (place, bytes) = (&dump.record(at).place, dump.intact_bytes(at)?);
+        replicas.iter().find_map(|shard| {
+            let (place, bytes) = (&dump.record(shard).place, dump.intact_bytes(shard)?);
             Some(Source { place, bytes })
         })
     };
@@ -261,17 +262,22 @@ fn copy_all(place: &IndexBox, sources: &[Source<'_>], mut target: &mut [u8], wid
     }
     for piece in pieces(place, width) {
         let elements: u64 = piece.0.iter().map(|(lo, hi)| hi - lo).product();
-        let (own, rest) = target.split_at_mut(elements as usize * width);
-        work.push((piece, own));
+        let (target_of_piece, rest) = target.split_at_mut(elements as usize * width);
+        work.push((piece, target_of_piece));
         target = rest;
     }
-    work.into_par_iter().for_each(|(piece, own)| {
+    work.into_par_iter().for_each(|(piece, target_of_piece)| {
         for source in sources {
             if !intersect(source.place, &piece) {
                 continue;
             }
             if let Some(shared) = source.place.intersection(&piece) {
-                region::copy(&shared, (source.place, source.bytes), (&piece, own), width);
+                region::copy(
+                    &shared,
+                    (source.place, source.bytes),
+                    (&piece, target_of_piece),
+                    width,
+                );
             }
         }
     });
@@ -301,11 +307,11 @@ fn incomplete(
     let open: Vec<IndexBox> = open.into_iter().map(back).collect();
     let lost: Vec<&ShardRef> = shards
         .iter()
-        .filter(|at| open.iter().any(|gap| intersect(gap, &dump.record(at).place)))
+        .filter(|shard| open.iter().any(|gap| intersect(gap, &dump.record(shard).place)))
         .collect();
-    let mut ranks: Vec<Rank> = lost.iter().map(|at| dump.record(at).rank).collect();
+    let mut ranks: Vec<Rank> = lost.iter().map(|shard| dump.record(shard).rank).collect();
     ranks.dedup();
-    let mut faults: Vec<String> = lost.iter().map(|at| why_lost(dump, at)).collect();
+    let mut faults: Vec<String> = lost.iter().map(|shard| why_lost(dump, shard)).collect();
     faults.sort();
     faults.dedup();
     let missing_ranks = match &dump.state {
@@ -316,8 +322,8 @@ fn incomplete(
 }
 
 /// Why a shard's bytes cannot be used.
-fn why_lost(dump: &StepDump, at: &ShardRef) -> String {
-    let path = dump.file_of(at).path();
+fn why_lost(dump: &StepDump, shard: &ShardRef) -> String {
+    let path = dump.file_of(shard).path();
     match dump.faults().iter().find(|fault| fault.file == path) {
         Some(fault) => fault.sentence.clone(),
         None => {

@@ -19,10 +19,10 @@ pub(crate) fn pieces(place: &IndexBox, width: usize) -> Vec<IndexBox> {
     pieces
 }
 
-fn cut(place: IndexBox, dim: usize, width: u64, found: &mut Vec<IndexBox>) {
+fn cut(place: IndexBox, dim: usize, width: u64, pieces: &mut Vec<IndexBox>) {
     let inner = |from: usize| place.0[from..].iter().map(|(lo, hi)| hi - lo).product::<u64>();
     if dim == place.0.len() || inner(dim) * width <= PIECE_BYTES {
-        found.push(place);
+        pieces.push(place);
         return;
     }
     let (lo, hi) = place.0[dim];
@@ -35,8 +35,8 @@ fn cut(place: IndexBox, dim: usize, width: u64, found: &mut Vec<IndexBox>) {
         piece.0[dim] = (start, end);
         // A row that is too large on its own is cut along the next dimension.
         match end - start == 1 {
-            true => cut(piece, dim + 1, width, found),
-            false => found.push(piece),
+            true => cut(piece, dim + 1, width, pieces),
+            false => pieces.push(piece),
         }
         start = end;
     }

@@ -60,9 +60,9 @@ pub fn boxes_of(shape: &[u64], range: Range<u64>) -> Vec<IndexBox> {
     boxes
 }
 
-fn cut(outer: &mut Vec<(u64, u64)>, shape: &[u64], range: Range<u64>, found: &mut Vec<IndexBox>) {
+fn cut(outer: &mut Vec<(u64, u64)>, shape: &[u64], range: Range<u64>, boxes: &mut Vec<IndexBox>) {
     let Some((_, inner)) = shape.split_first() else {
-        found.push(IndexBox(outer.clone()));
+        boxes.push(IndexBox(outer.clone()));
         return;
     };
     let stride: u64 = inner.iter().product();
@@ -72,12 +72,12 @@ fn cut(outer: &mut Vec<(u64, u64)>, shape: &[u64], range: Range<u64>, found: &mu
         if start.is_multiple_of(stride) && range.end - start >= stride {
             let last = range.end / stride;
             let whole = inner.iter().map(|&n| (0, n));
-            found.push(IndexBox(outer.iter().copied().chain([(row, last)]).chain(whole).collect()));
+            boxes.push(IndexBox(outer.iter().copied().chain([(row, last)]).chain(whole).collect()));
             start = last * stride;
         } else {
             let end = range.end.min((row + 1) * stride);
             outer.push((row, row + 1));
-            cut(outer, inner, start - row * stride..end - row * stride, found);
+            cut(outer, inner, start - row * stride..end - row * stride, boxes);
             outer.pop();
             start = end;
         }
@@ -87,11 +87,11 @@ fn cut(outer: &mut Vec<(u64, u64)>, shape: &[u64], range: Range<u64>, found: &mu
 /// The bytes of a box, if they are contiguous in one intact shard.
 fn in_one_shard<'a>(dump: &'a StepDump, key: &TensorKey, place: &IndexBox) -> Option<&'a [u8]> {
     let info = &dump.tensors()[key];
-    info.shards.iter().find_map(|at| {
-        let record = dump.record(at);
+    info.shards.iter().find_map(|shard| {
+        let record = dump.record(shard);
         let offset = offset(place, &record.place)? * record.dtype.width();
         let length = place.elements()? as usize * record.dtype.width();
-        dump.intact_bytes(at)?.get(offset..offset + length)
+        dump.intact_bytes(shard)?.get(offset..offset + length)
     })
 }
 
@@ -117,11 +117,11 @@ mod tests {
     use super::*;
 
     fn flat(place: &IndexBox, shape: &[u64]) -> Vec<u64> {
-        let mut found = vec![0];
+        let mut positions = vec![0];
         for (&(lo, hi), &n) in place.0.iter().zip(shape) {
-            found = found.iter().flat_map(|at| (lo..hi).map(move |i| at * n + i)).collect();
+            positions = positions.iter().flat_map(|at| (lo..hi).map(move |i| at * n + i)).collect();
         }
-        found
+        positions
     }
 
     #[test]
@@ -131,8 +131,8 @@ mod tests {
             for start in 0..all {
                 for end in start + 1..=all {
                     let boxes = boxes_of(&shape, start..end);
-                    let found: Vec<u64> = boxes.iter().flat_map(|b| flat(b, &shape)).collect();
-                    assert_eq!(found, (start..end).collect::<Vec<_>>(), "{shape:?}");
+                    let positions: Vec<u64> = boxes.iter().flat_map(|b| flat(b, &shape)).collect();
+                    assert_eq!(positions, (start..end).collect::<Vec<_>>(), "{shape:?}");
                     assert!(boxes.len() <= (2 * shape.len()).max(1), "{shape:?} {boxes:?}");
                 }
             }
@@ -156,17 +156,18 @@ mod tests {
             ranges(5).flat_map(|a| ranges(3).flat_map(move |b| ranges(4).map(move |c| (a, (b, c)))))
         {
             let place = IndexBox(vec![a, b, c]);
-            let mut at = Vec::new();
+            let mut offsets = Vec::new();
             for i in a.0..a.1 {
                 for j in b.0..b.1 {
-                    (c.0..c.1).for_each(|k| at.push(position(&[i, j, k])));
+                    (c.0..c.1).for_each(|k| offsets.push(position(&[i, j, k])));
                 }
             }
-            let run = at.iter().enumerate().all(|(n, p)| *p == at[0].map(|first| first + n));
-            let wanted = if run { at[0] } else { None };
+            let run =
+                offsets.iter().enumerate().all(|(n, p)| *p == offsets[0].map(|first| first + n));
+            let wanted = if run { offsets[0] } else { None };
             // `offset` may miss a contiguous box, but never returns a wrong position.
-            let found = offset(&place, &shard);
-            assert!(found == wanted || found.is_none(), "{place} {found:?} {wanted:?}");
+            let borrowed = offset(&place, &shard);
+            assert!(borrowed == wanted || borrowed.is_none(), "{place} {borrowed:?} {wanted:?}");
         }
         assert_eq!(offset(&IndexBox(vec![(2, 3), (1, 3), (2, 4)]), &shard), Some(8));
     }

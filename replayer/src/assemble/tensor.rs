@@ -107,8 +107,8 @@ impl Tensor {
         let width = self.shape.last().map_or(1, |&n| n as usize) * self.dtype.width();
         let mut buffer = Buffer::zeroed(self.bytes().len())?;
         let rows = self.bytes().len().checked_div(width).unwrap_or(0);
-        for (at, target) in buffer.bytes_mut().chunks_exact_mut(width.max(1)).enumerate() {
-            match row(at) {
+        for (index, target) in buffer.bytes_mut().chunks_exact_mut(width.max(1)).enumerate() {
+            match row(index) {
                 Row::From(from) if from < rows => {
                     target.copy_from_slice(&self.bytes()[from * width..(from + 1) * width]);
                 }

@@ -8,7 +8,7 @@ use backtape::placement::Reduction;
 use proptest::prelude::*;
 
 use super::*;
-use crate::dump::fixture::{Held, commit, held, key, naive_cut, noise, slabs};
+use crate::dump::fixture::{FixtureShard, commit, fixture_shard, key, naive_cut, noise, slabs};
 
 /// A tensor cut at random, with the array that assembly must give back.
 #[derive(Clone, Debug)]
@@ -51,16 +51,16 @@ pub(crate) fn cut() -> impl Strategy<Value = Cut> {
     (shape, splits, holders, dtype, any::<u64>())
         .prop_map(|(shape, splits, holders, dtype, seed)| {
             let mut boxes = vec![IndexBox::whole(&shape)];
-            for (which, dim, at) in splits {
+            for (which, dim, position) in splits {
                 if shape.is_empty() {
                     break;
                 }
                 let (which, dim) = (which % boxes.len(), dim % shape.len());
                 let (lo, hi) = boxes[which].0[dim];
-                let at = lo + at % (hi - lo + 1);
+                let middle = lo + position % (hi - lo + 1);
                 let mut rest = boxes[which].clone();
-                boxes[which].0[dim] = (lo, at);
-                rest.0[dim] = (at, hi);
+                boxes[which].0[dim] = (lo, middle);
+                rest.0[dim] = (middle, hi);
                 boxes.push(rest);
             }
             boxes.sort();
@@ -79,16 +79,16 @@ pub(crate) fn cut() -> impl Strategy<Value = Cut> {
 }
 
 impl Cut {
-    pub(crate) fn held(&self, name: &str) -> Vec<Held> {
+    pub(crate) fn fixture_shards(&self, name: &str) -> Vec<FixtureShard> {
         let width = self.dtype.width();
-        let one = |(place, rank, replica): &(IndexBox, u32, u32)| {
+        let held_shard = |(place, rank, replica): &(IndexBox, u32, u32)| {
             let bytes = naive_cut(&self.shape, &self.whole, place, width);
             let global = (self.dtype, self.shape.as_slice());
-            let mut shard = held(&key(name), global, place.clone(), *rank, bytes);
+            let mut shard = fixture_shard(&key(name), global, place.clone(), *rank, bytes);
             shard.record.replica = *replica;
             shard
         };
-        self.shards.iter().map(one).collect()
+        self.shards.iter().map(held_shard).collect()
     }
 }
 
@@ -104,9 +104,9 @@ proptest! {
         corner in proptest::collection::vec((any::<u64>(), any::<u64>()), 4),
         victim in any::<proptest::sample::Index>(),
     ) {
-        let mut shards = cut.held("q");
+        let mut shards = cut.fixture_shards("q");
         let victim = victim.index(shards.len());
-        let same = |shard: &&Held| shard.record.place == shards[victim].record.place;
+        let same = |shard: &&FixtureShard| shard.record.place == shards[victim].record.place;
         if shards.iter().filter(same).count() > 1 && !shards[victim].bytes.is_empty() {
             // The record has the hash of the right bytes, but other bytes are written to the file.
             shards[victim].bytes[0] ^= 1;
@@ -144,7 +144,7 @@ fn large_tensors_come_out_the_same_under_any_number_of_threads() {
             let mut place = IndexBox::whole(&shape);
             place.0[long] = (ends[0], ends[1]);
             let bytes = naive_cut(&shape, &whole, &place, 4);
-            shards.push(held(&key("q"), (Dtype::F32, &shape), place, rank as u32, bytes));
+            shards.push(fixture_shard(&key("q"), (Dtype::F32, &shape), place, rank as u32, bytes));
         }
         let dump = commit(shards, 5).open();
         for threads in [1, 2, 7] {
@@ -194,7 +194,7 @@ fn a_record_that_claims_a_huge_tensor_allocates_nothing() {
     for shape in [vec![1 << 62, 1 << 62], vec![1 << 45], vec![u64::MAX, 2, 0]] {
         let place = IndexBox(shape.iter().map(|&n| (0, n.min(2))).collect());
         let length = place.elements().unwrap() as usize;
-        let shard = held(&key("q"), (Dtype::U8, &shape), place, 0, vec![7; length]);
+        let shard = fixture_shard(&key("q"), (Dtype::U8, &shape), place, 0, vec![7; length]);
         let dump = commit(vec![shard], 1).open();
         let error = assemble(&dump, &key("q")).unwrap_err();
         assert!(matches!(error, AssembleError::Incomplete(_)), "{shape:?}: {error}");
@@ -229,7 +229,8 @@ fn an_addend_is_one_ranks_own_and_never_mixed_with_anothers() {
     let place = |rows: (u64, u64)| IndexBox(vec![rows, (0, 3)]);
     let part = |rank: usize, rows: (u64, u64)| {
         let bytes = naive_cut(&shape, &addends[rank], &place(rows), 4);
-        let mut shard = held(&key("dk"), (Dtype::F32, &shape), place(rows), rank as u32, bytes);
+        let mut shard =
+            fixture_shard(&key("dk"), (Dtype::F32, &shape), place(rows), rank as u32, bytes);
         shard.record.partial = Some(Reduction::Sum);
         shard
     };
@@ -258,7 +259,7 @@ fn an_addend_is_one_ranks_own_and_never_mixed_with_anothers() {
 #[test]
 fn a_view_is_given_for_its_own_dtype_alone() {
     let bytes: Vec<u8> = [1.5f32, -2.0].iter().flat_map(|x| x.to_le_bytes()).collect();
-    let shard = held(&key("q"), (Dtype::F32, &[2]), IndexBox::whole(&[2]), 0, bytes);
+    let shard = fixture_shard(&key("q"), (Dtype::F32, &[2]), IndexBox::whole(&[2]), 0, bytes);
     let dump = commit(vec![shard], 1).open();
     let tensor = assemble(&dump, &key("q")).unwrap();
     assert_eq!(tensor.f32(), Some(&[1.5, -2.0][..]));

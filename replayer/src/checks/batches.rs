@@ -20,7 +20,7 @@ use backtape::role::Role;
 
 use super::surprisal::Stock;
 use super::tokens::{Batch, batches, is_input, is_labels, rows_of_q};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::name_ranks;
 use crate::number::plural;
@@ -29,7 +29,7 @@ use crate::number::plural;
 const NAMED: usize = 6;
 
 /// A batch, and the step and microbatch in which it was held.
-struct Held<'a> {
+struct RecordedBatch<'a> {
     step: u64,
     microbatch: Option<Microbatch>,
     batch: Batch<'a>,
@@ -45,9 +45,9 @@ struct Row {
     row: usize,
 }
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
-    let mut named: BTreeMap<&str, Vec<Held<'_>>> = BTreeMap::new();
-    let mut of_q: BTreeMap<&str, Vec<Held<'_>>> = BTreeMap::new();
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
+    let mut named: BTreeMap<&str, Vec<RecordedBatch<'_>>> = BTreeMap::new();
+    let mut of_q: BTreeMap<&str, Vec<RecordedBatch<'_>>> = BTreeMap::new();
     for subject in subjects {
         for (key, info) in subject.dump.tensors() {
             let into = match info.role {
@@ -60,25 +60,26 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
                 _ => batches(subject, info),
             };
             let (step, microbatch) = (subject.dump.step.0, key.microbatch);
-            let held = batches.into_iter().map(|batch| Held { step, microbatch, batch });
-            into.entry(key.tensor.as_str()).or_default().extend(held);
+            let recorded =
+                batches.into_iter().map(|batch| RecordedBatch { step, microbatch, batch });
+            into.entry(key.tensor.as_str()).or_default().extend(recorded);
         }
     }
     if named.is_empty() {
-        found.skip("token ids", "neither labels nor integer inputs were recorded");
+        results.skip("token ids", "neither labels nor integer inputs were recorded");
         named = of_q;
     }
     // Two tests, of batches and of sequences, for every tensor.
     let tests = 2 * named.len().max(1);
     let policy = subjects.iter().filter_map(Subject::head).any(|head| head.loss == Loss::Grpo);
-    for (name, held) in &named {
-        if held.len() > 1 || held.iter().any(|batch| symbols(&batch.batch).0 > 1) {
-            found.looked();
-            tensor(name, held, tests, policy, found);
+    for (name, batches) in &named {
+        if batches.len() > 1 || batches.iter().any(|batch| symbols(&batch.batch).0 > 1) {
+            results.looked();
+            tensor(name, batches, tests, policy, results);
         }
     }
-    if found.looked_at == 0 {
-        found.skip("equal batches", "only one sequence was recorded");
+    if results.looked_at == 0 {
+        results.skip("equal batches", "only one sequence was recorded");
     }
 }
 
@@ -114,8 +115,14 @@ fn row_key(batch: &Batch<'_>, row: usize) -> Sequence {
     (ContentHash::of(bytes).0, start, length)
 }
 
-fn tensor(name: &str, held: &[Held<'_>], tests: usize, policy: bool, found: &mut Found) {
-    let keys: Vec<Vec<Sequence>> = held
+fn tensor(
+    name: &str,
+    batches: &[RecordedBatch<'_>],
+    tests: usize,
+    policy: bool,
+    results: &mut CheckResults,
+) {
+    let keys: Vec<Vec<Sequence>> = batches
         .iter()
         .map(|batch| (0..symbols(&batch.batch).0).map(|row| row_key(&batch.batch, row)).collect())
         .collect();
@@ -128,10 +135,10 @@ fn tensor(name: &str, held: &[Held<'_>], tests: usize, policy: bool, found: &mut
     if classes.values().all(|rows| rows.len() < 2) {
         return;
     }
-    let bits = surprisals_of(held, &classes);
+    let bits = surprisals_of(batches, &classes);
     let sequences: usize = keys.iter().map(Vec::len).sum();
-    let whole = equal_batches(&keys, &bits, needed(held.len(), tests));
-    report_batches(name, held, &whole, policy, found);
+    let whole = equal_batches(&keys, &bits, needed(batches.len(), tests));
+    report_batches(name, batches, &whole, policy, results);
     let again: BTreeSet<usize> =
         whole.iter().flat_map(|(class, _)| class.iter().skip(1)).copied().collect();
     let enough = needed(sequences, tests);
@@ -146,7 +153,7 @@ fn tensor(name: &str, held: &[Held<'_>], tests: usize, policy: bool, found: &mut
     }
     // Sorted by place, so that the order does not depend on hashes.
     repeats.sort_by_key(|(rows, _)| (rows[0].batch, rows[0].row));
-    report_rows(name, held, &repeats, sequences, policy, found);
+    report_rows(name, batches, &repeats, sequences, policy, results);
 }
 
 /// Surprisal in bits above which sequences among so many are not equal by chance.
@@ -157,11 +164,11 @@ fn needed(count: usize, tests: usize) -> f64 {
 
 /// Surprisal in bits of every sequence that occurs more than once.
 fn surprisals_of(
-    held: &[Held<'_>],
+    batches: &[RecordedBatch<'_>],
     classes: &BTreeMap<Sequence, Vec<Row>>,
 ) -> BTreeMap<Sequence, f64> {
     let distinct =
-        classes.values().map(|rows| row_symbols(&held[rows[0].batch].batch, rows[0].row));
+        classes.values().map(|rows| row_symbols(&batches[rows[0].batch].batch, rows[0].row));
     let distinct: Vec<Vec<i64>> = distinct.collect();
     let stock = Stock::new(&distinct);
     let each = classes.iter().zip(&distinct).filter(|((_, rows), _)| rows.len() > 1);
@@ -177,37 +184,37 @@ fn equal_batches(
     needed: f64,
 ) -> Vec<(Vec<usize>, f64)> {
     let mut classes: BTreeMap<Vec<Sequence>, Vec<usize>> = BTreeMap::new();
-    for (at, keys) in keys.iter().enumerate() {
+    for (index, keys) in keys.iter().enumerate() {
         let mut sorted = keys.clone();
         sorted.sort_unstable();
-        classes.entry(sorted).or_default().push(at);
+        classes.entry(sorted).or_default().push(index);
     }
     // The keys are sorted, so that equal ones are neighbours.
     let surprisal = |keys: &[Sequence]| -> f64 {
         let once = keys.chunk_by(|a, b| a == b).filter(|same| same.len() == 1);
         once.map(|same| bits.get(&same[0]).copied().unwrap_or(0.0)).sum()
     };
-    let repeated = classes.into_iter().filter(|(_, held)| held.len() > 1);
+    let repeated = classes.into_iter().filter(|(_, indices)| indices.len() > 1);
     let mut groups: Vec<(Vec<usize>, f64)> =
-        repeated.map(|(keys, held)| (held, surprisal(&keys))).collect();
+        repeated.map(|(keys, indices)| (indices, surprisal(&keys))).collect();
     groups.retain(|(_, bits)| *bits >= needed);
-    groups.sort_by_key(|(held, _)| held[0]);
+    groups.sort_by_key(|(indices, _)| indices[0]);
     groups
 }
 
 fn report_batches(
     name: &str,
-    held: &[Held<'_>],
+    batches: &[RecordedBatch<'_>],
     whole: &[(Vec<usize>, f64)],
     policy: bool,
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let repeats: usize = whole.iter().map(|(class, _)| class.len() - 1).sum();
     let Some(least) = whole.iter().map(|(_, bits)| *bits).reduce(f64::min) else {
         return;
     };
     let names_of_class = |(class, _): &(Vec<usize>, f64)| {
-        let names: Vec<String> = class.iter().take(NAMED).map(|&at| place(&held[at])).collect();
+        let names: Vec<String> = class.iter().take(NAMED).map(|&at| place(&batches[at])).collect();
         let more = class.len().saturating_sub(NAMED);
         let more = if more > 0 { format!(" = {more} more") } else { String::new() };
         names.join(" = ") + &more
@@ -218,7 +225,7 @@ fn report_batches(
     }
     let evidence = format!(
         "{name}: {repeats} of {} repeat another: {}; a batch has at least {least:.0} bits that its peers do not foretell",
-        plural(held.len() as u64, "batch").replace("batchs", "batches"),
+        plural(batches.len() as u64, "batch").replace("batchs", "batches"),
         shown.join("; "),
     );
     let again = whole.iter().flat_map(|(class, _)| class.iter().skip(1));
@@ -229,24 +236,24 @@ fn report_batches(
             "Give each rank, microbatch and step its own part of the data: check the sampler's rank, world size, seed and epoch, and whether an iterator was restarted"
         }
     };
-    let place = common_place(name, held, again.map(|&at| &held[at]));
-    found.add(severity, Some("duplicate-batch"), place, evidence, advice);
+    let place = common_place(name, batches, again.map(|&at| &batches[at]));
+    results.add(severity, Some("duplicate-batch"), place, evidence, advice);
 }
 
 fn report_rows(
     name: &str,
-    held: &[Held<'_>],
+    batches: &[RecordedBatch<'_>],
     repeats: &[(Vec<Row>, f64)],
     sequences: usize,
     policy: bool,
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let again: usize = repeats.iter().map(|(rows, _)| rows.len() - 1).sum();
     let Some(least) = repeats.iter().map(|(_, bits)| *bits).reduce(f64::min) else {
         return;
     };
     let sequence = |row: &Row| {
-        let batch = &held[row.batch];
+        let batch = &batches[row.batch];
         let first = batch.batch.piece.place().0.first().map_or(0, |range| range.0);
         format!("{} row {}", place(batch), first + row.row as u64)
     };
@@ -268,19 +275,19 @@ fn report_rows(
     );
     let severity = if policy { Severity::Note } else { Severity::Warn };
     let all = repeats.iter().flat_map(|(rows, _)| rows.iter().skip(1));
-    let place = common_place(name, held, all.map(|row| &held[row.batch]));
+    let place = common_place(name, batches, all.map(|row| &batches[row.batch]));
     let advice = "Look whether the data hold these documents more than once, or a shard of them is read twice";
-    found.add(severity, Some("duplicate-batch"), place, evidence, advice);
+    results.add(severity, Some("duplicate-batch"), place, evidence, advice);
 }
 
 /// The place of a finding: all ranks, and the step and microbatch if they are the same for all.
 fn common_place<'a, 'b: 'a>(
     name: &str,
-    held: &[Held<'b>],
-    all: impl Iterator<Item = &'a Held<'b>>,
+    batches: &[RecordedBatch<'b>],
+    all: impl Iterator<Item = &'a RecordedBatch<'b>>,
 ) -> Place {
-    let all: Vec<&Held<'_>> = all.collect();
-    let first = all.first().copied().unwrap_or(&held[0]);
+    let all: Vec<&RecordedBatch<'_>> = all.collect();
+    let first = all.first().copied().unwrap_or(&batches[0]);
     let ranks: Vec<_> = all.iter().flat_map(|batch| batch.batch.ranks()).copied().collect();
     let step = all.iter().all(|batch| batch.step == first.step).then_some(first.step);
     let same = all.iter().all(|batch| batch.microbatch == first.microbatch);
@@ -289,7 +296,7 @@ fn common_place<'a, 'b: 'a>(
 }
 
 /// `step 0 microbatch 1 rank 3`.
-fn place(held: &Held<'_>) -> String {
-    let microbatch = held.microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
-    format!("step {}{microbatch} {}", held.step, name_ranks(held.batch.ranks()))
+fn place(batch: &RecordedBatch<'_>) -> String {
+    let microbatch = batch.microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
+    format!("step {}{microbatch} {}", batch.step, name_ranks(batch.batch.ranks()))
 }

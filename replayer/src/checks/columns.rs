@@ -36,13 +36,13 @@ impl Columns {
     }
 
     /// Bits of evidence in a row, over its finite elements that differ from the one before.
-    pub(super) fn told(&self, row: &[u8]) -> f64 {
+    pub(super) fn evidence(&self, row: &[u8]) -> f64 {
         let (width, mut last) = (self.dtype.width(), 0);
-        let tells = |(at, of): (usize, &f64)| {
+        let tells = |(at, share): (usize, &f64)| {
             let bits = bits(row, width, at);
             let tells = kind(self.dtype, bits) == Kind::Finite && bits != last;
             last = bits;
-            if tells { *of } else { 0.0 }
+            if tells { *share } else { 0.0 }
         };
         self.each.iter().enumerate().map(tells).sum()
     }

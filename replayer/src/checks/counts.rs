@@ -15,7 +15,7 @@ use backtape::role::Role;
 
 use super::facts::{Facts, facts, roundoff};
 use super::gradients::number;
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::number::short;
 
 /// Roundings of a term: lse, the label's logit, their difference, its product with the weight.
@@ -26,31 +26,31 @@ const COARSE: f64 = 4.0 / 256.0;
 /// Above this relative error of N, different counts cannot be distinguished.
 const USELESS: f64 = 0.1;
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let what = format!("step {}: the loss's denominator", subject.dump.step);
         let Some(head) = subject.head() else {
-            found.skip(what, "no head was declared");
+            results.skip(what, "no head was declared");
             continue;
         };
         if let Some(why) = unfit(subject, head) {
-            found.skip(what, why);
+            results.skip(what, why);
             continue;
         }
         let each: Result<Vec<Facts>, _> = facts(subject).into_iter().collect();
         let all = match each {
             Ok(all) if all.len() >= head.microbatches as usize => all,
             Ok(_) => {
-                found.skip(what, "fewer microbatches were recorded than the head declares");
+                results.skip(what, "fewer microbatches were recorded than the head declares");
                 continue;
             }
             Err((key, why)) => {
-                found.skip(what, format!("{key}: {why}"));
+                results.skip(what, format!("{key}: {why}"));
                 continue;
             }
         };
         for microbatch_facts in &all {
-            microbatch(subject, head, microbatch_facts, &all, found);
+            microbatch(subject, head, microbatch_facts, &all, results);
         }
     }
 }
@@ -80,23 +80,23 @@ fn microbatch(
     head: &HeadDeclaration,
     facts: &Facts,
     all: &[Facts],
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let tensor = subject.of_role(Role::Loss).find(|(key, _)| key.microbatch == facts.microbatch);
     let Some((key, info)) = tensor else {
-        return found.skip(facts.key.to_string(), "its loss was not recorded");
+        return results.skip(facts.key.to_string(), "its loss was not recorded");
     };
     let Some(loss) = number(subject, info) else {
-        return found.skip(key.to_string(), "the loss is not one number");
+        return results.skip(key.to_string(), "the loss is not one number");
     };
     let Some((sum, error)) = numerator(head, facts) else {
-        return found.skip(key.to_string(), "lse and label_logits were not both recorded");
+        return results.skip(key.to_string(), "lse and label_logits were not both recorded");
     };
     let uncertain = error / sum.abs() + roundoff(info.dtype) + U32;
     if !(uncertain < USELESS) || !loss.is_finite() || loss == 0.0 {
-        return found.skip(key.to_string(), "the sum of the token losses is not certain enough");
+        return results.skip(key.to_string(), "the sum of the token losses is not certain enough");
     }
-    found.looked();
+    results.looked();
     let used = sum / loss;
     let fits = |n: f64| (used / n - 1.0).abs() <= uncertain;
     let declared = declared(head, facts, all);
@@ -109,7 +109,7 @@ fn microbatch(
     if fitting.is_empty() && near {
         return;
     }
-    report(subject, key, (used, declared), &fitting, found);
+    report(subject, key, (used, declared), &fitting, results);
 }
 
 /// The sum of the token losses and its largest error; `None` where lse and the label's logits were
@@ -175,7 +175,7 @@ fn report(
     key: &backtape::shard::TensorKey,
     (used, declared): (f64, f64),
     fitting: &[Count],
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let names: Vec<&str> = fitting.iter().map(|count| count.name).collect();
     let which = match names.is_empty() {
@@ -193,5 +193,5 @@ fn report(
     let severity = if names.is_empty() { Severity::Warn } else { Severity::Fail };
     let place = Place::of(subject).tensor(key);
     let advice = "Divide by what the loss really counts, or declare denominator= and scope= as the job divides";
-    found.add(severity, all.then_some("valid-count"), place, evidence, advice);
+    results.add(severity, all.then_some("valid-count"), place, evidence, advice);
 }

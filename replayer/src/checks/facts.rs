@@ -37,7 +37,7 @@ pub(super) struct Facts {
     pub(super) holder: Vec<usize>,
     pub(super) holders: Vec<Vec<Rank>>,
     /// The tokens of each of `holders`, ascending.
-    pub(super) held: Vec<Vec<usize>>,
+    pub(super) held_tokens: Vec<Vec<usize>>,
 }
 
 /// The facts of each microbatch that has labels, or why its labels cannot be used.
@@ -70,8 +70,8 @@ fn of_labels(subject: &Subject<'_>, key: &TensorKey) -> Result<Facts, String> {
     let roundoff = both.as_ref().map_or(0.0, |((_, a), (_, b))| a.max(*b));
     let likelihood = both.map(|((lse, _), (label_logits, _))| (lse, label_logits));
     let (holder, holders) = holders(subject, key, tokens);
-    let mut held = vec![Vec::new(); holders.len()];
-    holder.iter().enumerate().for_each(|(t, &group)| held[group].push(t));
+    let mut tokens_held = vec![Vec::new(); holders.len()];
+    holder.iter().enumerate().for_each(|(t, &group)| tokens_held[group].push(t));
     Ok(Facts {
         microbatch: key.microbatch,
         key: key.clone(),
@@ -83,7 +83,7 @@ fn of_labels(subject: &Subject<'_>, key: &TensorKey) -> Result<Facts, String> {
         roundoff,
         holder,
         holders,
-        held,
+        held_tokens: tokens_held,
     })
 }
 
@@ -127,19 +127,19 @@ fn shift<T: Copy>(values: &mut [T], sequence: usize, last: T) {
 }
 
 fn holders(subject: &Subject<'_>, key: &TensorKey, tokens: usize) -> (Vec<usize>, Vec<Vec<Rank>>) {
-    let (held, _) = pieces(subject.dump, &subject.dump.tensors()[key]);
+    let (recorded, _) = pieces(subject.dump, &subject.dump.tensors()[key]);
     let mut holder = vec![0; tokens];
     let dims = subject.dump.tensors()[key].shape.len();
-    for (at, piece) in held.iter().enumerate() {
+    for (index, piece) in recorded.iter().enumerate() {
         let (columns, start) = (piece.columns() as u64, piece.column_range().0);
         let row_length = subject.dump.tensors()[key].shape.last().copied().unwrap_or(1);
         for row in 0..piece.rows() {
             let row = piece.global_row(row);
             let first = if dims > 1 { row * row_length + start } else { row };
-            (first..first + columns).for_each(|t| holder[t as usize] = at);
+            (first..first + columns).for_each(|t| holder[t as usize] = index);
         }
     }
-    (holder, held.into_iter().map(|piece| piece.ranks).collect())
+    (holder, recorded.into_iter().map(|piece| piece.ranks).collect())
 }
 
 /// The elements of an integer tensor; `None` for another dtype, or where one does not fit an i64.

@@ -93,7 +93,7 @@ pub struct Finding {
 
 /// The findings of one check while it runs.
 #[derive(Debug)]
-pub struct Found {
+pub struct CheckResults {
     check: &'static str,
     /// The findings in the order in which they were added.
     pub findings: Vec<Finding>,
@@ -103,10 +103,10 @@ pub struct Found {
     pub looked_at: u64,
 }
 
-impl Found {
+impl CheckResults {
     /// No findings yet, for this check.
-    pub fn new(check: &'static str) -> Found {
-        Found { check, findings: Vec::new(), not_checked: Vec::new(), looked_at: 0 }
+    pub fn new(check: &'static str) -> CheckResults {
+        CheckResults { check, findings: Vec::new(), not_checked: Vec::new(), looked_at: 0 }
     }
 
     /// Adds a finding.

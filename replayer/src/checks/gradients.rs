@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, bits, format, kind, value};
 use crate::dump::TensorInfo;
 use crate::number::short;
@@ -78,8 +78,8 @@ pub fn statistics(subjects: &[Subject<'_>]) -> Vec<GradientStatistics> {
     for subject in subjects {
         let all = subject.dump.tensors().iter().filter(|(key, info)| is_gradient(key, info));
         for (key, info) in all {
-            let (held, _) = pieces(subject.dump, info);
-            let ranks = held.iter().flat_map(|piece| piece.ranks.first());
+            let (recorded, _) = pieces(subject.dump, info);
+            let ranks = recorded.iter().flat_map(|piece| piece.ranks.first());
             let mut ranks: Vec<_> = ranks.copied().collect();
             ranks.sort_unstable();
             ranks.dedup();
@@ -88,14 +88,14 @@ pub fn statistics(subjects: &[Subject<'_>]) -> Vec<GradientStatistics> {
                     subject,
                     key,
                     None,
-                    &held.iter().collect::<Vec<_>>(),
+                    &recorded.iter().collect::<Vec<_>>(),
                 ));
                 continue;
             }
             for rank in ranks {
-                let own: Vec<&Piece<'_>> =
-                    held.iter().filter(|piece| piece.ranks.first() == Some(&rank)).collect();
-                all_statistics.extend(statistics_of(subject, key, Some(rank.0), &own));
+                let of_rank: Vec<&Piece<'_>> =
+                    recorded.iter().filter(|piece| piece.ranks.first() == Some(&rank)).collect();
+                all_statistics.extend(statistics_of(subject, key, Some(rank.0), &of_rank));
             }
         }
     }
@@ -106,10 +106,10 @@ fn statistics_of(
     subject: &Subject<'_>,
     key: &TensorKey,
     rank: Option<u32>,
-    held: &[&Piece<'_>],
+    recorded: &[&Piece<'_>],
 ) -> Option<GradientStatistics> {
     let mut places = std::collections::BTreeSet::new();
-    let sums = held.iter().filter(|piece| places.insert(piece.place()));
+    let sums = recorded.iter().filter(|piece| places.insert(piece.place()));
     let sums = sums.map(|piece| sums_of(piece)).fold(Sums::default(), add);
     let share = |n: u64| n as f64 / sums.elements as f64;
     (sums.elements > 0).then(|| GradientStatistics {
@@ -160,15 +160,17 @@ fn sums_of(piece: &Piece<'_>) -> Sums {
     parts.into_iter().fold(Sums::default(), add)
 }
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     let (mut steps, mut clipped, mut pairs) = (0u64, Vec::new(), 0u64);
     for subject in subjects {
-        let at = |when| {
+        let norm_at = |when| {
             let norm = subject.of_role(Role::GradNorm).find(|(key, _)| key.when == Some(when));
             norm.and_then(|(_, info)| number(subject, info))
         };
-        let Some((before, after)) = at(When::BeforeOp).zip(at(When::AfterOp)) else { continue };
-        found.looked();
+        let Some((before, after)) = norm_at(When::BeforeOp).zip(norm_at(When::AfterOp)) else {
+            continue;
+        };
+        results.looked();
         (steps, pairs) = (steps + 1, pairs + 1);
         // Both norms are rounded to f32, each by half a spacing at most.
         if after < before * (1.0 - (-23f64).exp2()) {
@@ -177,7 +179,7 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
     }
     if pairs == 0 {
         let why = "grad_norm was not recorded with when=\"before_op\" and when=\"after_op\"";
-        return found.skip("the share of clipped steps", why);
+        return results.skip("the share of clipped steps", why);
     }
     if let Some((step, before, after)) = clipped.first() {
         let evidence = format!(
@@ -190,13 +192,13 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
             Place { step: Some(*step), tensor: Some("grad_norm".into()), ..Place::default() };
         let advice =
             "Compare gradients before clipping: one clipped by its norm is scaled as a whole";
-        found.add(Severity::Note, None, place, evidence, advice);
+        results.add(Severity::Note, None, place, evidence, advice);
     }
 }
 
 /// The value of a tensor that holds a single number.
 pub(super) fn number(subject: &Subject<'_>, info: &TensorInfo) -> Option<f64> {
-    let (held, _) = pieces(subject.dump, info);
-    let piece = held.first().filter(|piece| piece.bytes.len() == info.dtype.width())?;
+    let (recorded, _) = pieces(subject.dump, info);
+    let piece = recorded.first().filter(|piece| piece.bytes.len() == info.dtype.width())?;
     Some(value(info.dtype, bits(piece.bytes, info.dtype.width(), 0)))
 }

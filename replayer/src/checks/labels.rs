@@ -10,41 +10,41 @@ use backtape::role::Role;
 
 use super::facts::{Facts, classes, customary, facts};
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, bits, kind};
 use crate::number::plural;
 
 const OUT_OF_RANGE: &str = "int-target-out-of-range";
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let all = facts(subject);
         if all.is_empty() {
-            found.skip(format!("step {}", subject.dump.step), "no labels were recorded");
+            results.skip(format!("step {}", subject.dump.step), "no labels were recorded");
         }
         let mut known = Vec::new();
         for facts in all {
             match facts {
                 Ok(facts) => known.push(facts),
-                Err((key, why)) => found.skip(format!("step {}: {key}", subject.dump.step), why),
+                Err((key, why)) => results.skip(format!("step {}: {key}", subject.dump.step), why),
             }
         }
         match classes(subject) {
             Some(classes) => {
-                known.iter().for_each(|facts_known| range(subject, facts_known, classes, found))
+                known.iter().for_each(|facts_known| range(subject, facts_known, classes, results))
             }
             None if known.is_empty() => {}
-            None => found.skip(
+            None => results.skip(
                 format!("step {}: the range of labels", subject.dump.step),
                 "neither a head with k nor logits say how many classes there are",
             ),
         }
-        ignored(subject, &known, found);
+        ignored(subject, &known, results);
     }
 }
 
-fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, found: &mut Found) {
-    found.looked();
+fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, results: &mut CheckResults) {
+    results.looked();
     let inside = |label: i64| u64::try_from(label).is_ok_and(|label| label < classes);
     let head = subject.head();
     let outside = facts
@@ -77,19 +77,19 @@ fn range(subject: &Subject<'_>, facts: &Facts, classes: u64, found: &mut Found) 
         true => format!("Declare ignore_label={label} if it means nothing"),
         false => "Give every counted token a class, or the ignored label; a kernel may read or write out of bounds here".into(),
     };
-    found.add(severity, Some(OUT_OF_RANGE), place, evidence, advice);
+    results.add(severity, Some(OUT_OF_RANGE), place, evidence, advice);
 }
 
 /// Finds sets of tokens, as the scope of the denominator has them, in which no token counts.
-fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
+fn ignored(subject: &Subject<'_>, known: &[Facts], results: &mut CheckResults) {
     let silent = |facts: &&Facts| facts.tokens() > 0 && facts.weights.iter().all(|&w| w == 0.0);
     let head = subject.head();
     let scope: Span = head.map_or(Scope::Microbatch.into(), |head| head.scope.clone());
     for facts in known {
-        found.looked();
+        results.looked();
         let groups = (0..facts.holders.len()).filter(|&group| {
-            let held = &facts.held[group];
-            !held.is_empty() && held.iter().all(|&t| facts.weights[t] == 0.0)
+            let tokens = &facts.held_tokens[group];
+            !tokens.is_empty() && tokens.iter().all(|&t| facts.weights[t] == 0.0)
         });
         let ranks: Vec<_> = groups.flat_map(|group| facts.holders[group].clone()).collect();
         let whole = silent(&facts);
@@ -118,7 +118,7 @@ fn ignored(subject: &Subject<'_>, known: &[Facts], found: &mut Found) {
         );
         let place = Place::of(subject).tensor(&facts.key).ranks(&ranks);
         let advice = "Guard the division: a mean over no token is 0/0; or fill the batch so that every scope of the denominator counts a token";
-        found.add(severity, Some("all-ignored"), place, evidence, advice);
+        results.add(severity, Some("all-ignored"), place, evidence, advice);
     }
 }
 
@@ -128,12 +128,12 @@ fn is_over_nothing(subject: &Subject<'_>, facts: &Facts, ranks: &[Rank]) -> bool
     [Role::Loss, Role::Dq, Role::Dlogits].iter().any(|&role| {
         let tensors = subject.of_role(role).filter(|(key, _)| key.microbatch == facts.microbatch);
         tensors.into_iter().any(|(_, info)| {
-            let (held, _) = pieces(subject.dump, info);
+            let (recorded, _) = pieces(subject.dump, info);
             let theirs = |piece: &&Piece<'_>| {
                 let any = role == Role::Loss || ranks.is_empty();
                 any || piece.ranks.iter().any(|rank| ranks.contains(rank))
             };
-            held.iter().filter(theirs).any(|piece| {
+            recorded.iter().filter(theirs).any(|piece| {
                 let width = info.dtype.width();
                 let columns = match (role, piece.record.place.0.last()) {
                     (Role::Dq | Role::Dlogits, Some((from, to))) => (to - from) as usize,

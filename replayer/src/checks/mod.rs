@@ -41,7 +41,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 pub use damage::is_damage;
-pub use finding::{Finding, Found, NAMED_ROWS, Place, Severity};
+pub use finding::{CheckResults, Finding, NAMED_ROWS, Place, Severity};
 pub use gradients::{GradientStatistics, statistics};
 
 use crate::dump::{StepDump, TensorInfo};
@@ -80,7 +80,7 @@ pub struct Check {
     of_replay: bool,
 }
 
-type Run = fn(&[Subject<'_>], &mut Found);
+type Run = fn(&[Subject<'_>], &mut CheckResults);
 
 /// A check that is part of every replay.
 const fn weighs(name: &'static str, about: &'static str, run: Run) -> Check {
@@ -165,8 +165,8 @@ impl Checked {
     /// Sets how each check ended from its findings.
     pub fn settle(&mut self) {
         for check in &mut self.checks {
-            let own = self.findings.iter().filter(|finding| finding.check == check.check);
-            check.status = match own.map(|finding| finding.severity).min() {
+            let findings = self.findings.iter().filter(|finding| finding.check == check.check);
+            check.status = match findings.map(|finding| finding.severity).min() {
                 Some(Severity::Fail) => Status::Fail,
                 Some(Severity::Warn) => Status::Warn,
                 _ if check.looked_at == 0 => Status::NotChecked,
@@ -196,22 +196,22 @@ pub fn check_replayed(subject: Subject<'_>) -> Checked {
 fn run(checks: &[&Check], subjects: &[Subject<'_>]) -> Checked {
     // A partial step holds fewer tokens, microbatches and tensors than the job had, which the other
     // checks would report as faults: only `damage` looks at it.
-    let whole = |one: &&Subject<'_>| one.dump.is_whole();
+    let whole = |subject: &&Subject<'_>| subject.dump.is_whole();
     let whole: Vec<Subject<'_>> = subjects.iter().filter(whole).copied().collect();
-    let one = |check: &&Check| {
-        let mut found = Found::new(check.name);
-        let of = if check.name == "damage" { subjects } else { &whole[..] };
-        (check.run)(of, &mut found);
-        found
+    let results_of = |check: &&Check| {
+        let mut results = CheckResults::new(check.name);
+        let subjects_checked = if check.name == "damage" { subjects } else { &whole[..] };
+        (check.run)(subjects_checked, &mut results);
+        results
     };
-    let all: Vec<Found> = checks.par_iter().map(one).collect();
+    let all: Vec<CheckResults> = checks.par_iter().map(results_of).collect();
     let mut checked = Checked::default();
-    for (check, found) in checks.iter().zip(all) {
+    for (check, results) in checks.iter().zip(all) {
         let Check { name, about, .. } = **check;
-        let (status, looked_at) = (Status::NotChecked, found.looked_at);
+        let (status, looked_at) = (Status::NotChecked, results.looked_at);
         checked.checks.push(CheckSummary { check: name, about, status, looked_at });
-        checked.findings.extend(found.findings);
-        let skipped = found.not_checked.into_iter();
+        checked.findings.extend(results.findings);
+        let skipped = results.not_checked.into_iter();
         checked.not_checked.extend(skipped.map(|item| CheckSkipped { check: name, item }));
     }
     // The sort is stable, so that each check's findings stay in their order.

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use super::blocks::indexed_twice;
 use super::facts::{Facts, facts, vector};
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, all_finite, bits, format, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::head::Stage;
@@ -26,9 +26,9 @@ use crate::number::plural;
 const NAMED: usize = 12;
 const CHUNK: usize = 1 << 16;
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
-        step(subject, found);
+        step(subject, results);
     }
 }
 
@@ -50,22 +50,22 @@ struct Hit<'a> {
     count: Count,
 }
 
-fn step(subject: &Subject<'_>, found: &mut Found) {
+fn step(subject: &Subject<'_>, results: &mut CheckResults) {
     let mut hits: Vec<Hit<'_>> = Vec::new();
     for (key, info) in subject.dump.tensors() {
         if format(info.dtype).is_none() {
             continue;
         }
-        let (held, lost) = pieces(subject.dump, info);
+        let (recorded, lost) = pieces(subject.dump, info);
         if lost > 0 {
             let why = format!("{} of it cannot be read", plural(lost as u64, "shard"));
-            found.skip(format!("step {}: {key}", subject.dump.step), why);
+            results.skip(format!("step {}: {key}", subject.dump.step), why);
         }
-        if held.is_empty() {
+        if recorded.is_empty() {
             continue;
         }
-        found.looked();
-        let count = count(subject, info, &held);
+        results.looked();
+        let count = count(subject, info, &recorded);
         if count.nan + count.infinite > 0 {
             hits.push(Hit { key, role: info.role, count });
         }
@@ -81,13 +81,13 @@ fn step(subject: &Subject<'_>, found: &mut Found) {
         hit.role.is_none_or(only_ignored)
     };
     // Report the first tensor whose values are a fault, if there is one, else the first of all.
-    let (at, severity) = match hits.iter().position(|hit| !meant(hit)) {
+    let (index, severity) = match hits.iter().position(|hit| !meant(hit)) {
         Some(at) => (at, Severity::Fail),
         None if hits.is_empty() => return,
         None => (0, Severity::Warn),
     };
-    let first = hits.remove(at);
-    origin(subject, found, severity, &first, &hits);
+    let first = hits.remove(index);
+    origin(subject, results, severity, &first, &hits);
 }
 
 /// Whether the tensor is of the forward pass and all its values that are not finite are in rows of
@@ -128,9 +128,9 @@ fn order(key: &TensorKey, role: Option<Role>) -> (u8, Option<Microbatch>, Option
     (group, key.microbatch, stage, key.when == Some(When::PostReduce))
 }
 
-fn count(subject: &Subject<'_>, info: &TensorInfo, held: &[Piece<'_>]) -> Count {
+fn count(subject: &Subject<'_>, info: &TensorInfo, recorded: &[Piece<'_>]) -> Count {
     let mut total = Count::default();
-    for piece in held {
+    for piece in recorded {
         let in_piece = piece_count(subject, info, piece);
         total.nan += in_piece.nan;
         total.infinite += in_piece.infinite;
@@ -203,7 +203,7 @@ fn masked_from(subject: &Subject<'_>, info: &TensorInfo) -> Option<u64> {
 
 fn origin(
     subject: &Subject<'_>,
-    found: &mut Found,
+    results: &mut CheckResults,
     severity: Severity,
     first: &Hit<'_>,
     later: &[Hit<'_>],
@@ -228,8 +228,8 @@ fn origin(
             key.tensor
         );
         let evidence = format!("{evidence}; {blocks}");
-        found.add(severity, Some("block-index-times-block"), place, evidence, advice);
-        return note_later(subject, found, later);
+        results.add(severity, Some("block-index-times-block"), place, evidence, advice);
+        return note_later(subject, results, later);
     }
     let advice = match role.and_then(Stage::of_role) {
         Some(stage) if stage.is_input() => format!(
@@ -243,12 +243,12 @@ fn origin(
         ),
         None => format!("Look for the op that made {} on {}", key.tensor, name_ranks(&ranks)),
     };
-    found.add(severity, Some("nan-origin"), place, evidence, advice);
-    note_later(subject, found, later);
+    results.add(severity, Some("nan-origin"), place, evidence, advice);
+    note_later(subject, results, later);
 }
 
 /// Adds a note for each later tensor with values that are not finite.
-fn note_later(subject: &Subject<'_>, found: &mut Found, later: &[Hit<'_>]) {
+fn note_later(subject: &Subject<'_>, results: &mut CheckResults, later: &[Hit<'_>]) {
     for Hit { key, count, .. } in later {
         let ranks = count.first.as_ref().map(|(_, ranks)| ranks.as_slice()).unwrap_or_default();
         let place = Place::of(subject).tensor(key).ranks(ranks).rows(&count.rows);
@@ -258,7 +258,7 @@ fn note_later(subject: &Subject<'_>, found: &mut Found, later: &[Hit<'_>]) {
             plural(count.elements, "element"),
             plural(count.rows.len() as u64, "row")
         );
-        found.add(Severity::Note, None, place, evidence, "Cure the first one, then look again");
+        results.add(Severity::Note, None, place, evidence, "Cure the first one, then look again");
     }
 }
 
@@ -275,12 +275,13 @@ fn clean_before(subject: &Subject<'_>, key: &TensorKey, stage: Stage) -> String 
     let earlier = |other: &Stage| *other < stage && stage.depends_on(*other);
     let recorded = |other: &Stage| {
         let keys = subject.dump.tensors().iter();
-        let mut held = keys.filter(|(held, info)| {
+        let mut recorded_keys = keys.filter(|(recorded_keys, info)| {
             info.role.is_some()
                 && info.role == other.role()
-                && (held.microbatch == key.microbatch || held.microbatch.is_none())
+                && (recorded_keys.microbatch == key.microbatch
+                    || recorded_keys.microbatch.is_none())
         });
-        held.any(|(_, info)| format(info.dtype).is_some())
+        recorded_keys.any(|(_, info)| format(info.dtype).is_some())
     };
     let stages = Stage::ALL.iter().filter(|other| earlier(other) && recorded(other));
     let names: Vec<&str> = stages.map(|other| other.name()).collect();

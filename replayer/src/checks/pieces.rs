@@ -30,9 +30,9 @@ pub(super) fn pieces<'a>(dump: &'a StepDump, info: &'a TensorInfo) -> (Vec<Piece
         return (Vec::new(), info.shards.len());
     }
     let (mut by_content, mut lost) = (BTreeMap::<_, Piece<'a>>::new(), 0);
-    for at in &info.shards {
-        let record = dump.record(at);
-        let Some(bytes) = dump.intact_bytes(at) else {
+    for shard in &info.shards {
+        let record = dump.record(shard);
+        let Some(bytes) = dump.intact_bytes(shard) else {
             lost += 1;
             continue;
         };

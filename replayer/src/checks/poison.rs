@@ -14,7 +14,7 @@ use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, all_finite, bits, format, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
 use crate::dump::{TensorInfo, name_ranks};
@@ -43,16 +43,16 @@ const CHUNK: usize = 4096;
 /// In integers this is -1, an ordinary value.
 const ALL_ONES: u32 = u32::MAX;
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let tensors: Vec<_> = subject.dump.tensors().iter().collect();
         let scanned = tensors.par_iter().map(|(_, info)| scanned(subject, info, tensors.len()));
         let all: Vec<_> = scanned.collect();
         for ((key, _), scanned) in tensors.iter().zip(all) {
-            let Some((held, hits)) = scanned else { continue };
-            found.looked();
-            report_runs(subject, key, &held, &hits, found);
-            report_payloads(subject, key, &held, &hits, found);
+            let Some((recorded, hits)) = scanned else { continue };
+            results.looked();
+            report_runs(subject, key, &recorded, &hits, results);
+            report_payloads(subject, key, &recorded, &hits, results);
         }
     }
 }
@@ -87,10 +87,10 @@ fn scanned<'a>(
     if info.dtype.width() == 1 && format(info.dtype).is_none() {
         return None;
     }
-    let (held, _) = pieces(subject.dump, info);
+    let (recorded, _) = pieces(subject.dump, info);
     let padding = padding(subject, info);
-    let hits = held.iter().map(|piece| scan(info, piece, tensors, padding)).collect();
-    (!held.is_empty()).then_some((held, hits))
+    let hits = recorded.iter().map(|piece| scan(info, piece, tensors, padding)).collect();
+    (!recorded.is_empty()).then_some((recorded, hits))
 }
 
 /// How many consecutive words a pattern must fill.
@@ -133,17 +133,17 @@ fn scan(info: &TensorInfo, piece: &Piece<'_>, tensors: usize, padding: u64) -> H
         if run == 0 && !holds_patterns(some) {
             continue;
         }
-        for (at, word) in some.as_chunks().0.iter().enumerate() {
-            let (at, word) = (nth * CHUNK / 4 + at, u32::from_le_bytes(*word));
+        for (index, word) in some.as_chunks().0.iter().enumerate() {
+            let (index, word) = (nth * CHUNK / 4 + index, u32::from_le_bytes(*word));
             if run > 0 && PATTERNS[pattern].0 == word {
                 run += 1;
                 continue;
             }
             if run > 0 {
-                close(run, pattern, at);
+                close(run, pattern, index);
             }
             let hit = PATTERNS.iter().position(|(known, _)| *known == word);
-            let hit = hit.filter(|_| column(at) < padding);
+            let hit = hit.filter(|_| column(index) < padding);
             (run, pattern) = hit.map_or((0, usize::MAX), |pattern| (1, pattern));
         }
     }
@@ -186,11 +186,11 @@ fn odd_payloads(dtype: Dtype, piece: &Piece<'_>, hit: &mut Hit) {
 fn report_runs(
     subject: &Subject<'_>,
     key: &TensorKey,
-    held: &[Piece<'_>],
+    recorded: &[Piece<'_>],
     hits: &[Hit],
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
-    for (piece, hit) in held.iter().zip(hits) {
+    for (piece, hit) in recorded.iter().zip(hits) {
         let Some(Filled { pattern, words, first_word }) = hit.filled else { continue };
         let width = piece.record.dtype.width();
         let row = piece.global_row(first_word * 4 / width / piece.columns().max(1));
@@ -210,18 +210,18 @@ fn report_runs(
         let severity = if nan || id { Severity::Warn } else { Severity::Fail };
         let place = Place::of(subject).tensor(key).ranks(&piece.ranks).rows(&[row]);
         let advice = "The op did not write this part of its output: look at its grid, its tails and its early exits";
-        found.add(severity, Some(CAUSE), place, evidence, advice);
+        results.add(severity, Some(CAUSE), place, evidence, advice);
     }
 }
 
 fn report_payloads(
     subject: &Subject<'_>,
     key: &TensorKey,
-    held: &[Piece<'_>],
+    recorded: &[Piece<'_>],
     hits: &[Hit],
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
-    for (piece, hit) in held.iter().zip(hits).filter(|(_, hit)| hit.filled.is_none()) {
+    for (piece, hit) in recorded.iter().zip(hits).filter(|(_, hit)| hit.filled.is_none()) {
         let Some((element, bits)) = hit.first_payload else { continue };
         let row = piece.global_row(element / piece.columns().max(1));
         let digits = 2 * piece.record.dtype.width();
@@ -233,7 +233,7 @@ fn report_payloads(
         );
         let place = Place::of(subject).tensor(key).ranks(&piece.ranks).rows(&[row]);
         let advice = "Look for memory that is read before it is written, or read as another dtype";
-        found.add(Severity::Warn, Some(CAUSE), place, evidence, advice);
+        results.add(Severity::Warn, Some(CAUSE), place, evidence, advice);
     }
 }
 
@@ -245,11 +245,11 @@ mod tests {
     fn a_pattern_is_seen_in_whichever_word_it_lies() {
         let mut bytes: Vec<u8> = (0..CHUNK).map(|at| (at % 7) as u8).collect();
         assert!(!holds_patterns(&bytes));
-        for (at, (pattern, _)) in (0..CHUNK).step_by(332).zip(PATTERNS) {
-            let word = bytes[at / 4 * 4..][..4].to_vec();
-            bytes[at / 4 * 4..][..4].copy_from_slice(&pattern.to_le_bytes());
-            assert!(holds_patterns(&bytes), "{pattern:x} at {at}");
-            bytes[at / 4 * 4..][..4].copy_from_slice(&word);
+        for (offset, (pattern, _)) in (0..CHUNK).step_by(332).zip(PATTERNS) {
+            let word = bytes[offset / 4 * 4..][..4].to_vec();
+            bytes[offset / 4 * 4..][..4].copy_from_slice(&pattern.to_le_bytes());
+            assert!(holds_patterns(&bytes), "{pattern:x} at {offset}");
+            bytes[offset / 4 * 4..][..4].copy_from_slice(&word);
         }
         assert!(!holds_patterns(&bytes));
     }

@@ -9,7 +9,7 @@
 use backtape::shard::{TensorKey, When};
 
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{bits, format, value};
 use crate::dump::TensorInfo;
 use crate::number::plural;
@@ -18,14 +18,16 @@ use crate::number::plural;
 /// expression may differ: a few roundings of intermediates that one of them kept in more bits.
 const ROUNDINGS: f64 = 8.0;
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let tensors = subject.dump.tensors();
         let again = tensors.iter().filter(|(key, _)| key.when == Some(When::Recompute));
         for (key, info) in again {
             match first(subject, key) {
-                Some((of, forward)) => tensor(subject, (key, info), (of, forward), found),
-                None => found.skip(key.to_string(), "the forward's value was not recorded"),
+                Some((forward_key, forward)) => {
+                    tensor(subject, (key, info), (forward_key, forward), results)
+                }
+                None => results.skip(key.to_string(), "the forward's value was not recorded"),
             }
         }
     }
@@ -35,26 +37,27 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
 fn first<'a>(subject: &Subject<'a>, key: &TensorKey) -> Option<(&'a TensorKey, &'a TensorInfo)> {
     let is_same = |of: &&TensorKey| of.tensor == key.tensor && of.microbatch == key.microbatch;
     let forward = [None, Some(When::AfterOp), Some(When::BeforeOp)];
-    let mut all = subject.dump.tensors().iter().filter(|(of, _)| is_same(of));
-    all.find(|(of, _)| forward.contains(&of.when))
+    let mut all = subject.dump.tensors().iter().filter(|(key, _)| is_same(key));
+    all.find(|(key, _)| forward.contains(&key.when))
 }
 
 type Named<'a> = (&'a TensorKey, &'a TensorInfo);
 
-fn tensor(subject: &Subject<'_>, again: Named<'_>, forward: Named<'_>, found: &mut Found) {
+fn tensor(subject: &Subject<'_>, again: Named<'_>, forward: Named<'_>, results: &mut CheckResults) {
     if again.1.dtype != forward.1.dtype || again.1.shape != forward.1.shape {
-        found.skip(again.0.to_string(), "its dtype or shape is not the forward's");
+        results.skip(again.0.to_string(), "its dtype or shape is not the forward's");
         return;
     }
-    let (one, other) = (pieces(subject.dump, forward.1).0, pieces(subject.dump, again.1).0);
+    let (forward_pieces, other) =
+        (pieces(subject.dump, forward.1).0, pieces(subject.dump, again.1).0);
     for piece in &other {
         let shares = |of: &&Piece<'_>| {
             of.place() == piece.place() && of.ranks.iter().any(|rank| piece.ranks.contains(rank))
         };
-        let Some(first) = one.iter().find(shares) else { continue };
-        found.looked();
+        let Some(first) = forward_pieces.iter().find(shares) else { continue };
+        results.looked();
         if first.bytes != piece.bytes {
-            differ(subject, again.0, first, piece, found);
+            differ(subject, again.0, first, piece, results);
         }
     }
 }
@@ -67,13 +70,13 @@ struct Distance {
     steps: f64,
 }
 
-fn distance(one: &Piece<'_>, other: &Piece<'_>) -> Distance {
-    let dtype = one.record.dtype;
+fn distance(first: &Piece<'_>, other: &Piece<'_>) -> Distance {
+    let dtype = first.record.dtype;
     let width = dtype.width();
     let (mut elements, mut largest, mut apart) = (0, 0f64, 0f64);
-    let total = one.bytes.len() / width;
+    let total = first.bytes.len() / width;
     for i in 0..total {
-        let (a, b) = (bits(one.bytes, width, i), bits(other.bytes, width, i));
+        let (a, b) = (bits(first.bytes, width, i), bits(other.bytes, width, i));
         let (x, y) = (value(dtype, a), value(dtype, b));
         largest = largest.max(x.abs());
         if a != b {
@@ -93,7 +96,7 @@ fn differ(
     key: &TensorKey,
     first: &Piece<'_>,
     again: &Piece<'_>,
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let Distance { elements, total, steps } = distance(first, again);
     let rounding = steps <= ROUNDINGS;
@@ -112,5 +115,5 @@ fn differ(
             .to_string(),
     };
     let place = Place::of(subject).tensor(key).ranks(&again.ranks);
-    found.add(severity, None, place, evidence, advice);
+    results.add(severity, None, place, evidence, advice);
 }

@@ -15,7 +15,7 @@ use backtape::shard::{ShardRecord, TensorKey, When};
 
 use super::facts::roundoff;
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::assemble::{extract, pieces as cut};
 use crate::bits::{bits, format, value};
 use crate::dump::{TensorInfo, name_ranks};
@@ -23,32 +23,33 @@ use crate::dump::{TensorInfo, name_ranks};
 /// Fewest nonzero elements that must agree: two unrelated bf16 numbers agree with probability 2⁻⁷.
 const EVIDENCE: u64 = 16;
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
-        let before = found.looked_at;
+        let before = results.looked_at;
         for (key, info) in subject.dump.tensors() {
             let reduced = key.when == Some(When::PostReduce)
                 || (key.microbatch.is_none() && key.when.is_none());
             if reduced && info.partial.is_none() && !addends(subject, key).is_empty() {
-                found.looked();
-                tensor(subject, key, info, found);
+                results.looked();
+                tensor(subject, key, info, results);
             }
         }
-        if found.looked_at == before {
+        if results.looked_at == before {
             let why = "no reduced tensor with its addends was recorded";
-            found.skip(format!("step {}: reduced gradients", subject.dump.step), why);
+            results.skip(format!("step {}: reduced gradients", subject.dump.step), why);
         }
     }
 }
 
-fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut Found) {
-    let (held, _) = pieces(subject.dump, info);
-    let places: BTreeSet<&IndexBox> = held.iter().map(|piece| piece.place()).collect();
+fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, results: &mut CheckResults) {
+    let (recorded, _) = pieces(subject.dump, info);
+    let places: BTreeSet<&IndexBox> = recorded.iter().map(|piece| piece.place()).collect();
     // The check `replicas` reports boxes whose holders differ.
-    if places.len() != held.len() {
+    if places.len() != recorded.len() {
         return;
     }
-    let hit = held.iter().filter_map(|piece| Some((own_addend(subject, key, info, piece)?, piece)));
+    let hit =
+        recorded.iter().filter_map(|piece| Some((own_addend(subject, key, info, piece)?, piece)));
     let hit: Vec<(Rank, &Piece<'_>)> = hit.collect();
     if let Some((rank, piece)) = hit.first() {
         let ranks: Vec<Rank> = hit.iter().map(|(rank, _)| *rank).collect();
@@ -59,7 +60,7 @@ fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut
         );
         let place = Place::of(subject).tensor(key).ranks(&ranks);
         let advice = "Reduce it over every rank that holds an addend, and record it after the reduction has ended";
-        found.add(Severity::Fail, Some("partial-not-reduced"), place, evidence, advice);
+        results.add(Severity::Fail, Some("partial-not-reduced"), place, evidence, advice);
     }
 }
 
@@ -119,15 +120,16 @@ fn is_own(
             record.rank != rank && !own_shards.contains(&(&record.key, &record.place, record.hash))
         };
         let bytes = extract(&part, piece.place(), piece.bytes, width);
-        let Some((own, size)) = sum(subject, addends, &part, |record| record.rank == rank) else {
+        let Some((own_sum, size)) = sum(subject, addends, &part, |record| record.rank == rank)
+        else {
             return false;
         };
-        for (i, (&own, &size)) in own.iter().zip(&size).enumerate() {
+        for (i, (&own_element, &size)) in own_sum.iter().zip(&size).enumerate() {
             let reduced = value(info.dtype, bits(&bytes, width, i));
             for (left, factor) in left.iter_mut().zip(factors) {
-                *left &= (reduced - own * factor).abs() <= u * size * factor;
+                *left &= (reduced - own_element * factor).abs() <= u * size * factor;
             }
-            nonzero += u64::from(own != 0.0);
+            nonzero += u64::from(own_element != 0.0);
         }
         if left == [false; 4] {
             return false;
@@ -146,7 +148,8 @@ type Content<'a> = (&'a TensorKey, &'a IndexBox, ContentHash);
 
 fn contents<'a>(subject: &Subject<'a>, addends: &[Named<'a>], rank: Rank) -> BTreeSet<Content<'a>> {
     let shards = addends.iter().flat_map(|(_, info)| &info.shards);
-    let records = shards.map(|at| subject.dump.record(at)).filter(|record| record.rank == rank);
+    let records =
+        shards.map(|shard| subject.dump.record(shard)).filter(|record| record.rank == rank);
     records.map(|record| (&record.key, &record.place, record.hash)).collect()
 }
 
@@ -156,19 +159,19 @@ fn sum(
     subject: &Subject<'_>,
     addends: &[Named<'_>],
     place: &IndexBox,
-    of: impl Fn(&ShardRecord) -> bool,
+    is_addend: impl Fn(&ShardRecord) -> bool,
 ) -> Option<(Vec<f64>, Vec<f64>)> {
     let count = place.elements()? as usize;
     let (mut total, mut size, mut any) = (vec![0.0; count], vec![0.0; count], false);
     for (_, info) in addends {
         let width = info.dtype.width();
-        for at in &info.shards {
-            let record = subject.dump.record(at);
+        for shard in &info.shards {
+            let record = subject.dump.record(shard);
             let inside = record.place.intersection(place).as_ref() == Some(place);
-            if !of(record) || !inside {
+            if !is_addend(record) || !inside {
                 continue;
             }
-            let bytes = extract(place, &record.place, subject.dump.intact_bytes(at)?, width);
+            let bytes = extract(place, &record.place, subject.dump.intact_bytes(shard)?, width);
             any = true;
             for i in 0..count {
                 let x = value(info.dtype, bits(&bytes, width, i));

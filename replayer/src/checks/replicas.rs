@@ -18,7 +18,7 @@ use backtape::shard::{TensorKey, When};
 
 use super::pieces::{Piece, pieces};
 use super::reduced::own_addend;
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::bits;
 use crate::dump::versions::one_value;
 use crate::dump::{TensorInfo, name_ranks};
@@ -29,39 +29,39 @@ const FLIPS: usize = 8;
 /// How many times as many elements the shard must have.
 const RARE: usize = 1000;
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         for (key, info) in subject.dump.tensors() {
             if info.partial.is_none() {
-                tensor(subject, key, info, found);
+                tensor(subject, key, info, results);
             }
         }
-        if found.looked_at == 0 {
+        if results.looked_at == 0 {
             let why = "no box of a tensor was held by two ranks";
-            found.skip(format!("step {}: replicas", subject.dump.step), why);
+            results.skip(format!("step {}: replicas", subject.dump.step), why);
         }
     }
 }
 
-fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, found: &mut Found) {
-    let (held, _) = pieces(subject.dump, info);
-    let boxes = by_place(&held);
+fn tensor(subject: &Subject<'_>, key: &TensorKey, info: &TensorInfo, results: &mut CheckResults) {
+    let (recorded, _) = pieces(subject.dump, info);
+    let boxes = by_place(&recorded);
     let shared =
         boxes.values().any(|versions| versions.iter().map(|p| p.holders.len()).sum::<usize>() > 1);
     if shared {
-        found.looked();
+        results.looked();
     }
     for mut versions in boxes.into_values().filter(|versions| versions.len() > 1) {
         versions
             .sort_by_key(|piece| (std::cmp::Reverse(piece.holders.len()), piece.holders.clone()));
-        differ(subject, key, info, &versions, found);
+        differ(subject, key, info, &versions, results);
     }
 }
 
 /// The different contents of each box.
-fn by_place<'p, 'd>(held: &'p [Piece<'d>]) -> BTreeMap<&'p IndexBox, Vec<&'p Piece<'d>>> {
+fn by_place<'p, 'd>(recorded: &'p [Piece<'d>]) -> BTreeMap<&'p IndexBox, Vec<&'p Piece<'d>>> {
     let mut boxes: BTreeMap<&IndexBox, Vec<&Piece<'_>>> = BTreeMap::new();
-    held.iter().for_each(|piece| boxes.entry(piece.place()).or_default().push(piece));
+    recorded.iter().for_each(|piece| boxes.entry(piece.place()).or_default().push(piece));
     boxes
 }
 
@@ -72,8 +72,8 @@ fn gradients_differ(subject: &Subject<'_>) -> bool {
         info.role != Some(Role::GradNorm) && info.partial.is_none() && reduced_gradient(key, info)
     });
     reduced.any(|(_, info)| {
-        let (held, _) = pieces(subject.dump, info);
-        by_place(&held).values().any(|versions| versions.len() > 1)
+        let (recorded, _) = pieces(subject.dump, info);
+        by_place(&recorded).values().any(|versions| versions.len() > 1)
     })
 }
 
@@ -84,10 +84,10 @@ struct Difference {
     first: Vec<(usize, u64)>,
 }
 
-fn difference(info: &TensorInfo, one: &Piece<'_>, other: &Piece<'_>) -> Difference {
+fn difference(info: &TensorInfo, first: &Piece<'_>, other: &Piece<'_>) -> Difference {
     let width = info.dtype.width();
     let mut differing = Difference { elements: 0, first: Vec::new() };
-    let pairs = one.bytes.chunks_exact(width).zip(other.bytes.chunks_exact(width));
+    let pairs = first.bytes.chunks_exact(width).zip(other.bytes.chunks_exact(width));
     for (i, (a, b)) in pairs.enumerate().filter(|(_, (a, b))| a != b) {
         differing.elements += 1;
         if differing.first.len() < FLIPS {
@@ -102,12 +102,12 @@ fn differ(
     key: &TensorKey,
     info: &TensorInfo,
     versions: &[&Piece<'_>],
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let holders: usize = versions.iter().map(|piece| piece.holders.len()).sum();
     let majority = versions[0].holders.len() * 2 > holders;
     let holders_of =
-        |pieces: &[&Piece<'_>]| pieces.iter().flat_map(|one| one.holders.clone()).collect();
+        |pieces: &[&Piece<'_>]| pieces.iter().flat_map(|piece| piece.holders.clone()).collect();
     let odd: Vec<Rank> = if majority { holders_of(&versions[1..]) } else { holders_of(versions) };
     let worst = difference(info, versions[0], versions[1]);
     let total = versions[0].bytes.len() / info.dtype.width();
@@ -130,12 +130,12 @@ fn differ(
     let place = Place::of(subject).tensor(key).ranks(&of_ranks).rows(&rows);
     let corrupted = flipped(&worst, total);
     let addends = reduced_gradient(key, info);
-    let own: Vec<Rank> = match addends {
+    let own_addends: Vec<Rank> = match addends {
         true => versions.iter().filter_map(|piece| own_addend(subject, key, info, piece)).collect(),
         false => Vec::new(),
     };
     let follows = info.role == Some(Role::GradNorm) && gradients_differ(subject);
-    let (cause, advice): (_, String) = match (corrupted, addends, own.is_empty()) {
+    let (cause, advice): (_, String) = match (corrupted, addends, own_addends.is_empty()) {
         _ if follows => (None, "Mend the reduced gradients first: they differ too".into()),
         (true, ..) => (
             Some("silent-corruption"),
@@ -143,7 +143,7 @@ fn differ(
         ),
         (_, true, false) => (
             Some("partial-not-reduced"),
-            format!("Reduce on every rank: {} kept its own addend", name_ranks(&own)),
+            format!("Reduce on every rank: {} kept its own addend", name_ranks(&own_addends)),
         ),
         (_, true, true) if one_microbatch(subject) => (
             Some("replica-divergence"),
@@ -168,7 +168,7 @@ fn differ(
         plural(worst.elements as u64, "element"),
     );
     let severity = if one_value(subject.dump, info) { Severity::Fail } else { Severity::Warn };
-    found.add(severity, cause, place, evidence, advice);
+    results.add(severity, cause, place, evidence, advice);
 }
 
 /// Whether the step recorded a single microbatch, so that none can have been left out of a sum.

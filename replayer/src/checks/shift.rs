@@ -14,14 +14,14 @@ use backtape::shard::TensorKey;
 
 use super::facts::{Facts, facts, integers};
 use super::tokens::is_input;
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::assemble::assemble;
 use crate::compare::bound::FALSE_ALARM;
 
 const SHIFTS: std::ops::RangeInclusive<i64> = -2..=2;
 const CAUSE: &str = "label-shift";
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let inputs: Vec<&TensorKey> = subject
             .dump
@@ -32,14 +32,14 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
             .collect();
         if inputs.is_empty() {
             let why = "no integer inputs were recorded: tape.record(\"tokens\", ...) would have them compared";
-            found.skip(format!("step {}: labels against inputs", subject.dump.step), why);
+            results.skip(format!("step {}: labels against inputs", subject.dump.step), why);
             continue;
         }
         for facts in facts(subject).into_iter().flatten() {
             let same = inputs.iter().find(|key| key.microbatch == facts.microbatch);
             match same.or_else(|| inputs.iter().find(|key| key.microbatch.is_none())) {
-                Some(key) => pair(subject, key, &facts, found),
-                None => found.skip(facts.key.to_string(), "no inputs of this microbatch"),
+                Some(key) => pair(subject, key, &facts, results),
+                None => results.skip(facts.key.to_string(), "no inputs of this microbatch"),
             }
         }
     }
@@ -55,10 +55,10 @@ struct Pair<'a> {
     chance: f64,
 }
 
-fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, found: &mut Found) {
+fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, results: &mut CheckResults) {
     let tensor = match assemble(subject.dump, key) {
         Ok(tensor) => tensor,
-        Err(error) => return found.skip(key.to_string(), error.to_string()),
+        Err(error) => return results.skip(key.to_string(), error.to_string()),
     };
     let labels_shape = &subject.dump.tensors()[&facts.key].shape;
     let inputs = integers(&tensor).filter(|ids| ids.len() == facts.recorded.len());
@@ -66,9 +66,9 @@ fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, found: &mut Found
     else {
         let why =
             format!("its shape {:?} is not that of the labels, {labels_shape:?}", tensor.shape);
-        return found.skip(key.to_string(), why);
+        return results.skip(key.to_string(), why);
     };
-    found.looked();
+    results.looked();
     let head = subject.head();
     let sequence = tensor.shape.last().map_or(inputs.len(), |&n| n as usize).max(1);
     // A weight belongs to the position that predicts, which is the one before an unshifted label. A
@@ -85,7 +85,7 @@ fn pair(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, found: &mut Found
     let chance = chance(&inputs, &facts.recorded, &counted);
     let pair = Pair { inputs: &inputs, labels: &facts.recorded, counted, sequence, chance };
     let expected = head.map(|head| i64::from(head.labels_shifted));
-    judge(subject, key, facts, &pair, expected, found);
+    judge(subject, key, facts, &pair, expected, results);
 }
 
 /// Σ P(input = x) P(label = x) over counted labels.
@@ -148,7 +148,7 @@ fn judge(
     facts: &Facts,
     pair: &Pair<'_>,
     expected: Option<i64>,
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let share = |shift| {
         let (matches, n) = pair.matches(shift, None);
@@ -156,12 +156,13 @@ fn judge(
     };
     let best = SHIFTS.max_by(|&a, &b| share(a).total_cmp(&share(b))).unwrap_or(0);
     let place = Place::of(subject).tensor(&facts.key);
-    let at = |shift: i64| format!("labels[t] = {}[t{shift:+}]", key.tensor);
+    let relation = |shift: i64| format!("labels[t] = {}[t{shift:+}]", key.tensor);
     if !pair.holds(pair.matches(best, None)) {
         let why = "no shift from -2 to 2 holds: the labels are not the next ids, or too few tell";
-        return found.skip(format!("step {}: {}", subject.dump.step, facts.key), why);
+        return results.skip(format!("step {}: {}", subject.dump.step, facts.key), why);
     }
-    let shares = format!("{} at {:.1} % of the counted positions", at(best), 100.0 * share(best));
+    let shares =
+        format!("{} at {:.1} % of the counted positions", relation(best), 100.0 * share(best));
     match expected {
         Some(expected) if expected != best => {
             if !pair.holds(pair.matches(best, Some(expected))) {
@@ -170,7 +171,7 @@ fn judge(
             let evidence = format!(
                 "{shares}, where labels_shifted={} makes it {} ({:.1} %){}",
                 if expected == 1 { "True" } else { "False" },
-                at(expected),
+                relation(expected),
                 100.0 * share(expected),
                 if best == 0 { ": the model copies its input" } else { "" },
             );
@@ -179,19 +180,19 @@ fn judge(
                 key.tensor
             );
             let severity = severity(expected, best, pair.matches(best, None));
-            found.add(severity, Some(CAUSE), place, evidence, advice);
+            results.add(severity, Some(CAUSE), place, evidence, advice);
         }
         None => {
             let odd = !(0..=1).contains(&best);
             let severity = if odd { Severity::Warn } else { Severity::Note };
             let cause = odd.then_some(CAUSE);
             let advice = "Right if the loss takes them so: shifted labels as they are, unshifted ones with a shift of its own";
-            found.add(severity, cause, place, shares, advice);
+            results.add(severity, cause, place, shares, advice);
         }
         Some(_) => {}
     }
     if best == 1 {
-        ends(subject, key, facts, pair, found);
+        ends(subject, key, facts, pair, results);
     }
 }
 
@@ -211,10 +212,16 @@ fn severity(expected: i64, best: i64, (matches, n): (u64, u64)) -> Severity {
 
 /// Looks at the labels of the last positions: if they are the row's own first id, the labels were
 /// rolled along the sequence.
-fn ends(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, pair: &Pair<'_>, found: &mut Found) {
+fn ends(
+    subject: &Subject<'_>,
+    key: &TensorKey,
+    facts: &Facts,
+    pair: &Pair<'_>,
+    results: &mut CheckResults,
+) {
     let rows = pair.inputs.len() / pair.sequence;
     let first = |row: usize| pair.inputs[(row % rows) * pair.sequence];
-    let (mut own, mut next, mut n) = (0u64, 0u64, 0u64);
+    let (mut own_first, mut next, mut n) = (0u64, 0u64, 0u64);
     for row in 0..rows {
         let last = (row + 1) * pair.sequence - 1;
         // Where both rows begin with the same id the two cases look the same.
@@ -222,23 +229,23 @@ fn ends(subject: &Subject<'_>, key: &TensorKey, facts: &Facts, pair: &Pair<'_>, 
             continue;
         }
         n += 1;
-        own += u64::from(pair.labels[last] == first(row));
+        own_first += u64::from(pair.labels[last] == first(row));
         next += u64::from(pair.labels[last] == first(row + 1));
     }
     let place = Place::of(subject).tensor(&facts.key);
-    if pair.holds((own, n)) {
+    if pair.holds((own_first, n)) {
         let evidence = format!(
-            "the label of a row's last position is the row's own first id, in {own} of {n} rows of {}: a roll along the sequence",
+            "the label of a row's last position is the row's own first id, in {own_first} of {n} rows of {}: a roll along the sequence",
             key.tensor
         );
         let advice = "Ignore the last position of each row, or give it the id that really follows";
-        found.add(Severity::Warn, Some(CAUSE), place, evidence, advice);
+        results.add(Severity::Warn, Some(CAUSE), place, evidence, advice);
     } else if pair.holds((next, n)) {
         let evidence = format!(
             "the label of a row's last position is the first id of the next row, in {next} of {n} rows of {}: labels run across the ends of rows",
             key.tensor
         );
         let advice = "Right where rows are consecutive pieces of one stream; wrong where each row is a document of its own";
-        found.add(Severity::Note, None, place, evidence, advice);
+        results.add(Severity::Note, None, place, evidence, advice);
     }
 }

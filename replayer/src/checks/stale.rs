@@ -24,7 +24,7 @@ use backtape::shard::{TensorKey, When};
 use super::columns::Columns;
 use super::facts::{Facts, facts};
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::assemble::{assemble, extract, pieces as cut};
 use crate::bits::{Kind, bits, kind, random_bits};
 use crate::compare::bound::FALSE_ALARM;
@@ -42,19 +42,19 @@ const PAIRS: [(Role, Role); 5] = [
 /// Gradients that must differ between two microbatches with different labels.
 const FRESH: [Role; 4] = [Role::Dlogits, Role::Dq, Role::Dk, Role::DkLse];
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         for (gradient, source) in PAIRS {
             for (key, info) in subject.of_role(gradient) {
-                against(subject, (key, info), source, found);
+                against(subject, (key, info), source, results);
             }
         }
     }
     for role in FRESH {
-        earlier(subjects, role, found);
+        earlier(subjects, role, results);
     }
-    if found.looked_at == 0 {
-        found.skip("buffers", "no gradient was recorded beside what it could be mistaken for");
+    if results.looked_at == 0 {
+        results.skip("buffers", "no gradient was recorded beside what it could be mistaken for");
     }
 }
 
@@ -81,7 +81,12 @@ fn bits_in_use(dtype: Dtype, bytes: &[u8]) -> u32 {
 
 type Named<'a> = (&'a TensorKey, &'a TensorInfo);
 
-fn against(subject: &Subject<'_>, (key, info): Named<'_>, source: Role, found: &mut Found) {
+fn against(
+    subject: &Subject<'_>,
+    (key, info): Named<'_>,
+    source: Role,
+    results: &mut CheckResults,
+) {
     let same = |(other, source_info): &Named<'_>| {
         source_info.dtype == info.dtype
             && source_info.shape == info.shape
@@ -90,9 +95,10 @@ fn against(subject: &Subject<'_>, (key, info): Named<'_>, source: Role, found: &
     let Some((other, source_info)) = subject.of_role(source).find(same) else {
         return;
     };
-    found.looked();
-    let ((held, _), (sources, _)) = (pieces(subject.dump, info), pieces(subject.dump, source_info));
-    for piece in &held {
+    results.looked();
+    let ((recorded, _), (sources, _)) =
+        (pieces(subject.dump, info), pieces(subject.dump, source_info));
+    for piece in &recorded {
         let Some((rows, equal)) = equal_runs(info, piece, &sources) else { continue };
         let evidence = format!(
             "{key} {} of {}: {} in {} equal {other} bit for bit, from row {} on",
@@ -107,7 +113,7 @@ fn against(subject: &Subject<'_>, (key, info): Named<'_>, source: Role, found: &
             "{} still holds {}: the op left its output unwritten, or its buffer was shared",
             key.tensor, other.tensor
         );
-        found.add(Severity::Fail, Some("uninitialised-output"), place, evidence, advice);
+        results.add(Severity::Fail, Some("uninitialised-output"), place, evidence, advice);
     }
 }
 
@@ -128,12 +134,12 @@ fn equal_runs(
     for part in cut(piece.place(), width) {
         let inside = |other: &&Piece<'_>| other.place().intersection(&part).as_ref() == Some(&part);
         let Some(other) = alike.or_else(|| sources.iter().find(inside)) else { continue };
-        let own = extract(&part, piece.place(), piece.bytes, width);
+        let part_bytes = extract(&part, piece.place(), piece.bytes, width);
         let theirs = extract(&part, other.place(), other.bytes, width);
         let columns = part.0.last().map_or(1, |(from, to)| (to - from) as usize).max(1);
         let (mut run, mut last) = (0usize, 0u64);
-        for i in 0..own.len() / width {
-            let (a, b) = (bits(&own, width, i), bits(&theirs, width, i));
+        for i in 0..part_bytes.len() / width {
+            let (a, b) = (bits(&part_bytes, width, i), bits(&theirs, width, i));
             if a != b || kind(info.dtype, a) != Kind::Finite {
                 (run, last) = (0, 0);
                 continue;
@@ -166,7 +172,7 @@ fn global_row(part: &backtape::index_box::IndexBox, info: &TensorInfo, row: usiz
 }
 
 /// Compares a gradient with the same gradient one microbatch (or dumped step) before.
-fn earlier(subjects: &[Subject<'_>], role: Role, found: &mut Found) {
+fn earlier(subjects: &[Subject<'_>], role: Role, results: &mut CheckResults) {
     let mut before: Option<(&Subject<'_>, Named<'_>, Facts)> = None;
     for subject in subjects {
         for facts in facts(subject).into_iter().flatten() {
@@ -178,19 +184,19 @@ fn earlier(subjects: &[Subject<'_>], role: Role, found: &mut Found) {
                 && then.1.shape == now.1.shape
                 && then.1.dtype == now.1.dtype
             {
-                found.looked();
-                repeats((past, *then, labels), (subject, now, &facts), found);
+                results.looked();
+                repeats((past, *then, labels), (subject, now, &facts), results);
             }
             before = Some((subject, now, facts));
         }
     }
 }
 
-type At<'a> = (&'a Subject<'a>, Named<'a>, &'a Facts);
+type StepTensor<'a> = (&'a Subject<'a>, Named<'a>, &'a Facts);
 
-fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
+fn repeats(past: StepTensor<'_>, now: StepTensor<'_>, results: &mut CheckResults) {
     let (subject, (key, info), facts) = now;
-    let ((held, _), (old, _)) = (pieces(subject.dump, info), pieces(past.0.dump, past.1.1));
+    let ((recorded, _), (old, _)) = (pieces(subject.dump, info), pieces(past.0.dump, past.1.1));
     let of_tokens = matches!(info.role, Some(Role::Dq | Role::Dlogits));
     if of_tokens && past.2.targets.len() != facts.targets.len() {
         return;
@@ -200,7 +206,7 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
         piece.ranks.iter().map(move |rank| ((piece.place(), rank), piece))
     };
     let by_place: BTreeMap<_, _> = old.iter().flat_map(each).collect();
-    for piece in &held {
+    for piece in &recorded {
         let same = piece.ranks.iter().find_map(|rank| by_place.get(&(piece.place(), rank)));
         let Some(other) = same else { continue };
         if !of_tokens && same_labels(past.2, facts, &piece.ranks) {
@@ -216,7 +222,7 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
         let stale = |row: usize| {
             piece.row_bytes(row) == other.row_bytes(row)
                 && fresh(row)
-                && columns.told(piece.row_bytes(row)) >= needed
+                && columns.evidence(piece.row_bytes(row)) >= needed
         };
         let rows = (0..piece.rows()).filter(|&row| stale(row));
         let mut rows: Vec<u64> = rows.map(|row| piece.global_row(row)).collect();
@@ -242,19 +248,20 @@ fn repeats(past: At<'_>, now: At<'_>, found: &mut Found) {
             "{} still holds what was there before: the op did not write these rows",
             key.tensor
         );
-        found.add(severity, Some("uninitialised-output"), place, evidence, advice);
+        results.add(severity, Some("uninitialised-output"), place, evidence, advice);
     }
 }
 
 /// Whether two microbatches share the hidden state of some token (as the first tokens of sequences
 /// often do), or this is not known: rows of dk that only such tokens add to are equal.
-fn shared_states(past: At<'_>, now: At<'_>) -> bool {
-    let states = |(subject, _, facts): At<'_>| -> Option<BTreeSet<u128>> {
+fn shared_states(past: StepTensor<'_>, now: StepTensor<'_>) -> bool {
+    let states = |(subject, _, facts): StepTensor<'_>| -> Option<BTreeSet<u128>> {
         let same =
             |(key, info): &Named<'_>| key.microbatch == facts.microbatch && info.shape.len() > 1;
         let (_, info) = subject.of_role(Role::Q).find(same)?;
-        let (held, _) = pieces(subject.dump, info);
-        let rows = held.iter().flat_map(|piece| (0..piece.rows()).map(|row| piece.row_bytes(row)));
+        let (recorded, _) = pieces(subject.dump, info);
+        let rows =
+            recorded.iter().flat_map(|piece| (0..piece.rows()).map(|row| piece.row_bytes(row)));
         Some(rows.map(|row| ContentHash::of(row).0).collect())
     };
     match (states(past), states(now)) {
@@ -287,11 +294,12 @@ fn rows_of_k(subject: &Subject<'_>) -> Vec<u128> {
 }
 
 /// Whether these ranks predict the same classes in both microbatches.
-fn same_labels(one: &Facts, other: &Facts, ranks: &[Rank]) -> bool {
+fn same_labels(these: &Facts, other: &Facts, ranks: &[Rank]) -> bool {
     let targets = |facts: &Facts| -> Vec<Option<i64>> {
-        let own = |group: &usize| facts.holders[*group].iter().any(|rank| ranks.contains(rank));
-        let groups = (0..facts.holders.len()).filter(own);
-        groups.flat_map(|group| &facts.held[group]).map(|&t| facts.targets[t]).collect()
+        let is_of_ranks =
+            |group: &usize| facts.holders[*group].iter().any(|rank| ranks.contains(rank));
+        let groups = (0..facts.holders.len()).filter(is_of_ranks);
+        groups.flat_map(|group| &facts.held_tokens[group]).map(|&t| facts.targets[t]).collect()
     };
-    targets(one) == targets(other)
+    targets(these) == targets(other)
 }

@@ -8,14 +8,14 @@
 use backtape::identity::Step;
 
 use super::facts::{classes, facts};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     let Some(subject) = subjects.iter().find(|subject| subject.dump.step == Step(0)) else {
-        return found.skip("the loss against log V", "step 0 was not dumped");
+        return results.skip("the loss against log V", "step 0 was not dumped");
     };
     let Some(classes) = classes(subject).filter(|&classes| classes > 1) else {
-        return found.skip("the loss against log V", "the number of classes is not known");
+        return results.skip("the loss against log V", "the number of classes is not known");
     };
     let (mut sum, mut n) = (0.0, 0.0);
     for facts in facts(subject).into_iter().flatten() {
@@ -26,9 +26,10 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
         }
     }
     if n == 0.0 {
-        return found.skip("the loss against log V", "lse and label_logits were not both recorded");
+        return results
+            .skip("the loss against log V", "lse and label_logits were not both recorded");
     }
-    found.looked();
+    results.looked();
     let (mean, uniform) = (sum / n, (classes as f64).ln());
     let reading = match mean / uniform {
         x if x < 0.5 => {
@@ -42,5 +43,5 @@ pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
         "the mean of -log p over {n} counted tokens is {mean:.4}, log {classes} = {uniform:.4}: {reading}"
     );
     let advice = "Look at the shift of the labels and at the mask if the weights were fresh";
-    found.add(Severity::Note, None, Place::of(subject), evidence, advice);
+    results.add(Severity::Note, None, Place::of(subject), evidence, advice);
 }

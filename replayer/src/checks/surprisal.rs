@@ -81,20 +81,20 @@ impl Stock {
         if is_periodic(sequence) {
             return 0.0;
         }
-        let (mut own, mut behind) = (Counts::default(), Counts::default());
-        (1..sequence.len()).for_each(|at| own.add(&sequence[..at], sequence[at]));
+        let (mut own_counts, mut behind) = (Counts::default(), Counts::default());
+        (1..sequence.len()).for_each(|index| own_counts.add(&sequence[..index], sequence[index]));
         let share = |x: i64| self.single[&x] as f64 / self.total as f64;
         let start = sequence.first().map_or(0.0, |&x| -share(x).log2());
         // Surprisal with contexts of one symbol, and with contexts of up to [`ORDER`].
         let [mut near, mut far] = [start; 2];
-        for at in 1..sequence.len() {
-            let (before, x) = (&sequence[..at], sequence[at]);
-            if before[at - 1] != x {
+        for index in 1..sequence.len() {
+            let (before, x) = (&sequence[..index], sequence[index]);
+            if before[index - 1] != x {
                 // The counts of the sequence itself are replaced by those of its beginning.
                 let mut each = contexts(before).scan(share(x), |shorter, context| {
-                    let [all, own, behind] =
-                        [&self.counts, &own, &behind].map(|counts| counts.of(context, x));
-                    let [seen, followed] = [0, 1].map(|at| all[at] - own[at] + behind[at]);
+                    let [all, own_counted, behind] =
+                        [&self.counts, &own_counts, &behind].map(|counts| counts.of(context, x));
+                    let [seen, followed] = [0, 1].map(|at| all[at] - own_counted[at] + behind[at]);
                     *shorter = (followed + *shorter) / (seen + 1.0);
                     Some(*shorter)
                 });
@@ -112,12 +112,12 @@ impl Stock {
 /// is also a suffix is at least half of it (the prefix function of Knuth, Morris and Pratt).
 fn is_periodic(sequence: &[i64]) -> bool {
     let mut longest = vec![0; sequence.len()];
-    for at in 1..sequence.len() {
-        let mut same: usize = longest[at - 1];
-        while same > 0 && sequence[at] != sequence[same] {
+    for index in 1..sequence.len() {
+        let mut same: usize = longest[index - 1];
+        while same > 0 && sequence[index] != sequence[same] {
             same = longest[same - 1];
         }
-        longest[at] = same + usize::from(sequence[at] == sequence[same]);
+        longest[index] = same + usize::from(sequence[index] == sequence[same]);
     }
     longest.last().is_some_and(|&same| 2 * same >= sequence.len() && same > 0)
 }

@@ -71,8 +71,8 @@ impl<'a> Batch<'a> {
 
 /// The batches of a tensor of ids.
 pub(super) fn batches<'a>(subject: &Subject<'a>, info: &'a TensorInfo) -> Vec<Batch<'a>> {
-    let (held, _) = pieces(subject.dump, info);
-    let full = held.into_iter().filter(|piece| !piece.bytes.is_empty());
+    let (recorded, _) = pieces(subject.dump, info);
+    let full = recorded.into_iter().filter(|piece| !piece.bytes.is_empty());
     full.map(|piece| Batch::new(piece, info.shape.len(), 1)).collect()
 }
 
@@ -82,8 +82,8 @@ pub(super) fn rows_of_q<'a>(subject: &Subject<'a>, info: &'a TensorInfo) -> Vec<
     if dims < 2 {
         return Vec::new();
     }
-    let (held, _) = pieces(subject.dump, info);
-    let full = held.into_iter().filter(|piece| !piece.bytes.is_empty());
+    let (recorded, _) = pieces(subject.dump, info);
+    let full = recorded.into_iter().filter(|piece| !piece.bytes.is_empty());
     let width = |piece: &Piece<'_>| piece.columns();
     full.map(|piece| {
         let inner = width(&piece);

@@ -20,7 +20,7 @@ use backtape::shard::TensorKey;
 
 use super::facts::{Facts, facts, optional};
 use super::pieces::{Piece, pieces};
-use super::{Found, Place, Severity, Subject};
+use super::{CheckResults, Place, Severity, Subject};
 use crate::bits::{Kind, bits, kind};
 use crate::dump::{TensorInfo, name_ranks};
 use crate::number::plural;
@@ -28,50 +28,50 @@ use crate::number::plural;
 /// If the label's probability is above this, the gradient may round to zero.
 const SURE: f64 = 1.0 - 1.0 / 64.0;
 
-pub(super) fn run(subjects: &[Subject<'_>], found: &mut Found) {
+pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
-        let skip = |found: &mut Found, why: &str| {
+        let skip = |found: &mut CheckResults, why: &str| {
             found.skip(format!("step {}: zero rows of dq and dk", subject.dump.step), why);
         };
         match subject.head() {
-            None => skip(found, "no head was declared: it is not known which tokens count"),
+            None => skip(results, "no head was declared: it is not known which tokens count"),
             Some(head) if head.loss != Loss::SoftmaxXent => {
-                skip(found, "only cross-entropy on q and k has such rows: a policy loss clips");
+                skip(results, "only cross-entropy on q and k has such rows: a policy loss clips");
             }
-            Some(head) => step(subject, head, found),
+            Some(head) => step(subject, head, results),
         }
     }
 }
 
-fn step(subject: &Subject<'_>, head: &HeadDeclaration, found: &mut Found) {
+fn step(subject: &Subject<'_>, head: &HeadDeclaration, results: &mut CheckResults) {
     let of_k = subject.of_role(Role::K).map(|(_, info)| info);
     if !of_k.into_iter().any(|info| tells(subject, info, head)) {
         let why = "k was not recorded, or all of its rows are one: gradients may be zero";
-        return found.skip(format!("step {}: zero rows of dq", subject.dump.step), why);
+        return results.skip(format!("step {}: zero rows of dq", subject.dump.step), why);
     }
     let mut all: Vec<(Facts, Vec<bool>)> = Vec::new();
     for facts in facts(subject).into_iter().flatten() {
         match telling(subject, head, &facts) {
             Some(telling) => {
-                dq(subject, &facts, &telling, found);
-                dk(subject, head, facts.microbatch, &[(&facts, &telling)], found);
+                dq(subject, &facts, &telling, results);
+                dk(subject, head, facts.microbatch, &[(&facts, &telling)], results);
                 all.push((facts, telling));
             }
             None => {
                 let why = "lse, label_logits and q were not all recorded: a token may be so sure that its gradient is nothing";
-                found.skip(facts.key.to_string(), why);
+                results.skip(facts.key.to_string(), why);
             }
         }
     }
     if all.iter().any(|(facts, _)| facts.microbatch.is_some()) {
         let all: Vec<_> = all.iter().map(|(facts, telling)| (facts, telling)).collect();
-        dk(subject, head, None, &all, found);
+        dk(subject, head, None, &all, results);
     }
 }
 
 /// Whether at least two valid rows of k differ: where all are equal, `Σ p k - k[y]` is zero.
 fn tells(subject: &Subject<'_>, info: &TensorInfo, head: &HeadDeclaration) -> bool {
-    let (held, _) = pieces(subject.dump, info);
+    let (recorded, _) = pieces(subject.dump, info);
     let (dtype, width) = (info.dtype, info.dtype.width());
     let valid = head.valid_vocab.unwrap_or(u64::MAX);
     // -0 counts as equal to 0.
@@ -80,10 +80,10 @@ fn tells(subject: &Subject<'_>, info: &TensorInfo, head: &HeadDeclaration) -> bo
         bits => bits,
     };
     let row = |bytes: &[u8]| -> Vec<u64> { bytes.chunks_exact(width).map(element_bits).collect() };
-    held.iter().any(|piece| match head.k_layout {
-        KLayout::Dv => (0..piece.rows()).any(|at| {
+    recorded.iter().any(|piece| match head.k_layout {
+        KLayout::Dv => (0..piece.rows()).any(|index| {
             let classes = valid.saturating_sub(piece.column_range().0);
-            let row = row(piece.row_bytes(at));
+            let row = row(piece.row_bytes(index));
             let row = &row[..row.len().min(usize::try_from(classes).unwrap_or(usize::MAX))];
             row.windows(2).any(|pair| pair[0] != pair[1])
         }),
@@ -100,9 +100,9 @@ fn telling(subject: &Subject<'_>, head: &HeadDeclaration, facts: &Facts) -> Opti
     let (_, label_logits) = facts.likelihood.as_ref()?;
     let cotangent = optional(subject, Role::Cotangent, facts.microbatch, facts.tokens()).ok()?;
     let q = subject.of_role(Role::Q).find(|(key, _)| key.microbatch == facts.microbatch)?;
-    let (held, _) = pieces(subject.dump, q.1);
+    let (recorded, _) = pieces(subject.dump, q.1);
     let mut live = vec![false; facts.tokens()];
-    for piece in held.iter().filter(|_| q.1.shape.len() > 1) {
+    for piece in recorded.iter().filter(|_| q.1.shape.len() > 1) {
         for row in 0..piece.rows() {
             if let Some(live) = live.get_mut(piece.global_row(row) as usize) {
                 *live |= !all_zero(q.1.dtype, piece.row_bytes(row));
@@ -128,17 +128,17 @@ fn all_zero(dtype: Dtype, bytes: &[u8]) -> bool {
     (0..bytes.len() / width).all(|i| kind(dtype, bits(bytes, width, i)) == Kind::Zero)
 }
 
-fn dq(subject: &Subject<'_>, facts: &Facts, telling: &[bool], found: &mut Found) {
+fn dq(subject: &Subject<'_>, facts: &Facts, telling: &[bool], results: &mut CheckResults) {
     let tensor = subject.of_role(Role::Dq).find(|(key, info)| {
         key.microbatch == facts.microbatch && info.partial.is_none() && info.shape.len() > 1
     });
     let Some((key, info)) = tensor else { return };
-    found.looked();
-    let (held, _) = pieces(subject.dump, info);
+    results.looked();
+    let (recorded, _) = pieces(subject.dump, info);
     // A row may be sharded over ranks: it is zero if all of its parts are.
     let mut zero = vec![true; telling.len()];
     let mut seen = vec![0u64; telling.len()];
-    for piece in &held {
+    for piece in &recorded {
         for row in 0..piece.rows() {
             let token = piece.global_row(row) as usize;
             if token < zero.len() {
@@ -153,7 +153,7 @@ fn dq(subject: &Subject<'_>, facts: &Facts, telling: &[bool], found: &mut Found)
     let Some(&first) = rows.first() else { return };
     let ranks = &facts.holders[facts.holder[first as usize]];
     let run = run_of_zeros(&zero, first as usize);
-    report(subject, (key, info), ranks, &rows, run, "tokens that count and are not sure", found);
+    report(subject, (key, info), ranks, &rows, run, "tokens that count and are not sure", results);
 }
 
 /// Checks dk of a microbatch (or of the step) against the tokens that it was summed over.
@@ -162,7 +162,7 @@ fn dk(
     head: &HeadDeclaration,
     microbatch: Option<backtape::identity::Microbatch>,
     from: &[(&Facts, &Vec<bool>)],
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     for role in [Role::Dk, Role::DkLabel] {
         // With tied embeddings dk includes the gradient of the input embedding.
@@ -173,8 +173,8 @@ fn dk(
         let tensors =
             tensors.filter(|(key, info)| key.microbatch == microbatch && info.shape.len() == 2);
         for (key, info) in tensors {
-            found.looked();
-            of_vocabulary(subject, head, (key, info), from, found);
+            results.looked();
+            of_vocabulary(subject, head, (key, info), from, results);
         }
     }
 }
@@ -187,11 +187,11 @@ fn of_vocabulary(
     head: &HeadDeclaration,
     (key, info): (&TensorKey, &TensorInfo),
     from: &[(&Facts, &Vec<bool>)],
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let transposed = head.k_layout == KLayout::Dv;
     let vocabulary = info.shape[usize::from(transposed)] as usize;
-    let (held, _) = pieces(subject.dump, info);
+    let (recorded, _) = pieces(subject.dump, info);
     let depth = info.shape[usize::from(!transposed)];
     // For each class, whether its row is zero on all of these ranks, or on all ranks.
     let zero_on = |ranks: Option<&[Rank]>| -> Vec<bool> {
@@ -200,7 +200,7 @@ fn of_vocabulary(
         let matters = |piece: &&Piece<'_>| {
             ranks.is_none_or(|ranks| piece.ranks.iter().any(|rank| ranks.contains(rank)))
         };
-        for piece in held.iter().filter(matters) {
+        for piece in recorded.iter().filter(matters) {
             mark(info, piece, transposed, &mut alive, &mut seen);
         }
         alive.iter().zip(&seen).map(|(alive, &seen)| !alive && seen >= depth).collect()
@@ -209,9 +209,9 @@ fn of_vocabulary(
     let mut hit: Vec<Hit> = Vec::new();
     for (facts, telling) in from {
         for (group, ranks) in facts.holders.iter().enumerate() {
-            let own = of_all.is_none().then(|| zero_on(Some(ranks)));
-            let zero = of_all.as_ref().or(own.as_ref()).expect("one of the two");
-            let tokens = facts.held[group].iter().copied().filter(|&t| telling[t]);
+            let zero_on_ranks = of_all.is_none().then(|| zero_on(Some(ranks)));
+            let zero = of_all.as_ref().or(zero_on_ranks.as_ref()).expect("one of the two");
+            let tokens = facts.held_tokens[group].iter().copied().filter(|&t| telling[t]);
             for class in tokens.filter_map(|t| facts.targets[t]) {
                 if usize::try_from(class).is_ok_and(|class| zero.get(class) == Some(&true)) {
                     let run = run_of_zeros(zero, class as usize);
@@ -225,7 +225,7 @@ fn of_vocabulary(
     rows.dedup();
     let Some((_, ranks, run)) = hit.first().cloned() else { return };
     let what = "classes that are the label of tokens that count and are not sure";
-    report(subject, (key, info), &ranks, &rows, run, what, found);
+    report(subject, (key, info), &ranks, &rows, run, what, results);
 }
 
 /// Marks the classes of which a piece holds a nonzero element, and counts the elements that it
@@ -260,9 +260,9 @@ fn mark(
 
 /// The run of zero rows around a row, if it looks like skipped tiles: its start is a multiple of a
 /// power of two of at least 8, and its end is too, or is the end of the tensor.
-fn run_of_zeros(zero: &[bool], at: usize) -> Option<(u64, u64)> {
-    let start = zero[..at].iter().rposition(|zero| !zero).map_or(0, |last| last + 1);
-    let end = zero[at..].iter().position(|zero| !zero).map_or(zero.len(), |n| at + n);
+fn run_of_zeros(zero: &[bool], index: usize) -> Option<(u64, u64)> {
+    let start = zero[..index].iter().rposition(|zero| !zero).map_or(0, |last| last + 1);
+    let end = zero[index..].iter().position(|zero| !zero).map_or(zero.len(), |n| index + n);
     let tile = 1 << (end - start).max(1).ilog2();
     let aligned = tile >= 8 && start % tile == 0 && (end % tile == 0 || end == zero.len());
     aligned.then_some((start as u64, end as u64))
@@ -275,7 +275,7 @@ fn report(
     rows: &[u64],
     run: Option<(u64, u64)>,
     what: &str,
-    found: &mut Found,
+    results: &mut CheckResults,
 ) {
     let small = matches!(info.dtype, Dtype::F16 | Dtype::F8E4m3 | Dtype::F8E5m2);
     let severity = if small { Severity::Note } else { Severity::Fail };
@@ -296,5 +296,5 @@ fn report(
     );
     let place = Place::of(subject).tensor(key).ranks(ranks).rows(rows);
     let advice = "Look for tiles that are skipped or never written, and for a filter or a mask that takes too much";
-    found.add(severity, None, place, evidence, advice);
+    results.add(severity, None, place, evidence, advice);
 }

@@ -12,21 +12,25 @@ use crate::replay::tasks::{Cut, Workers};
 /// Where the tiles are computed.
 #[derive(Debug, Default, Args)]
 pub(super) struct ClusterArguments {
-    /// What computes: this process, or tasks on a Ray cluster, to the same bits.
+    /// Where the tiles are computed: in this process, or by tasks on a Ray cluster. The results
+    /// have the same bits.
     #[arg(long, value_enum, conflicts_with_all = ["against", "tokens", "freivalds"])]
     pub(super) engine: Option<EngineArgument>,
-    /// The Ray cluster, as `ray start` names it; by default the one that this host is part of.
+    /// The address of the Ray cluster, as `ray start` prints it. By default it is the cluster that
+    /// this host is part of.
     #[arg(long, value_name = "HOST:PORT", requires = "engine")]
     pub(super) address: Option<String>,
-    /// Cores of one task.
+    /// The number of cores of one task.
     #[arg(long, value_name = "N", requires = "engine",
           value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) task_cpus: Option<u32>,
-    /// Most tokens of one task, in whole tiles of 256; 2048 by default. No result depends on it.
+    /// The largest number of tokens of one task, in whole tiles of 256, by default 2048. The
+    /// results do not depend on it.
     #[arg(long, value_name = "N", requires = "engine",
           value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) task_tokens: Option<u32>,
-    /// Most classes of one task, in whole tiles of 2048; by default what 32 MiB hold. Likewise.
+    /// The largest number of classes of one task, in whole tiles of 2048, by default as many as
+    /// fit in 32 MiB. The results do not depend on it.
     #[arg(long, value_name = "N", requires = "engine",
           value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) task_classes: Option<u32>,

@@ -14,8 +14,9 @@ use crate::replay::variant::STAGES;
 /// Which kernels.
 #[derive(Debug, Default, Args)]
 pub(super) struct KernelArguments {
-    /// A kernel of your own for a stage: CUDA C++, PTX or a cubin, launched on the dumped inputs
-    /// between guards; its source says how it is called. It needs a GPU. May be given again.
+    /// Runs your own kernel for a stage on the dumped inputs and judges its output. The file is
+    /// CUDA C++, PTX or a cubin, and a comment in it declares how the kernel is called. It needs a
+    /// GPU and may be given several times.
     #[arg(long = "kernel", value_name = "STAGE=FILE:ENTRY",
           conflicts_with_all = ["against", "engine", "tokens", "freivalds"])]
     pub(super) kernels: Vec<AskedKernel>,
@@ -39,8 +40,8 @@ impl FromStr for AskedKernel {
         });
         let (stage, file, entry) =
             parts.ok_or("it is STAGE=FILE:ENTRY, as in dk=my_kernel.cu:dk_kernel")?;
-        let found = STAGES.into_iter().find(|of| of.name() == stage);
-        let stage = found.ok_or_else(|| {
+        let known_stage = STAGES.into_iter().find(|of| of.name() == stage);
+        let stage = known_stage.ok_or_else(|| {
             let known: Vec<_> = STAGES.iter().map(|stage| stage.name()).collect();
             format!("{stage:?} is no stage that a kernel may give: known are {}", known.join(", "))
         })?;

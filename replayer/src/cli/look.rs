@@ -76,17 +76,17 @@ pub(super) fn export(arguments: &ExportArguments) -> Result<(String, i32), Comma
     let mut wanted = Vec::new();
     for name in &arguments.names {
         // Weights have no microbatch, and are asked for beside what has one.
-        let found = dump.find(name, asked.microbatch, asked.when);
-        let key = match (found, asked.microbatch) {
+        let in_dump = dump.find(name, asked.microbatch, asked.when);
+        let key = match (in_dump, asked.microbatch) {
             (Err(dump::FindError::Absent { .. }), Some(_)) => dump.find(name, None, asked.when)?,
-            (found, _) => found?,
+            (key, _) => key?,
         };
         wanted.push(Wanted { key, rank: asked.rank.map(Rank), name: name.clone() });
     }
     let bar = Bar::new(arguments.quiet);
     let sizes = wanted
         .iter()
-        .filter_map(|one| dump.tensors().get(&one.key))
+        .filter_map(|wanted| dump.tensors().get(&wanted.key))
         .map(|info| info.shape.iter().product::<u64>().saturating_mul(info.dtype.width() as u64));
     bar.begin("export", Work::Bytes, sizes.sum());
     let written = export::export(&dump, &wanted, target, arguments.widen, &bar)?;
@@ -131,8 +131,8 @@ fn parse(text: &str, shape: &[u64]) -> Result<IndexBox, CommandError> {
         let range = match word.split_once(':') {
             Some((lo, hi)) => (number(lo, 0)?, number(hi, size)?),
             None => {
-                let at = number(word, 0)?;
-                (at, at.saturating_add(1))
+                let index = number(word, 0)?;
+                (index, index.saturating_add(1))
             }
         };
         ranges.push(range);

@@ -9,7 +9,7 @@ mod device;
 mod error;
 mod kernel;
 mod look;
-mod own;
+mod manual;
 mod paint;
 mod progress;
 mod readings;
@@ -84,8 +84,8 @@ pub fn main_with(
         }
         Err(error) => {
             let code = error.exit_code();
-            if let CommandError::Run(RunError::Panicked { found: Some(found), .. }) = &error {
-                let before = paint::paint(&text::render(found));
+            if let CommandError::Run(RunError::Panicked { found: Some(report), .. }) = &error {
+                let before = paint::paint(&text::render(report));
                 let _ = anstream::stdout().write_all(before.as_bytes());
             }
             let mut stderr = anstream::stderr();

@@ -44,8 +44,8 @@ fn line(whole: &str) -> String {
     // A row begins with a name in its first column; what is indented is prose.
     let named = text.starts_with(|letter: char| letter.is_alphanumeric());
     let second = text.split_whitespace().nth(1).filter(|_| named);
-    let found = second.and_then(|word| STATUSES.iter().find(|(status, _)| *status == word));
-    let Some((word, style)) = found else { return whole.into() };
+    let status_word = second.and_then(|word| STATUSES.iter().find(|(status, _)| *status == word));
+    let Some((word, style)) = status_word else { return whole.into() };
     let first = text.find(' ').unwrap_or(0);
     match text[first..].find(word) {
         Some(at) => {

@@ -33,14 +33,14 @@ pub(super) fn precision(arguments: &PrecisionArguments) -> Result<(String, i32),
     let path = &arguments.dump.dump;
     let tokens = arguments.tokens.map(|n| n as usize);
     let options = precision::Options { microbatch: arguments.microbatch, tokens };
-    let found = precision_report(path, &selection(&arguments.dump.which), &options)?;
-    let code = match found.gradients {
+    let report = precision_report(path, &selection(&arguments.dump.which), &options)?;
+    let code = match report.gradients {
         Gradients::Diverge(_) => exit::DIVERGED,
-        _ if found.nonfinite > 0 || found.check.is_none() => exit::INCOMPLETE,
+        _ if report.nonfinite > 0 || report.check.is_none() => exit::INCOMPLETE,
         _ => exit::AGREED,
     };
-    let json = || serde_json::to_string_pretty(&found).expect("plain data");
-    Ok((written.output(json, || shown::render(&found))?, code))
+    let json = || serde_json::to_string_pretty(&report).expect("plain data");
+    Ok((written.output(json, || shown::render(&report))?, code))
 }
 
 pub(super) fn trajectory(arguments: &TrajectoryArguments) -> Result<(String, i32), CommandError> {

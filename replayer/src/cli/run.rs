@@ -11,7 +11,7 @@ use super::device::say;
 use super::error::CommandError;
 use super::progress::Bar;
 use super::written::{Json, write_out};
-use super::{exit, look, own, readings};
+use super::{exit, look, manual, readings};
 use crate::dump::{self, Selection};
 use crate::head::policy_file::read_toml;
 use crate::postmortem::{self, PageFile, Settings, Used, proved};
@@ -32,8 +32,8 @@ pub(super) fn run(
         Some(Command::Show(arguments)) => look::show(arguments),
         Some(Command::Export(arguments)) => look::export(arguments),
         Some(Command::Diff(arguments)) => run_replay(&arguments.replay(), None),
-        Some(Command::Completions { shell }) => Ok((own::completions(*shell), exit::AGREED)),
-        Some(Command::Man) => Ok((own::manual(), exit::AGREED)),
+        Some(Command::Completions { shell }) => Ok((manual::completions(*shell), exit::AGREED)),
+        Some(Command::Man) => Ok((manual::manual(), exit::AGREED)),
         Some(Command::Checks(arguments)) => readings::checks(arguments),
         Some(Command::Trajectory(arguments)) => readings::trajectory(arguments),
         Some(Command::Causes(arguments)) => run_causes(arguments.id.as_deref()),

@@ -286,7 +286,8 @@ impl Label {
             let (few, most) = (self.few.constant + row.few, self.few.half + row.most);
             return Allowed::default().with_few(few, most);
         }
-        let (in_row, own) = if self.row_variance == 1 { (variance, 0.0) } else { (0.0, variance) };
+        let (in_row, in_element) =
+            if self.row_variance == 1 { (variance, 0.0) } else { (0.0, variance) };
         let summed = row.label_total * y * y + row.label_squares * squares;
         // Whether errors are equal or not, each addend errs by half a spacing at most, and Σ|a| ≤
         // √(n Σa²).
@@ -294,7 +295,7 @@ impl Label {
         let few = self.few_alike * alike + self.few.variance(y) + row.few;
         let most = self.few_root * root + self.few.most(y) + row.most;
         let allowed = Allowed {
-            own: own + summed + self.carried * squares.max(y * y),
+            own: in_element + summed + self.carried * squares.max(y * y),
             row: self.row_alike * alike + row.label_row * y * y + in_row,
             shared: (self.shared_total + row.label_shared) * y * y
                 + self.shared_whole * whole * whole
@@ -317,11 +318,11 @@ impl Label {
 
 impl Joined {
     /// The error allowed in adding two parts.
-    pub fn of(&self, one: f64, other: f64) -> Allowed {
-        let sum = one + other;
-        let variance = self.part.variance(one) + self.part.variance(other);
-        let most = self.part.most(one) + self.part.most(other);
-        let apart = self.apart * (one.abs() + other.abs());
+    pub fn of(&self, first: f64, other: f64) -> Allowed {
+        let sum = first + other;
+        let variance = self.part.variance(first) + self.part.variance(other);
+        let most = self.part.most(first) + self.part.most(other);
+        let apart = self.apart * (first.abs() + other.abs());
         let most = most + apart + self.sum.most(sum);
         Allowed::default().with_few(variance + self.sum.variance(sum), most)
     }
@@ -331,8 +332,8 @@ impl Joined {
     pub fn of_addends(&self, n: f64, squares: [f64; 2]) -> Allowed {
         let n = n.max(1.0);
         // All ranks' parts are taken as equal, for which the sum of their errors is largest.
-        let [one, other] = squares.map(|square| (square / n).sqrt());
-        let each = self.of(one, other);
+        let [first, other] = squares.map(|square| (square / n).sqrt());
+        let each = self.of(first, other);
         Allowed { own: n * each.own, few: n * each.few, most: n * each.most, ..each }
     }
 }

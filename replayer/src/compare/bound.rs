@@ -242,20 +242,20 @@ impl Budget {
 mod tests {
     use super::*;
 
-    fn own(variance: f64) -> Allowed {
+    fn allowed_variance(variance: f64) -> Allowed {
         Allowed { own: variance, ..Allowed::default() }
     }
 
     #[test]
     fn the_bound_tightens_to_the_expectation_for_many_equal_elements() {
-        let budget = Budget::of_row((0..1_000_000).map(|_| own(1.0)));
+        let budget = Budget::of_row((0..1_000_000).map(|_| allowed_variance(1.0)));
         let excess = budget.energy(20.0) / budget.expected();
         assert!((1.0..1.02).contains(&excess), "{excess}");
     }
 
     #[test]
     fn one_element_may_err_by_several_standard_deviations() {
-        assert!(Budget::of_row([own(1.0)].into_iter()).energy(16.0) > 32.0);
+        assert!(Budget::of_row([allowed_variance(1.0)].into_iter()).energy(16.0) > 32.0);
     }
 
     #[test]
@@ -271,7 +271,7 @@ mod tests {
     /// Goal: rows that are copies of each other do not count as independent errors.
     #[test]
     fn a_hundred_equal_rows_may_err_as_much_as_one_a_hundred_times_as_large() {
-        let row = |variance| Budget::of_row([own(variance)].into_iter());
+        let row = |variance| Budget::of_row([allowed_variance(variance)].into_iter());
         let mut copies = Budget::default();
         (0..100).for_each(|_| copies.merge_repeated(&row(1.0), 100.0));
         let (energy, wanted) = (copies.energy(16.0), row(100.0).energy(16.0));
@@ -285,7 +285,7 @@ mod tests {
         let u = f64::powi(2.0, -8);
         let parts = Allowed::default().with_few(2.0 * u * u / 3.0, 2.0 * u);
         assert_eq!(parts.reach(22.0), 2.0 * u);
-        let beside = parts + own(1e-2 * u * u);
+        let beside = parts + allowed_variance(1e-2 * u * u);
         assert!(beside.reach(22.0) < 2.7 * u && beside.reach(1.0) < beside.reach(22.0));
         assert!(parts.reach(0.1) < u, "where the tail is shorter it is the bound");
         let row = Budget::of_row((0..2).map(|_| parts));

@@ -24,7 +24,7 @@ pub struct Cell {
     pub nonfinite: u64,
     /// Number of the comparison that the worst element is from, where charts of several were
     /// merged.
-    pub of: u32,
+    pub source: u32,
 }
 
 impl Cell {
@@ -47,7 +47,7 @@ impl Cell {
     /// Adds another part of the same block, or the same block of another comparison.
     fn merge(&mut self, other: &Cell) {
         if other.is_worse_than(self) {
-            (self.worst, self.of) = (other.worst.clone(), other.of);
+            (self.worst, self.source) = (other.worst.clone(), other.source);
         }
         self.elements += other.elements;
         self.exceeding += other.exceeding;
@@ -94,8 +94,8 @@ impl Chart {
         };
         let filled: Vec<_> = bands.clone().into_par_iter().map(of_band).collect();
         for (band, cells) in bands.zip(filled) {
-            let at = band * self.size.1;
-            self.cells[at..].iter_mut().zip(&cells).for_each(|(to, from)| put(to, from));
+            let start = band * self.size.1;
+            self.cells[start..].iter_mut().zip(&cells).for_each(|(to, from)| put(to, from));
         }
     }
 
@@ -110,8 +110,8 @@ impl Chart {
         let mut cells: Vec<Option<Cell>> = vec![None; self.size.1];
         for row in range {
             for column in 0..columns {
-                let at = row * columns + column;
-                let (captured, reference) = (rows.captured.get_f64(at), rows.reference[at]);
+                let flat = row * columns + column;
+                let (captured, reference) = (rows.captured.get_f64(flat), rows.reference[flat]);
                 let index = ((rows.index)(row), column as u64);
                 let allowed = allowed(row, column, reference);
                 let cell = element(index, (captured, reference), &allowed, bound);
@@ -123,9 +123,9 @@ impl Chart {
 
     /// Adds the chart of another comparison of the same shape; its cells are marked as those of
     /// comparison `of`.
-    pub fn merge(&mut self, other: &Chart, of: u32) {
+    pub fn merge(&mut self, other: &Chart, source: u32) {
         for (to, from) in self.cells.iter_mut().zip(&other.cells) {
-            put(to, &from.clone().map(|cell| Cell { of, ..cell }));
+            put(to, &from.clone().map(|cell| Cell { source, ..cell }));
         }
     }
 
@@ -149,8 +149,8 @@ impl Chart {
             cells: vec![None; half.0 * half.1],
             ..*self
         };
-        for (at, cell) in self.cells.iter().enumerate() {
-            let (row, column) = (at / self.size.1, at % self.size.1);
+        for (index, cell) in self.cells.iter().enumerate() {
+            let (row, column) = (index / self.size.1, index % self.size.1);
             put(&mut chart.cells[row / 2 * half.1 + column / 2], cell);
         }
         chart
@@ -174,7 +174,7 @@ fn element(
         elements: 1,
         exceeding: u64::from(beyond),
         nonfinite: u64::from(!finite),
-        of: 0,
+        source: 0,
     }
 }
 
@@ -208,10 +208,10 @@ mod tests {
         part: Range<usize>,
         index: &'a (dyn Fn(usize) -> u64 + Sync),
     ) -> Rows<'a> {
-        let at = part.start * COLUMNS..part.end * COLUMNS;
-        let values = Values::F64(&captured[at.clone()]);
+        let span = part.start * COLUMNS..part.end * COLUMNS;
+        let values = Values::F64(&captured[span.clone()]);
         let captured = Matrix { rows: part.len(), cols: COLUMNS, values };
-        Rows { captured, reference: &reference[at], index, repeats: &once }
+        Rows { captured, reference: &reference[span], index, repeats: &once }
     }
 
     fn allowed(_: usize, _: usize, _: f64) -> Allowed {
@@ -247,10 +247,10 @@ mod tests {
         assert_eq!(sum(|cell| cell.elements), tally.elements);
         assert_eq!(sum(|cell| cell.exceeding), tally.exceeding);
         // Every block names an element of its own.
-        for (at, cell) in chart.cells.iter().enumerate() {
+        for (index, cell) in chart.cells.iter().enumerate() {
             let (row, column) = cell.as_ref().unwrap().worst.index;
             let place = (row as usize / chart.block.0, column as usize / chart.block.1);
-            assert_eq!(place, (at / chart.size.1, at % chart.size.1));
+            assert_eq!(place, (index / chart.size.1, index % chart.size.1));
         }
     }
 
@@ -290,7 +290,7 @@ mod tests {
             elements: 1,
             exceeding: 0,
             nonfinite: 0,
-            of: 0,
+            source: 0,
         };
         assert!(cell(f64::NAN).is_worse_than(&cell(1e9)));
         assert!(!cell(1e9).is_worse_than(&cell(f64::NAN)));
@@ -299,14 +299,14 @@ mod tests {
 
     #[test]
     fn merging_says_whose_the_worst_element_is() {
-        let one = values();
+        let values_of_one = values();
         let mut two = values();
         two.0[7] += 3.0;
-        let (a, b) = (whole(&one), whole(&two));
+        let (a, b) = (whole(&values_of_one), whole(&two));
         let mut both = a.clone();
         both.merge(&b, 1);
-        assert_eq!((both.worst().unwrap().worst.index, both.worst().unwrap().of), ((0, 7), 1));
+        assert_eq!((both.worst().unwrap().worst.index, both.worst().unwrap().source), ((0, 7), 1));
         let of_spike = both.cells.iter().flatten().find(|cell| cell.worst.index == (123, 5));
-        assert_eq!(of_spike.unwrap().of, 0, "the first of equals");
+        assert_eq!(of_spike.unwrap().source, 0, "the first of equals");
     }
 }

@@ -170,7 +170,7 @@ impl Measures {
         Summary {
             max_abs: known(self.max_abs()),
             max_rel: known(self.max_rel.map_or(0.0, |(most, _)| most)),
-            max_rel_index: self.max_rel.map(|(_, at)| at.index),
+            max_rel_index: self.max_rel.map(|(_, point)| point.index),
             from_zero: self.from_zero,
             cosine,
             mismatches: self.mismatches,
@@ -271,28 +271,29 @@ mod tests {
     #[test]
     fn an_element_that_is_the_rounded_reference_does_not_count_as_a_mismatch() {
         let third = 1.0 / 3.0;
-        let found = of(&[(half::bf16::from_f64(third).to_f64(), third)], Dtype::Bf16);
-        assert_eq!((found.mismatches, found.ulps[0]), (0, 1));
-        assert!(found.max_abs() > 0.0);
+        let measures = of(&[(half::bf16::from_f64(third).to_f64(), third)], Dtype::Bf16);
+        assert_eq!((measures.mismatches, measures.ulps[0]), (0, 1));
+        assert!(measures.max_abs() > 0.0);
     }
 
     #[test]
     fn the_first_and_the_worst_are_named_with_both_values_and_zero_references_are_apart() {
-        let found = of(&[(1.0, 1.0), (1e-9, 0.0), (2.0, 4.0), (9.0, 10.0), (2.5, 2.0)], Dtype::F32);
-        assert_eq!(found.first_mismatch.unwrap().index.0, 1);
-        assert_eq!(found.worst.unwrap().index.0, 2);
-        let (most, at) = found.max_rel.unwrap();
-        assert_eq!((most, at.index.0, found.from_zero), (0.5, 2, 1));
+        let measures =
+            of(&[(1.0, 1.0), (1e-9, 0.0), (2.0, 4.0), (9.0, 10.0), (2.5, 2.0)], Dtype::F32);
+        assert_eq!(measures.first_mismatch.unwrap().index.0, 1);
+        assert_eq!(measures.worst.unwrap().index.0, 2);
+        let (most, point) = measures.max_rel.unwrap();
+        assert_eq!((most, point.index.0, measures.from_zero), (0.5, 2, 1));
     }
 
     #[test]
     fn a_wrong_sign_and_an_overflow_have_a_bucket_of_their_own() {
-        let found = of(
+        let measures = of(
             &[(1.0, -1.0), (f64::INFINITY, 1.0), (f64::NAN, 1.0), (0.0, -0.0), (1e39, 1e39)],
             Dtype::F32,
         );
-        assert_eq!((found.sign_or_overflow, found.ulps[0]), (3, 2));
-        assert_eq!(found.elements, 5);
+        assert_eq!((measures.sign_or_overflow, measures.ulps[0]), (3, 2));
+        assert_eq!(measures.elements, 5);
     }
 
     #[test]
@@ -315,10 +316,10 @@ mod tests {
             (0..40).map(|i| (f64::from(i % 7), f64::from(i % 5))).collect();
         let whole = of(&pairs, Dtype::F64);
         let mut parts = Measures::default();
-        for (at, chunk) in pairs.chunks(6).enumerate() {
+        for (chunk_index, chunk) in pairs.chunks(6).enumerate() {
             let mut part = Measures::default();
             for (i, &(captured, reference)) in chunk.iter().enumerate() {
-                let index = ((at * 6 + i) as u64, 0);
+                let index = ((chunk_index * 6 + i) as u64, 0);
                 part.add(Point { index, captured, reference }, Format::of(Dtype::F64));
             }
             parts.merge(part);

@@ -33,21 +33,21 @@ pub struct Compared {
 
 /// Where the first element of the bytes lies in its tensor.
 #[derive(Clone, Copy, Debug)]
-pub struct At {
+pub struct FirstElement {
     /// Row-major index.
     pub start: u64,
     /// Elements of a row.
     pub columns: u64,
 }
 
-impl At {
+impl FirstElement {
     fn point(self, offset: usize, captured: f64, reference: f64) -> Point {
         let (flat, columns) = (self.start + offset as u64, self.columns.max(1));
         Point { index: (flat / columns, flat % columns), captured, reference }
     }
 
-    fn later(self, offset: usize) -> At {
-        At { start: self.start + offset as u64, ..self }
+    fn later(self, offset: usize) -> FirstElement {
+        FirstElement { start: self.start + offset as u64, ..self }
     }
 }
 
@@ -92,23 +92,23 @@ impl Compared {
 }
 
 /// Compares bytes of one dtype and of equal length.
-pub fn compare(dtype: Dtype, captured: &[u8], reference: &[u8], at: At) -> Compared {
+pub fn compare(dtype: Dtype, captured: &[u8], reference: &[u8], place: FirstElement) -> Compared {
     assert_eq!(captured.len(), reference.len(), "both sides hold the same elements");
     match dtype {
-        Dtype::Bf16 => blocks::<Bf16>(captured, reference, at),
-        Dtype::F16 => blocks::<F16>(captured, reference, at),
-        Dtype::F32 => blocks::<f32>(captured, reference, at),
-        Dtype::F64 => blocks::<f64>(captured, reference, at),
-        Dtype::F8E4m3 => blocks::<E4m3>(captured, reference, at),
-        Dtype::F8E5m2 => blocks::<E5m2>(captured, reference, at),
-        Dtype::Bool | Dtype::U8 => blocks::<u8>(captured, reference, at),
-        Dtype::I8 => blocks::<i8>(captured, reference, at),
-        Dtype::U16 => blocks::<u16>(captured, reference, at),
-        Dtype::I16 => blocks::<i16>(captured, reference, at),
-        Dtype::U32 => blocks::<u32>(captured, reference, at),
-        Dtype::I32 => blocks::<i32>(captured, reference, at),
-        Dtype::U64 => blocks::<u64>(captured, reference, at),
-        Dtype::I64 => blocks::<i64>(captured, reference, at),
+        Dtype::Bf16 => blocks::<Bf16>(captured, reference, place),
+        Dtype::F16 => blocks::<F16>(captured, reference, place),
+        Dtype::F32 => blocks::<f32>(captured, reference, place),
+        Dtype::F64 => blocks::<f64>(captured, reference, place),
+        Dtype::F8E4m3 => blocks::<E4m3>(captured, reference, place),
+        Dtype::F8E5m2 => blocks::<E5m2>(captured, reference, place),
+        Dtype::Bool | Dtype::U8 => blocks::<u8>(captured, reference, place),
+        Dtype::I8 => blocks::<i8>(captured, reference, place),
+        Dtype::U16 => blocks::<u16>(captured, reference, place),
+        Dtype::I16 => blocks::<i16>(captured, reference, place),
+        Dtype::U32 => blocks::<u32>(captured, reference, place),
+        Dtype::I32 => blocks::<i32>(captured, reference, place),
+        Dtype::U64 => blocks::<u64>(captured, reference, place),
+        Dtype::I64 => blocks::<i64>(captured, reference, place),
     }
 }
 
@@ -132,24 +132,24 @@ pub fn widen(dtype: Dtype, bytes: &[u8], values: &mut Vec<f64>) {
     }
 }
 
-fn blocks<E: Element>(captured: &[u8], reference: &[u8], at: At) -> Compared {
+fn blocks<E: Element>(captured: &[u8], reference: &[u8], place: FirstElement) -> Compared {
     let mut compared = Compared::default();
     let bytes = BLOCK * size_of::<E>();
     let pairs = captured.chunks(bytes).zip(reference.chunks(bytes));
     for (index, (ours, theirs)) in pairs.enumerate() {
-        block::<E>(&mut compared, ours, theirs, at.later(index * BLOCK));
+        block::<E>(&mut compared, ours, theirs, place.later(index * BLOCK));
     }
     compared
 }
 
-fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], at: At) {
+fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], place: FirstElement) {
     let (mut x, mut y) = ([0.0; BLOCK], [0.0; BLOCK]);
     let count = ours.len() / size_of::<E>();
     x.iter_mut().zip(elements::<E>(ours)).for_each(|(x, e)| *x = e.value());
     y.iter_mut().zip(elements::<E>(theirs)).for_each(|(y, e)| *y = e.value());
     let sums = sums(&x, &y);
     if !(sums.energies.error.is_finite() && sums.largest.is_finite()) {
-        return one_by_one::<E>(compared, ours, theirs, at);
+        return one_by_one::<E>(compared, ours, theirs, place);
     }
     compared.energies.merge(&sums.energies);
     compared.measures.elements += count as u64;
@@ -162,7 +162,7 @@ fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], at: At
     if sums.largest > compared.measures.max_abs() || any_relative_above(&x, &y, known) {
         let from_zero = compared.measures.from_zero;
         for i in 0..count {
-            compared.measures.extremes(at.point(i, x[i], y[i]));
+            compared.measures.extremes(place.point(i, x[i], y[i]));
         }
         compared.measures.from_zero = from_zero;
     }
@@ -174,7 +174,7 @@ fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], at: At
     if compared.measures.first_mismatch.is_none() {
         let pairs = elements::<E>(ours).zip(elements::<E>(theirs));
         let first = pairs.enumerate().find(|(_, (a, b))| a.differs(*b));
-        compared.measures.first_mismatch = first.map(|(i, _)| at.point(i, x[i], y[i]));
+        compared.measures.first_mismatch = first.map(|(i, _)| place.point(i, x[i], y[i]));
     }
     compared.measures.mismatches += differ;
 }
@@ -182,9 +182,14 @@ fn block<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], at: At
 /// Compares a block with elements that are not finite, or whose squares overflow, one element after
 /// the other.
 #[cold]
-fn one_by_one<E: Element>(compared: &mut Compared, ours: &[u8], theirs: &[u8], at: At) {
+fn one_by_one<E: Element>(
+    compared: &mut Compared,
+    ours: &[u8],
+    theirs: &[u8],
+    place: FirstElement,
+) {
     for (i, (a, b)) in elements::<E>(ours).zip(elements::<E>(theirs)).enumerate() {
-        let point = at.point(i, a.value(), b.value());
+        let point = place.point(i, a.value(), b.value());
         compared.measures.elements += 1;
         compared.measures.count(a.distance(b));
         compared.measures.mismatch(a.differs(b), point);
@@ -340,7 +345,7 @@ fn e4m3(bits: u8) -> f64 {
 mod tests {
     use super::*;
 
-    const AT: At = At { start: 70, columns: 7 };
+    const AT: FirstElement = FirstElement { start: 70, columns: 7 };
 
     fn bytes(dtype: Dtype, count: usize, seed: u64) -> Vec<u8> {
         let mut state = seed;
@@ -391,11 +396,11 @@ mod tests {
         let x = [1.0f32, f32::NAN, f32::INFINITY, f32::INFINITY, 2.0, f32::NAN];
         let y = [1.0f32, 1.0, f32::INFINITY, 3.0, 2.5, f32::NAN];
         let raw = |x: &[f32]| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
-        let found = compare(Dtype::F32, &raw(&x), &raw(&y), AT);
-        assert_eq!((found.nonfinite, found.measures.mismatches), (3, 3));
-        assert_eq!(found.first_nonfinite.unwrap().index, (10, 1));
-        assert_eq!(found.energies.error, 0.25);
-        assert_eq!(found.measures.worst.unwrap().index, (10, 4));
+        let compared = compare(Dtype::F32, &raw(&x), &raw(&y), AT);
+        assert_eq!((compared.nonfinite, compared.measures.mismatches), (3, 3));
+        assert_eq!(compared.first_nonfinite.unwrap().index, (10, 1));
+        assert_eq!(compared.energies.error, 0.25);
+        assert_eq!(compared.measures.worst.unwrap().index, (10, 4));
     }
 
     #[test]

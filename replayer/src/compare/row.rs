@@ -29,16 +29,16 @@ impl Spot {
         self.column >= 0
     }
 
-    fn keep(&mut self, one: Spot) {
+    fn keep(&mut self, spot: Spot) {
         if !self.is_some() {
-            *self = one;
+            *self = spot;
         }
     }
 
     /// Replaces the element by a later one if there was none before, or if the later one is larger.
-    fn keep_larger(&mut self, one: Spot, size: fn(&Spot) -> f64) {
-        if one.is_some() && (!self.is_some() || size(&one) > size(self)) {
-            *self = one;
+    fn keep_larger(&mut self, spot: Spot, size: fn(&Spot) -> f64) {
+        if spot.is_some() && (!self.is_some() || size(&spot) > size(self)) {
+            *self = spot;
         }
     }
 
@@ -267,7 +267,7 @@ impl RowTally {
         self.dot += next.dot;
         self.max_abs = self.max_abs.max(next.max_abs);
         self.beyond = self.beyond.max(next.beyond);
-        self.slope.iter_mut().zip(next.slope).for_each(|(sum, of)| *sum += of);
+        self.slope.iter_mut().zip(next.slope).for_each(|(sum, value)| *sum += value);
         self.allowed.join(&next.allowed);
         self.spots[0].keep(next.spots[0]);
         self.spots[1].keep(next.spots[1]);
@@ -347,7 +347,8 @@ impl RowTally {
     /// elements.
     pub(super) fn measures(&self, row: u64, elements: u64) -> Measures {
         let [first_mismatch, worst, relative] = &self.measured;
-        let max_rel = relative.point(row).map(|at| (at.error() / at.reference.abs(), at));
+        let max_rel =
+            relative.point(row).map(|point| (point.error() / point.reference.abs(), point));
         Measures {
             elements,
             mismatches: self.mismatches,
@@ -378,8 +379,8 @@ impl AllowedSums {
 
     /// Adds the sums of the next piece.
     fn join(&mut self, next: &AllowedSums) {
-        for (sums, of) in [(&mut self.own, &next.own), (&mut self.many, &next.many)] {
-            *sums = [sums[0] + of[0], sums[1] + of[1], sums[2].max(of[2])];
+        for (sums, more) in [(&mut self.own, &next.own), (&mut self.many, &next.many)] {
+            *sums = [sums[0] + more[0], sums[1] + more[1], sums[2].max(more[2])];
         }
         self.most += next.most;
         self.row += next.row;
@@ -408,9 +409,9 @@ mod tests {
     fn a_row_of_several_pieces_is_the_row() {
         let mut draw = Draw::new(7);
         let elements: Vec<Element> = (0..2 * PIECE + 77)
-            .map(|at| {
-                let reference = if at % 41 == 0 { 0.0 } else { 2.0 * draw.unit() - 1.0 };
-                let captured = match at % 1000 {
+            .map(|index| {
+                let reference = if index % 41 == 0 { 0.0 } else { 2.0 * draw.unit() - 1.0 };
+                let captured = match index % 1000 {
                     999 => f64::NAN,
                     _ => reference + 3e-3 * (2.0 * draw.unit() - 1.0),
                 };
@@ -425,24 +426,24 @@ mod tests {
             flat.look_at(column, *element, format, &Look::whole(9.0));
         }
         let counts = |row: &RowTally| {
-            let of = [row.nonfinite, row.exceeding, row.mismatches, row.from_zero];
-            (of, row.sign_or_overflow, row.scores, row.ulps, row.spots, row.measured)
+            let counts = [row.nonfinite, row.exceeding, row.mismatches, row.from_zero];
+            (counts, row.sign_or_overflow, row.scores, row.ulps, row.spots, row.measured)
         };
         assert_eq!(format!("{:?}", counts(&whole)), format!("{:?}", counts(&flat)));
         assert!(flat.exceeding > 10 && flat.nonfinite == 8, "{flat:?}");
         assert_eq!((whole.max_abs, whole.beyond), (flat.max_abs, flat.beyond));
         let sums = |row: &RowTally| [row.error, row.captured, row.allowed.own[0], row.slope[0]];
-        for (found, wanted) in sums(&whole).into_iter().zip(sums(&flat)) {
-            assert!((found - wanted).abs() <= 1e-12 * wanted, "{found:e}, not {wanted:e}");
+        for (sum, wanted) in sums(&whole).into_iter().zip(sums(&flat)) {
+            assert!((sum - wanted).abs() <= 1e-12 * wanted, "{sum:e}, not {wanted:e}");
         }
         assert_eq!(RowTally::pieces(elements.len()), 3);
         let pieces: Vec<RowTally> = elements
             .chunks(PIECE)
             .zip((0..).step_by(PIECE))
-            .map(|(of, first)| {
+            .map(|(elements, first)| {
                 let mut piece = RowTally::NONE;
-                for (at, element) in of.iter().enumerate() {
-                    piece.look_at(first + at, *element, format, &Look::whole(9.0));
+                for (index, element) in elements.iter().enumerate() {
+                    piece.look_at(first + index, *element, format, &Look::whole(9.0));
                 }
                 piece
             })

@@ -159,8 +159,8 @@ impl Tally {
             .into_par_iter()
             .map(|chunk| {
                 let mut tally = Tally::default();
-                for at in chunk * CHUNK..((chunk + 1) * CHUNK).min(count) {
-                    let (row, index, repeats) = row(at);
+                for row_number in chunk * CHUNK..((chunk + 1) * CHUNK).min(count) {
+                    let (row, index, repeats) = row(row_number);
                     tally.add(&row, (index, elements), repeats, bound);
                 }
                 tally
@@ -207,8 +207,8 @@ impl Rows<'_> {
     ) -> RowTally {
         let columns = self.captured.cols;
         let element = |column: usize| {
-            let at = row * columns + column;
-            let (captured, reference) = (self.captured.get_f64(at), self.reference[at]);
+            let element = row * columns + column;
+            let (captured, reference) = (self.captured.get_f64(element), self.reference[element]);
             Element { captured, reference, allowed: allowed(row, column, reference) }
         };
         let format = Format::of_values(&self.captured.values);
@@ -240,7 +240,7 @@ impl Tally {
         }
         let mut of_row = Budget::default();
         of_row.merge_repeated(&budget, repeats);
-        let [own, alike, shared, certain] = row.slope;
+        let [independent, alike, shared, certain] = row.slope;
         self.merge(Tally {
             elements,
             rows: 1,
@@ -260,7 +260,7 @@ impl Tally {
             measures: row.measures(index, elements),
             scores: row.scores.map(u64::from),
             beyond,
-            slope_variance: repeats * own + repeats * alike * alike,
+            slope_variance: repeats * independent + repeats * alike * alike,
             slope_shared: shared,
             slope_certain: certain,
             slope_stored: 0.0,
@@ -370,7 +370,7 @@ impl Tally {
             true => (format.round64(*x) - x) * x,
             false => format.unit_roundoff() * x * x,
         };
-        let sums = reference.par_chunks(CHUNK).map(|of| of.iter().map(error).sum());
+        let sums = reference.par_chunks(CHUNK).map(|values| values.iter().map(error).sum());
         self.slope_stored += sums.collect::<Vec<f64>>().iter().sum::<f64>();
     }
 
@@ -469,27 +469,27 @@ mod tests {
         for (captured, reference) in
             [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::INFINITY, f64::INFINITY)]
         {
-            let (found, bound) =
+            let (tally_of_nan, bound) =
                 tally(&[captured, 1.0, 1.0, 1.0], &[reference, 1.0, 1.0, 1.0], 1e9);
-            assert!(found.excess(&bound).is_some(), "{captured} {reference}");
+            assert!(tally_of_nan.excess(&bound).is_some(), "{captured} {reference}");
         }
     }
 
     #[test]
     fn any_difference_fails_where_no_rounding_is_possible() {
-        let (found, bound) = tally(&[1.0, 0.0, 0.0, 1e-30], &[1.0, 0.0, 0.0, 0.0], 0.0);
-        assert_eq!(found.exceeding, 1);
-        assert!(found.excess(&bound).is_some());
-        assert_eq!(found.worst.unwrap().index, (100, 3));
+        let (judged, bound) = tally(&[1.0, 0.0, 0.0, 1e-30], &[1.0, 0.0, 0.0, 0.0], 0.0);
+        assert_eq!(judged.exceeding, 1);
+        assert!(judged.excess(&bound).is_some());
+        assert_eq!(judged.worst.unwrap().index, (100, 3));
     }
 
     #[test]
     fn a_small_common_scale_shows_as_slope_though_every_element_passes() {
         let reference: Vec<f64> = (0..40_000).map(|i| 1.0 + f64::from(i % 7)).collect();
         let captured: Vec<f64> = reference.iter().map(|x| x * 0.9990).collect();
-        let (found, bound) = tally(&captured, &reference, 0.02);
-        assert_eq!((found.exceeding, found.exceeding_rows), (0, 0));
-        assert!(found.excess(&bound).unwrap().contains("scale"));
+        let (judged, bound) = tally(&captured, &reference, 0.02);
+        assert_eq!((judged.exceeding, judged.exceeding_rows), (0, 0));
+        assert!(judged.excess(&bound).unwrap().contains("scale"));
     }
 
     /// Goal: values that lie near each other are rounded by the same error, which is allowed; a
@@ -500,10 +500,10 @@ mod tests {
         let stored: Vec<f64> = reference.iter().map(|&x| Precision::Bf16.round64(x)).collect();
         for (times, agrees) in [(1.0, true), (0.99, false)] {
             let captured: Vec<f64> = stored.iter().map(|x| x * times).collect();
-            let (mut found, bound) = tally(&captured, &reference, 0.02);
-            assert!(found.excess(&bound).is_some());
-            found.stored_in(Precision::Bf16, &reference);
-            assert_eq!(found.excess(&bound).is_none(), agrees, "{:?}", found.excess(&bound));
+            let (mut judged, bound) = tally(&captured, &reference, 0.02);
+            assert!(judged.excess(&bound).is_some());
+            judged.stored_in(Precision::Bf16, &reference);
+            assert_eq!(judged.excess(&bound).is_none(), agrees, "{:?}", judged.excess(&bound));
         }
     }
 
@@ -517,8 +517,8 @@ mod tests {
         let seen = clean.seen_from(&bound).unwrap();
         let fails = |by: &dyn Fn(usize) -> f64| {
             let captured: Vec<f64> = (0..reference.len()).map(|i| reference[i] + by(i)).collect();
-            let (found, bound) = tally(&captured, &reference, 0.02);
-            found.excess(&bound).is_some()
+            let (judged, bound) = tally(&captured, &reference, 0.02);
+            judged.excess(&bound).is_some()
         };
         for (size, wanted) in [(1.01, true), (0.5, false)] {
             assert_eq!(fails(&|i| size * seen.factor * reference[i]), wanted, "factor {size}");

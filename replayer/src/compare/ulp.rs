@@ -189,10 +189,14 @@ mod tests {
     fn neighbours_are_one_apart_in_every_dtype_and_the_two_zeros_are_none() {
         for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::F64] {
             let format = Format::of(dtype).unwrap();
-            let (one, largest) = (format.round(1.0), format.infinity() - 1);
+            let (bits_of_one, largest) = (format.round(1.0), format.infinity() - 1);
             let negative = |bits: u64| bits | format.sign();
-            assert_eq!(format.distance(one, one + 1), Some(1), "{dtype}");
-            assert_eq!(format.distance(negative(one + 3), negative(one)), Some(3), "{dtype}");
+            assert_eq!(format.distance(bits_of_one, bits_of_one + 1), Some(1), "{dtype}");
+            assert_eq!(
+                format.distance(negative(bits_of_one + 3), negative(bits_of_one)),
+                Some(3),
+                "{dtype}"
+            );
             assert_eq!(format.distance(0, negative(0)), Some(0), "{dtype}");
             assert_eq!(format.distance(1, negative(0)), Some(1), "{dtype}");
             assert_eq!(format.distance(1, negative(1)), None, "{dtype}");

@@ -24,9 +24,9 @@ pub(super) struct TransformArguments {
 }
 
 impl From<Transform> for TransformArguments {
-    fn from(of: Transform) -> TransformArguments {
-        let constants = Transform::CONSTANTS.map(|(_, value)| value(&of));
-        TransformArguments { constants, capped: of.bends().into() }
+    fn from(transform: Transform) -> TransformArguments {
+        let constants = Transform::CONSTANTS.map(|(_, value)| value(&transform));
+        TransformArguments { constants, capped: transform.bends().into() }
     }
 }
 

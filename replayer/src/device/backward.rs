@@ -51,7 +51,7 @@ struct Tile<M: Machine> {
 pub(super) struct Slab<'a, M: Machine> {
     inputs: &'a HeadInputs<'a>,
     noise: &'a TermNoise,
-    held: OnDevice<M>,
+    buffers: OnDevice<M>,
     sums: Sums<M>,
     /// Of the bias, `[rows]`: of entries, of their variances, of their squares.
     biases: [Room<M>; 3],
@@ -241,7 +241,7 @@ impl<'a, M: Machine> Slab<'a, M> {
         asked: [bool; SUMS],
     ) -> Result<Self, DeviceError> {
         let (rows, tokens) = (inputs.k.rows, inputs.q.rows);
-        let held = OnDevice::backward(machine, inputs, upstream)?;
+        let buffers = OnDevice::backward(machine, inputs, upstream)?;
         let sums = Sums::zeros(machine, rows * inputs.q.cols, asked)?;
         let [mut biases, mut labels] = [(); 2].map(|()| [(); 3].map(|()| Room::default()));
         for (room, values) in biases.iter_mut().map(|room| (room, rows)) {
@@ -250,7 +250,7 @@ impl<'a, M: Machine> Slab<'a, M> {
         for (room, values) in labels.iter_mut().map(|room| (room, tokens)) {
             room.of(machine, values)?;
         }
-        Ok(Slab { inputs, noise: upstream.noise, held, sums, biases, labels })
+        Ok(Slab { inputs, noise: upstream.noise, buffers, sums, biases, labels })
     }
 
     /// Its sums of k's rows: `[rows, D]`, then those of the bias, `[rows]`.
@@ -315,7 +315,7 @@ impl<M: Machine> Tile<M> {
     ) -> Result<(), DeviceError> {
         let size = query.rows.len() * key.rows.len();
         let [dense, squared, noisy, dropped, confident] = &mut self.terms;
-        let products = slab.held.products(machine, slab.inputs, (query, key), dense)?;
+        let products = slab.buffers.products(machine, slab.inputs, (query, key), dense)?;
         let when = |asked: bool, room: &mut Room<M>| match asked {
             true => room.of(machine, size),
             false => Ok(0),
@@ -334,8 +334,8 @@ impl<M: Machine> Tile<M> {
             label_slopes: slopes.at(machine, query.rows.start),
             label_slope_vars: slope_vars.at(machine, query.rows.start),
             label_entries: entries.at(machine, query.rows.start),
-            tokens: slab.held.tokens(machine, query),
-            head: slab.held.head(machine, slab.inputs, slab.noise),
+            tokens: slab.buffers.tokens(machine, query),
+            head: slab.buffers.head(machine, slab.inputs, slab.noise),
         };
         // SAFETY: the rooms of a tile were just made that large; those of tokens and of the
         // panels have a row for each of theirs.
@@ -351,11 +351,11 @@ impl<M: Machine> Tile<M> {
         depth: usize,
     ) -> Result<(), DeviceError> {
         let (height, width) = (query.rows.len(), key.rows.len());
-        let of = |side: &Panel<M>| {
+        let addresses = |side: &Panel<M>| {
             let Panel { values, squared, magnitudes, .. } = side;
             [values, squared, squared, magnitudes, values].map(|room| room.address(machine))
         };
-        let (queries, keys) = (of(query), of(key));
+        let (queries, keys) = (addresses(query), addresses(key));
         for (sum, terms) in self.terms.iter().enumerate() {
             let (Some(dq), Some(dk)) = (to_dq[sum], to_dk[sum]) else { continue };
             let product = Product {

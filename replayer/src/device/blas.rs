@@ -96,7 +96,7 @@ impl Blas {
             CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_32F_PEDANTIC,
         };
         use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
-        let (of, sums) = match product.compute {
+        let (datatype, sums) = match product.compute {
             Compute::Bf16 => (CUDA_R_16BF, CUBLAS_COMPUTE_32F),
             Compute::F16 => (CUDA_R_16F, CUBLAS_COMPUTE_32F),
             Compute::Tf32 => (CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32),
@@ -115,10 +115,10 @@ impl Blas {
                 k,
                 (&raw const alpha).cast(),
                 product.rhs as *const c_void,
-                of,
+                datatype,
                 leads[0],
                 product.lhs as *const c_void,
-                of,
+                datatype,
                 leads[1],
                 (&raw const beta).cast(),
                 product.target as *mut c_void,

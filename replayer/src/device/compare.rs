@@ -96,9 +96,9 @@ impl<'a> Comparison<'a> {
 
     fn element(&self, (row, column): (usize, usize), dense: [&[f64]; 5]) -> Element {
         let index = row * self.captured.cols + column;
-        let at = |values: &[f64]| values.get(index).copied().unwrap_or(0.0);
-        let [x, squares, variance, dropped, confident] = dense.map(at);
-        let [y, label_squares, label_variance, label_alike, label_whole] = self.label.map(at);
+        let value = |values: &[f64]| values.get(index).copied().unwrap_or(0.0);
+        let [x, squares, variance, dropped, confident] = dense.map(value);
+        let [y, label_squares, label_variance, label_alike, label_whole] = self.label.map(value);
         let sums = Sums {
             x,
             squares,
@@ -146,15 +146,15 @@ pub(super) struct Rooms<M: Machine> {
     storage: Room<M>,
     rows: Room<M>,
     columns: Room<M>,
-    found: Room<M>,
+    tallies: Room<M>,
 }
 
 impl<M: Machine> Default for Rooms<M> {
     fn default() -> Self {
-        let [captured, side, label_rows, storage, rows, columns, found] =
+        let [captured, side, label_rows, storage, rows, columns, rows_room] =
             [(); 7].map(|()| Room::default());
         let label = [(); 5].map(|()| Room::default());
-        Rooms { captured, side, label, label_rows, storage, rows, columns, found }
+        Rooms { captured, side, label, label_rows, storage, rows, columns, tallies: rows_room }
     }
 }
 
@@ -165,25 +165,25 @@ impl<M: Machine> Rooms<M> {
     pub(super) fn compare(
         &mut self,
         machine: &M,
-        of: &Comparison,
+        comparison: &Comparison,
         (dense, vocabulary): ([u64; 5], bool),
     ) -> Result<Vec<RowTally>, DeviceError> {
-        let (count, columns) = (of.captured.rows, of.captured.cols);
+        let (count, columns) = (comparison.captured.rows, comparison.captured.cols);
         let label_rows = match vocabulary {
-            true => self.put_labelled(machine, of)?,
-            false => self.put_label(machine, of.label)?,
+            true => self.put_labelled(machine, comparison)?,
+            false => self.put_label(machine, comparison.label)?,
         };
         let whole = |matrix| (matrix, 0..count);
-        let (captured, dtype) = put_rows(machine, &mut self.captured, whole(&of.captured))?;
-        let (side, side_dtype) = put_rows(machine, &mut self.side, whole(&of.side))?;
-        let storage = match of.storage.is_empty() {
+        let (captured, dtype) = put_rows(machine, &mut self.captured, whole(&comparison.captured))?;
+        let (side, side_dtype) = put_rows(machine, &mut self.side, whole(&comparison.side))?;
+        let storage = match comparison.storage.is_empty() {
             true => 0,
-            false => self.storage.put(machine, of.storage)?,
+            false => self.storage.put(machine, comparison.storage)?,
         };
         let pieces = RowTally::pieces(columns);
-        let mut found = vec![<RowTally as bytemuck::Zeroable>::zeroed(); count * pieces];
+        let mut tallies = vec![<RowTally as bytemuck::Zeroable>::zeroed(); count * pieces];
         let compare = Compare {
-            threads: found.len() as i64,
+            threads: tallies.len() as i64,
             columns: columns as i64,
             pieces: pieces as i64,
             piece: PIECE as i64,
@@ -195,36 +195,38 @@ impl<M: Machine> Rooms<M> {
             side,
             side_dtype: side_dtype as i64,
             storage,
-            rows: self.rows.put(machine, of.rows)?,
-            of_columns: self.columns.put(machine, of.columns)?,
-            stage: *of.stage,
-            bound: of.bound,
-            to: self.found.put(machine, &found)?,
+            rows: self.rows.put(machine, comparison.rows)?,
+            of_columns: self.columns.put(machine, comparison.columns)?,
+            stage: *comparison.stage,
+            bound: comparison.bound,
+            to: self.tallies.put(machine, &tallies)?,
         };
         // SAFETY: every address holds a value for each element, row or column, as the caller says
         // of the dense sums; those of the label part for each row that `label_rows` names.
         unsafe { machine.launch(&compare)? };
-        self.found.get(machine, &mut found)?;
-        Ok(RowTally::joined(&found, pieces))
+        self.tallies.get(machine, &mut tallies)?;
+        Ok(RowTally::joined(&tallies, pieces))
     }
 
     /// Sums of the label part as they are.
     fn put_label(&mut self, machine: &M, label: LabelSums) -> Result<u64, DeviceError> {
         self.label = [(); 5].map(|()| Room::default());
-        for (room, values) in self.label.iter_mut().zip(label).filter(|(_, of)| !of.is_empty()) {
+        for (room, values) in
+            self.label.iter_mut().zip(label).filter(|(_, values)| !values.is_empty())
+        {
             room.put(machine, values)?;
         }
         Ok(0)
     }
 
     /// Those of the rows that are a label, and where each row lies among them.
-    fn put_labelled(&mut self, machine: &M, of: &Comparison) -> Result<u64, DeviceError> {
-        let (columns, (labelled, places)) = (of.captured.cols, of.labelled());
+    fn put_labelled(&mut self, machine: &M, comparison: &Comparison) -> Result<u64, DeviceError> {
+        let (columns, (labelled, places)) = (comparison.captured.cols, comparison.labelled());
         let gather = |values: &[f64]| -> Vec<f64> {
             let row = |&row: &usize| &values[row * columns..(row + 1) * columns];
             labelled.iter().flat_map(row).copied().collect()
         };
-        let gathered = of.label.map(|values| match values.is_empty() {
+        let gathered = comparison.label.map(|values| match values.is_empty() {
             true => Vec::new(),
             false => gather(values),
         });

@@ -89,7 +89,11 @@ pub(super) fn compare(architecture: &str) -> Result<Image, DeviceError> {
 
 /// A user's kernel, with NVRTC's own defaults as nvcc would give it; headers are looked for beside
 /// it and in a CUDA toolkit.
-pub(super) fn own(file: &Path, source: &str, architecture: &str) -> Result<Image, DeviceError> {
+pub(super) fn user_source(
+    file: &Path,
+    source: &str,
+    architecture: &str,
+) -> Result<Image, DeviceError> {
     // The folder of a bare name is empty, which NVRTC refuses.
     let beside = file.parent().filter(|folder| !folder.as_os_str().is_empty());
     let toolkits = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os);

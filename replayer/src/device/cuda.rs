@@ -18,10 +18,10 @@ use cudarc::driver::{
 
 use super::blas::{Blas, Shape};
 use super::compile::{self, FLAGS, Image, OLDEST};
-use super::current::{Before, Bytes, Current, Held};
+use super::current::{Before, Bytes, Current, InContext};
 use super::error::DeviceError;
 use super::machine::{Arguments, Compute, Machine, Product};
-use super::own::launch::{Code, Launch, Launches, Passed};
+use super::user_kernel::launch::{Code, Launch, Launches, Passed};
 use super::{Description, KERNELS, compare, policy, presence};
 
 /// Threads of a block.
@@ -216,7 +216,7 @@ impl Machine for Cuda {
     fn zeros(&self, bytes: usize) -> Result<Bytes, DeviceError> {
         let what = format!("allocating {bytes} bytes of its memory");
         self.within(&what, || {
-            self.stream.alloc_zeros(bytes).map(|bytes| Held::new(bytes, &self.context))
+            self.stream.alloc_zeros(bytes).map(|bytes| InContext::new(bytes, &self.context))
         })
     }
 
@@ -294,29 +294,29 @@ impl Machine for Cuda {
 }
 
 impl Launches for Cuda {
-    type Kernel = Held<CudaFunction>;
+    type Kernel = InContext<CudaFunction>;
 
-    fn load(&self, code: &Code, entry: &str) -> Result<Held<CudaFunction>, DeviceError> {
+    fn load(&self, code: &Code, entry: &str) -> Result<InContext<CudaFunction>, DeviceError> {
         let image = match code {
-            Code::Cuda { file, source } => compile::own(file, source, &self.architecture)?,
+            Code::Cuda { file, source } => compile::user_source(file, source, &self.architecture)?,
             Code::Module(file) => compile::module(file)?,
         };
         self.within(&format!("loading the kernel {entry}"), || {
             let kernel = self.context.load_module(image.loadable())?.load_function(entry)?;
-            Ok(Held::new(kernel, &self.context))
+            Ok(InContext::new(kernel, &self.context))
         })
     }
 
     unsafe fn start(
         &self,
-        kernel: &Held<CudaFunction>,
+        kernel: &InContext<CudaFunction>,
         launch: Launch,
         arguments: &[Passed],
     ) -> Result<(), DeviceError> {
-        let of = |[x, y, z]: [u32; 3]| (x, y, z);
+        let dimensions = |[x, y, z]: [u32; 3]| (x, y, z);
         let config = LaunchConfig {
-            grid_dim: of(launch.grid),
-            block_dim: of(launch.block),
+            grid_dim: dimensions(launch.grid),
+            block_dim: dimensions(launch.block),
             shared_mem_bytes: launch.shared,
         };
         let mut builder = self.stream.launch_builder(kernel);

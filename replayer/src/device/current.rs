@@ -52,40 +52,40 @@ impl Drop for Before {
 }
 
 /// What cudarc gives back when it is dropped, by calls that take the current context's word.
-pub(super) struct Held<T> {
-    held: ManuallyDrop<T>,
+pub(super) struct InContext<T> {
+    value: ManuallyDrop<T>,
     context: Arc<CudaContext>,
 }
 
 /// Bytes of a GPU: freed in the order of its own stream, where the null stream is that of the
 /// current context.
-pub(super) type Bytes = Held<CudaSlice<u8>>;
+pub(super) type Bytes = InContext<CudaSlice<u8>>;
 
-impl<T> Held<T> {
-    pub(super) fn new(held: T, context: &Arc<CudaContext>) -> Held<T> {
-        Held { held: ManuallyDrop::new(held), context: context.clone() }
+impl<T> InContext<T> {
+    pub(super) fn new(held: T, context: &Arc<CudaContext>) -> InContext<T> {
+        InContext { value: ManuallyDrop::new(held), context: context.clone() }
     }
 }
 
-impl<T> Deref for Held<T> {
+impl<T> Deref for InContext<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        &self.held
+        &self.value
     }
 }
 
-impl<T> DerefMut for Held<T> {
+impl<T> DerefMut for InContext<T> {
     fn deref_mut(&mut self) -> &mut T {
-        &mut self.held
+        &mut self.value
     }
 }
 
-impl<T> Drop for Held<T> {
+impl<T> Drop for InContext<T> {
     fn drop(&mut self) {
         let current = Current::of(&self.context);
         // SAFETY: it is dropped here and nowhere else.
-        unsafe { ManuallyDrop::drop(&mut self.held) };
+        unsafe { ManuallyDrop::drop(&mut self.value) };
         drop(current);
     }
 }

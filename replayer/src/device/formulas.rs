@@ -22,7 +22,7 @@ const FORMULAS: [(&str, &[&str], Formula); 5] = [
 /// A function for each formula, of doubles under its own name, of floats with `_f` behind it. The
 /// f32 rows of the policies have no slope of tanh by itself.
 pub(super) fn source() -> String {
-    let of = |(behind, number, language): (&str, &str, Language)| {
+    let functions_of = |(behind, number, language): (&str, &str, Language)| {
         let function = move |(name, arguments, formula): &(&str, &[&str], Formula)| {
             let program = Program::new(language, "");
             let numbers: Vec<Text<'_>> = arguments.iter().map(|name| program.name(name)).collect();
@@ -37,7 +37,7 @@ pub(super) fn source() -> String {
         };
         FORMULAS.iter().filter(is_known).map(function).collect::<String>()
     };
-    [("", "double", Language::C), ("_f", "float", Language::C_F32)].map(of).concat()
+    [("", "double", Language::C), ("_f", "float", Language::C_F32)].map(functions_of).concat()
 }
 
 #[cfg(test)]

@@ -26,8 +26,8 @@ pub(super) fn forward<M: Machine>(
     let (tokens, depth) = (inputs.q.rows, inputs.q.cols);
     let sizes = Sizes { tokens, rows: 0, depth, terms: 1 };
     let tiles = Plan::of(machine.free()?, sizes).tiles;
-    let mut held = OnDevice::forward(machine, inputs)?;
-    let head = held.head(machine, inputs, &TermNoise::default());
+    let mut buffers = OnDevice::forward(machine, inputs)?;
+    let head = buffers.head(machine, inputs, &TermNoise::default());
     let begin = Running { max: f64::NEG_INFINITY, sum: 0.0, logits: 0.0, squares: 0.0 };
     let (mut running, mut label_logits) = (Room::default(), Room::default());
     running.put(machine, &vec![begin; tokens])?;
@@ -39,7 +39,7 @@ pub(super) fn forward<M: Machine>(
         let (first, width) = (columns.start as i64, columns.len() as i64);
         for span in spans(tokens, tiles.tokens) {
             query.load(machine, (&inputs.q, span.clone()), false)?;
-            let products = held.products(machine, inputs, (&query, &key), &mut tile)?;
+            let products = buffers.products(machine, inputs, (&query, &key), &mut tile)?;
             let threads = (span.len() * LANES) as i64;
             let lanes = lanes.of(machine, span.len() * LANES * RUNNING)?;
             let absorb = Absorb { threads, products, columns: width, first, lanes, head };
@@ -50,7 +50,7 @@ pub(super) fn forward<M: Machine>(
                 first,
                 lanes,
                 rows: running.at(machine, span.start * RUNNING),
-                labels: held.labels_from(machine, span.start),
+                labels: buffers.labels_from(machine, span.start),
                 label_logits: label_logits.at(machine, span.start),
                 head,
             };
@@ -66,12 +66,12 @@ pub(super) fn forward<M: Machine>(
     let (mut rows, mut labels) = (vec![begin; tokens], vec![0.0; tokens]);
     running.get(machine, &mut rows)?;
     label_logits.get(machine, &mut labels)?;
-    let of = |field: fn(&Running) -> f64| rows.iter().map(field).collect();
+    let field_of_rows = |field: fn(&Running) -> f64| rows.iter().map(field).collect();
     Ok(ForwardSums {
-        max: of(|row| row.max),
-        sum: of(|row| row.sum),
+        max: field_of_rows(|row| row.max),
+        sum: field_of_rows(|row| row.sum),
         label_logits: labels,
-        logit_sum: of(|row| row.logits),
-        logit_squares: of(|row| row.squares),
+        logit_sum: field_of_rows(|row| row.logits),
+        logit_squares: field_of_rows(|row| row.squares),
     })
 }

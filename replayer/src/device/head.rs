@@ -40,21 +40,21 @@ impl<M: Machine> OnDevice<M> {
         inputs: &HeadInputs,
         upstream: Upstream,
     ) -> Result<Self, DeviceError> {
-        let mut held = OnDevice::forward(machine, inputs)?;
+        let mut buffers = OnDevice::forward(machine, inputs)?;
         let cotangents = upstream.cotangents;
         for (room, values) in [
-            (&mut held.lse, upstream.lse),
-            (&mut held.c_lse, cotangents.lse),
-            (&mut held.c_label, cotangents.label),
-            (&mut held.c_smooth, cotangents.smooth),
+            (&mut buffers.lse, upstream.lse),
+            (&mut buffers.c_lse, cotangents.lse),
+            (&mut buffers.c_label, cotangents.label),
+            (&mut buffers.c_smooth, cotangents.smooth),
         ] {
             assert_eq!(values.len(), inputs.q.rows, "one a token");
             room.put(machine, values)?;
         }
         if let Some(copies) = inputs.copies {
-            held.copies.put(machine, copies)?;
+            buffers.copies.put(machine, copies)?;
         }
-        Ok(held)
+        Ok(buffers)
     }
 
     /// The options, as kernels take them.
@@ -79,13 +79,13 @@ impl<M: Machine> OnDevice<M> {
 
     /// Upstream of the tokens of a panel of q.
     pub(super) fn tokens(&self, machine: &M, query: &Panel<M>) -> Tokens {
-        let at = |room: &Room<M>| room.at(machine, query.rows.start);
+        let address = |room: &Room<M>| room.at(machine, query.rows.start);
         Tokens {
-            lse: at(&self.lse),
-            c_lse: at(&self.c_lse),
-            c_label: at(&self.c_label),
-            c_smooth: at(&self.c_smooth),
-            copies: at(&self.copies),
+            lse: address(&self.lse),
+            c_lse: address(&self.c_lse),
+            c_label: address(&self.c_label),
+            c_smooth: address(&self.c_smooth),
+            copies: address(&self.copies),
             norms: query.norms.address(machine),
             labels: self.labels_from(machine, query.rows.start),
         }

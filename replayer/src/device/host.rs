@@ -12,7 +12,7 @@ use libloading::Library;
 use super::Description;
 use super::error::DeviceError;
 use super::machine::{Arguments, Compute, Machine, Product};
-use super::own::launch::{Code, Launch, Launches, Passed};
+use super::user_kernel::launch::{Code, Launch, Launches, Passed};
 
 /// This process as a device.
 pub(super) struct Host {
@@ -36,17 +36,17 @@ fn compiled(sources: &[&Path], options: &[&str]) -> (Library, tempfile::TempDir)
 impl Host {
     /// Compiles the kernels with `cc`.
     pub(super) fn new() -> Host {
-        let of = |file: &str| {
+        let path_of = |file: &str| {
             Path::new(env!("CARGO_MANIFEST_DIR")).join("src/device/kernels").join(file)
         };
         let options = ["-DHOST", "-O2", "-ffp-contract=off", "-Wall", "-Werror"];
         let mut formulas = tempfile::NamedTempFile::new().expect("a temporary file");
         formulas.write_all(super::formulas::source().as_bytes()).expect("it is written");
-        let before = [of("prelude.cuh"), formulas.path().to_owned()];
+        let before = [path_of("prelude.cuh"), formulas.path().to_owned()];
         let before = before.each_ref().map(|path| path.to_str().expect("its path is UTF-8"));
         let included = before.iter().flat_map(|&path| ["-include", path]);
         let included: Vec<&str> = included.collect();
-        let sources = ["reference.cu", "policy.cu", "compare.cu"].map(of);
+        let sources = ["reference.cu", "policy.cu", "compare.cu"].map(path_of);
         let all = [&included[..], &options].concat();
         let (kernels, folder) = compiled(&sources.each_ref().map(PathBuf::as_path), &all);
         let description = Description {
@@ -127,14 +127,14 @@ where
     F: Copy + std::ops::Mul<Output = F> + std::ops::Add<Output = F> + std::iter::Sum,
 {
     let Product { rows, cols, depth, .. } = *product;
-    let at = |transposed: bool, (row, col), (height, width)| {
+    let offset = |transposed: bool, (row, col), (height, width)| {
         if transposed { col * height + row } else { row * width + col }
     };
     for row in 0..rows {
         for col in 0..cols {
             let term = |i: usize| {
-                let lhs = at(product.lhs_transposed, (row, i), (rows, depth));
-                let rhs = at(product.rhs_transposed, (i, col), (depth, cols));
+                let lhs = offset(product.lhs_transposed, (row, i), (rows, depth));
+                let rhs = offset(product.rhs_transposed, (i, col), (depth, cols));
                 // SAFETY: the caller says that the addresses hold those matrices.
                 unsafe {
                     value(*(product.lhs as *const E).add(lhs))
@@ -166,11 +166,11 @@ impl Launches for Host {
         let Code::Cuda { source, .. } = code else { panic!("a C compiler takes source") };
         let signature = source.split(&format!("void {entry}(")).nth(1).expect("the kernel");
         let signature = &signature[..signature.find(')').expect("its arguments end")];
-        let arguments = signature.split(',').enumerate().map(|(at, argument)| {
-            let of = argument.trim().rsplit_once([' ', '*']).expect("a type and a name").0;
+        let arguments = signature.split(',').enumerate().map(|(index, argument)| {
+            let pointee = argument.trim().rsplit_once([' ', '*']).expect("a type and a name").0;
             match argument.contains('*') {
-                true => format!("*(void **)a[{at}]"),
-                false => format!("*({of} *)a[{at}]"),
+                true => format!("*(void **)a[{index}]"),
+                false => format!("*({pointee} *)a[{index}]"),
             }
         });
         let arguments = arguments.collect::<Vec<_>>().join(", ");

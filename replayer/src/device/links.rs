@@ -91,7 +91,7 @@ impl Links<Cuda> for Nccl {
         let failed = |why| failed("bringing sums from one GPU to another", why);
         let peer = c_int::try_from(from).unwrap_or(c_int::MAX);
         let stream = |nth: usize| self.streams[nth].cu_stream().cast();
-        let of = sys::ncclDataType_t::ncclUint8;
+        let datatype = sys::ncclDataType_t::ncclUint8;
         let source = buffer.device_ptr(&self.streams[from]).0 as *const c_void;
         let target = to.device_ptr(&self.streams[0]).0 as *mut c_void;
         let before = Before::now();
@@ -100,8 +100,8 @@ impl Links<Cuda> for Nccl {
         // they are freed in their streams' order.
         let (sent, received) = unsafe {
             (
-                nccl::send(source, bytes, of, 0, comms[from], stream(from)),
-                nccl::recv(target, bytes, of, peer, comms[0], stream(0)),
+                nccl::send(source, bytes, datatype, 0, comms[from], stream(from)),
+                nccl::recv(target, bytes, datatype, peer, comms[0], stream(0)),
             )
         };
         // A group is ended whatever was said inside it: the next would wait for it.

@@ -131,8 +131,8 @@ mod tests {
         let mut got = vec![0.0; SIZE * SIZE];
         operands.target.get(machine, &mut got).unwrap();
         let (lhs, rhs) = (values(SIZE * SIZE, 5), values(SIZE * SIZE, !5));
-        for (at, got) in got.into_iter().enumerate() {
-            let (row, col) = (at / SIZE, at % SIZE);
+        for (index, got) in got.into_iter().enumerate() {
+            let (row, col) = (index / SIZE, index % SIZE);
             let wanted: f64 = (0..SIZE).map(|i| lhs[row * SIZE + i] * rhs[col * SIZE + i]).sum();
             // SIZE products below 1, each sum rounded once, in another order.
             let close = SIZE as f64 * SIZE as f64 * f64::EPSILON;

@@ -21,7 +21,6 @@ mod host;
 mod links;
 mod machine;
 mod measure;
-mod own;
 mod plan;
 mod plane;
 mod policy;
@@ -33,18 +32,19 @@ mod standin;
 mod sums;
 #[cfg(test)]
 mod tests;
+mod user_kernel;
 
 pub use compare::{Comparison, Kept, LabelSums};
 pub use error::DeviceError;
 pub use measure::{Measured, Square, Taken};
-pub use own::{Given, Kernel, KernelError, Unit};
 pub use plane::{KeptPlane, PlaneComparison};
+pub use user_kernel::{Given, Kernel, KernelError, Unit};
 
 use crate::compare::plane::PlaneStage;
 use crate::kernels::policy::{DkParts, DqParts, PlaneTile as PolicyTile, Policy, PolicyForward};
 use crate::kernels::reference::{Backward, DkSums, ForwardSums, TermNoise, Upstream};
 use crate::kernels::{Cotangents, HeadInputs, Progress, Tiles};
-use own::launch::Launches;
+use user_kernel::launch::Launches;
 
 /// Names of the kernels in `kernels/reference.cu`.
 const KERNELS: [&str; 8] =
@@ -122,7 +122,7 @@ pub trait Device: Sync {
     ) -> Result<(), DeviceError>;
 
     /// Runs a user's kernel on a unit's head, watched.
-    fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError>;
+    fn user_kernel(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError>;
 }
 
 /// A backward pass over slabs of k, in their order.
@@ -206,9 +206,9 @@ impl<M: Launches> Device for M {
         &'a self,
         inputs: &HeadInputs,
         upstream: Upstream,
-        of: (PlaneStage, &dyn Progress),
+        stage_and_progress: (PlaneStage, &dyn Progress),
     ) -> Result<Box<dyn KeptPlane + 'a>, DeviceError> {
-        Ok(Box::new(plane::plane(self, inputs, upstream, of)?))
+        Ok(Box::new(plane::plane(self, inputs, upstream, stage_and_progress)?))
     }
 
     fn policy_forward(
@@ -242,7 +242,7 @@ impl<M: Launches> Device for M {
         policy::plane(self, policy, inputs, upstream, tiles, on_tile)
     }
 
-    fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
-        own::run(self, kernel, unit)
+    fn user_kernel(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
+        user_kernel::run(self, kernel, unit)
     }
 }

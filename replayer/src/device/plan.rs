@@ -53,10 +53,10 @@ mod tests {
 
     #[test]
     fn what_fits_is_held_whole_and_what_does_not_goes_in_whole_tiles() {
-        let of = |gib: usize| Plan::of(gib << 30, LARGE);
-        assert_eq!(of(1000), Plan { tiles: TILES, band: 1 << 20 });
+        let plan_for = |gib: usize| Plan::of(gib << 30, LARGE);
+        assert_eq!(plan_for(1000), Plan { tiles: TILES, band: 1 << 20 });
         for gib in [1, 8, 24, 80, 140] {
-            let plan = of(gib);
+            let plan = plan_for(gib);
             assert!(plan.band < 1 << 20 && plan.band % plan.tiles.tokens == 0, "{plan:?}");
             let tile = LARGE.terms * plan.tiles.tokens * plan.tiles.vocab;
             let rows = (plan.band + LARGE.rows) * LARGE.depth * LARGE.terms;

@@ -76,11 +76,11 @@ impl PlaneComparison<'_> {
     pub fn here(&self, values: &[f64], variances: &[f64]) -> Vec<RowTally> {
         let format = Format::of_values(&self.captured.values);
         let element = |row: usize, column: usize| {
-            let (at, token) = (row * self.captured.cols + column, &self.tokens[row]);
-            let reference = values[at];
-            let inner = self.stage.of(token, column, reference, variances[at]);
+            let (element, token) = (row * self.captured.cols + column, &self.tokens[row]);
+            let reference = values[element];
+            let inner = self.stage.of(token, column, reference, variances[element]);
             let allowed = self.stage.storing(token, reference, false, inner);
-            Element { captured: self.captured.get_f64(at), reference, allowed }
+            Element { captured: self.captured.get_f64(element), reference, allowed }
         };
         let row = |row: usize| {
             let elements = (0..self.columns).map(|column| element(row, column));
@@ -96,7 +96,7 @@ pub(super) fn bytes(free: usize) -> usize {
 }
 
 /// A stage's plane.
-pub(super) struct Held<'m, M: Machine> {
+pub(super) struct DevicePlane<'m, M: Machine> {
     machine: &'m M,
     stage: PlaneStage,
     rows: usize,
@@ -105,7 +105,7 @@ pub(super) struct Held<'m, M: Machine> {
     variances: Room<M>,
     captured: Room<M>,
     tokens: Room<M>,
-    found: Room<M>,
+    tallies: Room<M>,
 }
 
 /// Computes the whole plane of some tokens, `[tokens, V]`.
@@ -114,18 +114,29 @@ pub(super) fn plane<'m, M: Machine>(
     inputs: &HeadInputs,
     upstream: Upstream,
     (stage, progress): (PlaneStage, &dyn Progress),
-) -> Result<Held<'m, M>, DeviceError> {
+) -> Result<DevicePlane<'m, M>, DeviceError> {
     reference::check(inputs);
     let (rows, vocab) = (inputs.q.rows, inputs.k.rows);
-    let [mut values, mut variances, captured, tokens, found] = [(); 5].map(|()| Room::default());
+    let [mut values, mut variances, captured, tokens, rows_room] =
+        [(); 5].map(|()| Room::default());
     values.of(machine, rows * vocab)?;
     variances.of(machine, rows * vocab)?;
-    let plane = Held { machine, stage, rows, vocab, values, variances, captured, tokens, found };
+    let plane = DevicePlane {
+        machine,
+        stage,
+        rows,
+        vocab,
+        values,
+        variances,
+        captured,
+        tokens,
+        tallies: rows_room,
+    };
     plane.fill(inputs, upstream, progress)?;
     Ok(plane)
 }
 
-impl<M: Machine> Held<'_, M> {
+impl<M: Machine> DevicePlane<'_, M> {
     fn fill(
         &self,
         inputs: &HeadInputs,
@@ -133,8 +144,8 @@ impl<M: Machine> Held<'_, M> {
         progress: &dyn Progress,
     ) -> Result<(), DeviceError> {
         let (machine, vocab) = (self.machine, self.vocab);
-        let mut held = OnDevice::backward(machine, inputs, upstream)?;
-        let head = held.head(machine, inputs, upstream.noise);
+        let mut buffers = OnDevice::backward(machine, inputs, upstream)?;
+        let head = buffers.head(machine, inputs, upstream.noise);
         let (mut key, mut query) = (Panel::default(), Panel::default());
         let mut products = Room::default();
         let sizes = Sizes { tokens: self.rows, rows: 0, depth: inputs.q.cols, terms: 1 };
@@ -149,7 +160,7 @@ impl<M: Machine> Held<'_, M> {
                 let first = tokens.start * vocab + cols.start;
                 let plane = Plane {
                     threads: (tokens.len() * cols.len()) as i64,
-                    products: held.products(machine, inputs, (&query, &key), &mut products)?,
+                    products: buffers.products(machine, inputs, (&query, &key), &mut products)?,
                     values: self.values.at(machine, first),
                     variances: self.variances.at(machine, first),
                     stage: self.stage as i64,
@@ -159,7 +170,7 @@ impl<M: Machine> Held<'_, M> {
                     first: cols.start as i64,
                     key_norms: key.norms.address(machine),
                     masked: inputs.mask.unwrap_or(f64::NEG_INFINITY),
-                    tokens: held.tokens(machine, &query),
+                    tokens: buffers.tokens(machine, &query),
                     head,
                 };
                 // SAFETY: the plane has `vocab` entries for each token, the products are the
@@ -183,18 +194,21 @@ impl<M: Machine> Held<'_, M> {
     }
 }
 
-impl<M: Machine> KeptPlane for Held<'_, M> {
-    fn compare(&mut self, of: &PlaneComparison) -> Result<Vec<RowTally>, DeviceError> {
-        let (machine, count) = (self.machine, of.captured.rows);
-        assert_eq!((count, of.captured.cols), (self.rows, self.vocab), "the plane's shape");
-        assert!(of.tokens.len() == count && of.columns <= self.vocab, "one a token");
-        let rows = (&of.captured, 0..count);
+impl<M: Machine> KeptPlane for DevicePlane<'_, M> {
+    fn compare(&mut self, comparison: &PlaneComparison) -> Result<Vec<RowTally>, DeviceError> {
+        let (machine, count) = (self.machine, comparison.captured.rows);
+        assert_eq!((count, comparison.captured.cols), (self.rows, self.vocab), "the plane's shape");
+        assert!(
+            comparison.tokens.len() == count && comparison.columns <= self.vocab,
+            "one a token"
+        );
+        let rows = (&comparison.captured, 0..count);
         let (captured, dtype) = put_rows(machine, &mut self.captured, rows)?;
-        let pieces = RowTally::pieces(of.columns);
-        let mut found = vec![<RowTally as bytemuck::Zeroable>::zeroed(); count * pieces];
+        let pieces = RowTally::pieces(comparison.columns);
+        let mut tallies = vec![<RowTally as bytemuck::Zeroable>::zeroed(); count * pieces];
         let compare = ComparePlane {
-            threads: found.len() as i64,
-            columns: of.columns as i64,
+            threads: tallies.len() as i64,
+            columns: comparison.columns as i64,
             stride: self.vocab as i64,
             pieces: pieces as i64,
             piece: PIECE as i64,
@@ -202,16 +216,16 @@ impl<M: Machine> KeptPlane for Held<'_, M> {
             dtype: dtype as i64,
             values: self.values.address(machine),
             variances: self.variances.address(machine),
-            tokens: self.tokens.put(machine, of.tokens)?,
-            stage: *of.stage,
-            bound: of.bound,
-            to: self.found.put(machine, &found)?,
+            tokens: self.tokens.put(machine, comparison.tokens)?,
+            stage: *comparison.stage,
+            bound: comparison.bound,
+            to: self.tallies.put(machine, &tallies)?,
         };
         // SAFETY: the plane and the captured rows have the shape that was just looked at, and
         // there is a result for each piece of each of them.
         unsafe { machine.launch(&compare)? };
-        self.found.get(machine, &mut found)?;
-        Ok(RowTally::joined(&found, pieces))
+        self.tallies.get(machine, &mut tallies)?;
+        Ok(RowTally::joined(&tallies, pieces))
     }
 
     fn energy(

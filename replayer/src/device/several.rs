@@ -19,10 +19,10 @@ use super::cuda::Cuda;
 use super::error::DeviceError;
 use super::links::{Links, Nccl};
 use super::machine::Machine;
-use super::own::launch::Launches;
 use super::plane::KeptPlane;
 use super::room::Room;
-use super::{BackwardWalk, Description, Device, Given, Kernel, Unit, forward, own, policy};
+use super::user_kernel::launch::Launches;
+use super::{BackwardWalk, Description, Device, Given, Kernel, Unit, forward, policy, user_kernel};
 use crate::compare::RowTally;
 use crate::compare::plane::PlaneStage;
 use crate::kernels::policy::{DkParts, DqParts, PlaneTile as PolicyTile, Policy, PolicyForward};
@@ -157,9 +157,9 @@ impl<M: Launches, L: Links<M>> Device for Several<M, L> {
         &'a self,
         inputs: &HeadInputs,
         upstream: Upstream,
-        of: (PlaneStage, &dyn Progress),
+        stage_and_progress: (PlaneStage, &dyn Progress),
     ) -> Result<Box<dyn KeptPlane + 'a>, DeviceError> {
-        Device::plane(&self.machines[0], inputs, upstream, of)
+        Device::plane(&self.machines[0], inputs, upstream, stage_and_progress)
     }
 
     /// Of the first.
@@ -197,8 +197,8 @@ impl<M: Launches, L: Links<M>> Device for Several<M, L> {
     }
 
     /// On the first.
-    fn own(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
-        own::run(&self.machines[0], kernel, unit)
+    fn user_kernel(&self, kernel: &Kernel, unit: &Unit) -> Result<Given, DeviceError> {
+        user_kernel::run(&self.machines[0], kernel, unit)
     }
 }
 
@@ -255,9 +255,9 @@ impl<M: Machine, L: Links<M>> BackwardWalk for Shared<'_, M, L> {
     }
 
     fn finish(mut self: Box<Self>, dq: &mut Backward) -> Result<(), DeviceError> {
-        let held = Mutex::new(dq);
+        let shared_dq = Mutex::new(dq);
         let mut leave =
-            |share: &mut Share<'_, M>| share.walk.leave(&held).map_err(|e| e.on(share.name));
+            |share: &mut Share<'_, M>| share.walk.leave(&shared_dq).map_err(|e| e.on(share.name));
         self.shares.iter_mut().try_for_each(&mut leave)
     }
 }
@@ -268,9 +268,9 @@ struct Tokens<'a, M: Machine>(Vec<(&'a str, Range<usize>, Lying<'a, M>)>);
 impl<M: Machine> Kept for Tokens<'_, M> {
     fn compare(&mut self, comparison: &Comparison) -> Result<Vec<RowTally>, DeviceError> {
         let mut all = Vec::new();
-        for (name, tokens, held) in &mut self.0 {
+        for (name, tokens, kept) in &mut self.0 {
             let part = comparison.part(tokens.clone());
-            all.extend(held.compare(&part).map_err(|error| error.on(name))?);
+            all.extend(kept.compare(&part).map_err(|error| error.on(name))?);
         }
         Ok(all)
     }
@@ -286,10 +286,10 @@ impl<M: Machine, L: Links<M>> Shared<'_, M, L> {
         dq: &mut Backward,
     ) -> Result<(Vec<Slab<'s, M>>, LabelTerms), DeviceError> {
         reference::check(inputs);
-        let held = &Mutex::new(&mut *dq);
+        let shared_dq = &Mutex::new(&mut *dq);
         let started = self.shares.iter_mut().map(|share| {
             let walk = &mut share.walk;
-            (share.name, move || walk.sums(inputs, upstream, progress, held))
+            (share.name, move || walk.sums(inputs, upstream, progress, shared_dq))
         });
         // All have been told before the first sum travels.
         let slabs = together(started.collect())?;
@@ -324,9 +324,9 @@ impl<M: Machine, L: Links<M>> Shared<'_, M, L> {
     fn labels(&self, slabs: &[Slab<'_, M>]) -> Result<LabelTerms, DeviceError> {
         let mut all = LabelTerms { slopes: Vec::new(), entries: Vec::new() };
         for (share, slab) in self.shares.iter().zip(slabs) {
-            let of = slab.labels(share.machine).map_err(|error| error.on(share.name))?;
-            all.slopes.extend_from_slice(&of.slopes[share.tokens.clone()]);
-            all.entries.extend_from_slice(&of.entries[share.tokens.clone()]);
+            let labels = slab.labels(share.machine).map_err(|error| error.on(share.name))?;
+            all.slopes.extend_from_slice(&labels.slopes[share.tokens.clone()]);
+            all.entries.extend_from_slice(&labels.entries[share.tokens.clone()]);
         }
         Ok(all)
     }

@@ -11,9 +11,9 @@ use cudarc::driver::{CudaContext, result, sys};
 use super::DeviceError;
 use super::cuda::Cuda;
 use super::machine::Machine;
-use super::own::launch::{Code, Launch, Launches, Passed};
 use super::room::Room;
 use super::tests::{NOISE, on};
+use super::user_kernel::launch::{Code, Launch, Launches, Passed};
 use crate::kernels::NoProgress;
 use crate::kernels::fixture::Fixture;
 use crate::kernels::policy::Policy;
@@ -26,7 +26,7 @@ const LIST: [&str; 8] = [
     "device::policy::tests::on_cuda::",
     "device::compare::tests::on_cuda::",
     "device::plane::tests::on_cuda::",
-    "device::own::tests::",
+    "device::user_kernel::tests::",
     "device::measure::tests::",
     "device::several::tests::gpus_joined_by_nccl",
 ];
@@ -127,9 +127,9 @@ mod on_it {
         };
         Cuda::count().unwrap();
         use_it(0);
-        let own = CudaContext::new(1).unwrap();
-        assert_eq!(current(), own.cu_ctx() as usize);
-        use_it(own.cu_ctx() as usize);
+        let own_context = CudaContext::new(1).unwrap();
+        assert_eq!(current(), own_context.cu_ctx() as usize);
+        use_it(own_context.cu_ctx() as usize);
         // SAFETY: none is current from here on.
         unsafe { result::ctx::set_current(std::ptr::null_mut()) }.unwrap();
     }
@@ -185,7 +185,8 @@ mod on_it {
         let file = folder.path().join(name);
         let missing = started(&cuda, &Code::Module(file.clone()), 0, 0).unwrap_err().to_string();
         assert!(missing.contains("reading"), "{missing}");
-        let ptx = super::super::compile::own(Path::new("mine.cu"), SOURCE, "compute_90").unwrap();
+        let ptx =
+            super::super::compile::user_source(Path::new("mine.cu"), SOURCE, "compute_90").unwrap();
         // As a file has it, without the zero byte.
         std::fs::write(&file, ptx.bytes().strip_suffix(&[0]).unwrap()).unwrap();
         assert_eq!(started(&cuda, &Code::Module(file), 0, 0).unwrap(), expected);
@@ -219,12 +220,12 @@ mod on_it {
             let mut walk = device.backward(&inputs, inputs.k.rows, &NOISE)?;
             let sums = walk.slab(&inputs, upstream, tiles(), &mut dq)?;
             walk.finish(&mut dq)?;
-            let of = super::super::tests::flat(&dq, sums, &inputs, &NOISE);
-            Ok((of, forward.sum, policy.lse))
+            let values = super::super::tests::flat(&dq, sums, &inputs, &NOISE);
+            Ok((values, forward.sum, policy.lse))
         };
         let bits = |(of, sums, lse): (super::super::tests::Named, Vec<f64>, Vec<f64>)| {
-            let of = of.into_iter().map(|(_, values)| values).chain([sums, lse]);
-            of.flatten().map(f64::to_bits).collect::<Vec<_>>()
+            let all_values = of.into_iter().map(|(_, values)| values).chain([sums, lse]);
+            all_values.flatten().map(f64::to_bits).collect::<Vec<_>>()
         };
         let right = bits(all().unwrap());
         let mut tried = 0;

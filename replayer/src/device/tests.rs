@@ -7,8 +7,8 @@ use std::sync::OnceLock;
 use super::cuda::Cuda;
 use super::host::Host;
 use super::machine::{Arguments, Machine, Product};
-use super::own::launch::{Code, Launch, Passed};
 use super::plane::plane;
+use super::user_kernel::launch::{Code, Launch, Passed};
 use super::*;
 use crate::kernels::fixture::{Counter, Fixture};
 use crate::kernels::reference::{self, DkBlock, PlaneTile, backward_work, forward_work};
@@ -145,13 +145,15 @@ impl<M: Launches> Launches for Little<'_, M> {
 
 /// Heads with every option, in every combination that has a path of its own.
 pub(super) fn heads() -> Vec<(&'static str, Fixture)> {
-    let capped = |of: Fixture, uncapped| {
+    let capped = |fixture: Fixture, uncapped| {
         let transform = Transform { scale: 0.75, softcap: Some(5.0), uncapped };
-        Fixture { transform, ..of }
+        Fixture { transform, ..fixture }
     };
     let usual = Fixture::usual;
-    let scaled =
-        |of: Fixture| Fixture { transform: Transform { scale: 1.5, ..Transform::NONE }, ..of };
+    let scaled = |fixture: Fixture| Fixture {
+        transform: Transform { scale: 1.5, ..Transform::NONE },
+        ..fixture
+    };
     let masked = Fixture { mask: Some(-3.0), ..usual() };
     vec![
         ("plain", usual()),
@@ -281,7 +283,7 @@ pub(super) fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &Ter
     let first = all.len();
     let mut take = |block: DkBlock| {
         let hits: Vec<f64> = block.hits.iter().map(|&hits| hits.into()).collect();
-        for (at, (name, values)) in [
+        for (index, (name, values)) in [
             ("dk_lse", block.dk_lse),
             ("dk_label", block.dk_label),
             ("dk_lse_var", block.dk_lse_var),
@@ -301,7 +303,7 @@ pub(super) fn flat(dq: &Backward, sums: DkSums, inputs: &HeadInputs, noise: &Ter
         .into_iter()
         .enumerate()
         {
-            match all.get_mut(first + at) {
+            match all.get_mut(first + index) {
                 Some((_, before)) => before.extend(values),
                 None => all.push((name, values)),
             }
@@ -399,10 +401,10 @@ fn slab_after_slab_gives_the_gradient_of_the_whole_vocabulary<M: Launches>(machi
 fn planes(inputs: &HeadInputs, upstream: Upstream) -> [[Vec<f64>; 2]; 3] {
     let vocab = inputs.k.rows;
     let whole = || vec![0.0; inputs.q.rows * vocab];
-    let mut found = [(); 4].map(|()| whole());
+    let mut planes = [(); 4].map(|()| whole());
     let on_tile = &mut |tile: PlaneTile| {
         let parts = [tile.logits, tile.logits_var, tile.dlogits, tile.dlogits_var];
-        for (to, from) in found.iter_mut().zip(parts) {
+        for (to, from) in planes.iter_mut().zip(parts) {
             for (row, values) in tile.tokens.clone().zip(from.chunks(tile.cols.len())) {
                 let first = row * vocab + tile.cols.start;
                 to[first..first + values.len()].copy_from_slice(values);
@@ -411,7 +413,7 @@ fn planes(inputs: &HeadInputs, upstream: Upstream) -> [[Vec<f64>; 2]; 3] {
     };
     let Upstream { lse, cotangents, noise } = upstream;
     reference::plane(inputs, lse, &cotangents, noise, TILES, &NoProgress, on_tile);
-    let [logits, logits_var, dlogits, dlogits_var] = found;
+    let [logits, logits_var, dlogits, dlogits_var] = planes;
     let of_token = |at: usize| lse[at / vocab];
     let logprobs = logits.iter().enumerate().map(|(at, x)| x - of_token(at)).collect();
     let logprobs_var = logits_var.clone();
@@ -431,9 +433,9 @@ fn the_plane_is_that_of_the_reference<M: Launches>(machine: &M) {
             let upstream = owned.upstream(&inputs, &noise);
             for (stage, wanted) in STAGES.into_iter().zip(planes(&inputs, upstream)) {
                 let little = Little(machine);
-                let of = (stage, &NoProgress as &dyn Progress);
-                let mut held = plane(&little, &inputs, upstream, of).unwrap();
-                let got = [held.values().unwrap(), held.variances().unwrap()];
+                let stage_and_progress = (stage, &NoProgress as &dyn Progress);
+                let mut kept = plane(&little, &inputs, upstream, stage_and_progress).unwrap();
+                let got = [kept.values().unwrap(), kept.variances().unwrap()];
                 for (got, wanted) in got.iter().zip(&wanted) {
                     assert_close(what, got, wanted, wanted.len());
                 }
@@ -476,9 +478,9 @@ fn elements_are_widened_exactly<M: Launches>(machine: &M) {
     };
     for values in [Values::Bf16(&bits), Values::F16(&bits), Values::F32(&singles)] {
         let (got, wanted) = widened(values);
-        for (at, (x, y)) in got.iter().zip(&wanted).enumerate() {
+        for (index, (x, y)) in got.iter().zip(&wanted).enumerate() {
             let same = x.to_bits() == y.to_bits() || (x.is_nan() && y.is_nan());
-            assert!(same, "element {at}: {x:e}, not {y:e}");
+            assert!(same, "element {index}: {x:e}, not {y:e}");
         }
     }
 }

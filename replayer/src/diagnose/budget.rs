@@ -219,7 +219,7 @@ impl Progress for Meter<'_> {
 /// Work of the comparisons of an outcome, beside the matrix products.
 fn beside_products(outcome: &Outcome) -> u64 {
     let all = outcome.stages.iter().flat_map(|stage| &stage.comparisons);
-    TRIAL + ELEMENT * all.map(|one| one.tally.elements).sum::<u64>()
+    TRIAL + ELEMENT * all.map(|comparison| comparison.tally.elements).sum::<u64>()
 }
 
 #[cfg(test)]
@@ -288,8 +288,8 @@ mod tests {
         let said = meter.not_checked(Causes::Quick).unwrap();
         assert_eq!(said.what, "the causes left");
         let meter = super::tests::meter(0);
-        for of in [PAIRS, "left"] {
-            meter.note_if_spent(of);
+        for what in [PAIRS, "left"] {
+            meter.note_if_spent(what);
         }
         assert_eq!(
             meter.not_checked(Causes::Quick).unwrap().what,

@@ -91,7 +91,7 @@ impl Hypothesis {
     /// Whether its trial emulates a rounding policy. Such a trial cannot reuse the forward passes
     /// of other trials.
     pub fn emulates(&self, evidence: &Evidence<'_>) -> bool {
-        evidence.roundings().is_some_and(|of| self.world.policy(&of).is_some())
+        evidence.roundings().is_some_and(|roundings| self.world.policy(&roundings).is_some())
     }
 
     /// The same hypothesis, marked as having a number for every token that was fitted to one

@@ -66,7 +66,7 @@ impl Evidence<'_> {
     /// The failing comparisons that a world explains, and the parts of the step that speak against
     /// it. `within`: all comparisons in that world.
     pub fn explained(&self, within: &Residuals) -> (BTreeSet<Key>, Counterevidence) {
-        let passes = |key: &&Key| within.get(key).is_some_and(|found| found.passes);
+        let passes = |key: &&Key| within.get(key).is_some_and(|residual| residual.passes);
         let explained: BTreeSet<Key> = self.failing.iter().filter(passes).copied().collect();
         let harmed: Vec<Key> =
             self.residuals.keys().filter(|key| self.harms(within, key)).copied().collect();
@@ -74,10 +74,10 @@ impl Evidence<'_> {
             a.microbatch == b.microbatch
                 && (a.rank == b.rank || a.rank.is_none() || b.rank.is_none())
         };
-        let refuted = |of: &Key| {
-            let same = |other: &Key| Part::of(of.stage) == Part::of(other.stage);
+        let refuted = |key: &Key| {
+            let same = |other: &Key| Part::of(key.stage) == Part::of(other.stage);
             let refutes = |other: &Key| {
-                same(other) && !are_siblings(of.stage, other.stage) && meets(of, other)
+                same(other) && !are_siblings(key.stage, other.stage) && meets(key, other)
             };
             harmed.iter().any(refutes)
         };
@@ -104,7 +104,7 @@ impl Evidence<'_> {
 }
 
 /// Whether two stages are the softmax part and the label's part of one gradient.
-fn are_siblings(one: Stage, other: Stage) -> bool {
+fn are_siblings(stage: Stage, other: Stage) -> bool {
     let pairs = [(Stage::DqLse, Stage::DqLabel), (Stage::DkLse, Stage::DkLabel)];
-    pairs.iter().any(|&(a, b)| (one, other) == (a, b) || (one, other) == (b, a))
+    pairs.iter().any(|&(a, b)| (stage, other) == (a, b) || (stage, other) == (b, a))
 }

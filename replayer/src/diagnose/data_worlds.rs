@@ -12,7 +12,7 @@ use crate::assemble::Row;
 use crate::head::inputs::{Misread, Scores};
 use crate::head::{HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::world::{At, Expectation, Pass, Read, UnitTokens, World};
+use crate::replay::world::{Expectation, Pass, Read, StagePlace, UnitTokens, World};
 
 /// The job used other labels than the recorded ones, `[T]` by microbatch.
 #[derive(Default)]
@@ -38,8 +38,8 @@ impl RecordedCounts {
     /// The divisors of the declared head.
     pub fn new(evidence: &Evidence<'_>) -> RecordedCounts {
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let of_microbatch = |own: &MicrobatchInputs| {
-            Some((own.microbatch, evidence.step.denominators(&all, own).ok()?))
+        let of_microbatch = |inputs: &MicrobatchInputs| {
+            Some((inputs.microbatch, evidence.step.denominators(&all, inputs).ok()?))
         };
         RecordedCounts(evidence.inputs.iter().filter_map(of_microbatch).collect())
     }
@@ -65,15 +65,15 @@ impl World for Relabelled {
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        denominators: &mut Vec<(Unit, f64)>,
     ) {
-        let recorded = self.counts.as_ref().and_then(|counts| counts.of(own.microbatch));
-        let Some((recorded, here)) = recorded.zip(step.denominators(all, own).ok()) else {
+        let recorded = self.counts.as_ref().and_then(|counts| counts.of(inputs.microbatch));
+        let Some((recorded, here)) = recorded.zip(step.denominators(all, inputs).ok()) else {
             return;
         };
         // Multiplied as a ratio, because a background world may have replaced the declared divisor.
-        for (unit, n) in of {
+        for (unit, n) in denominators {
             let ratio = |&row: &usize| Some(divisor(recorded, row)? / divisor(&here, row)?);
             let ratio = unit.rows.first().and_then(ratio);
             *n *= ratio.filter(|ratio| ratio.is_finite()).unwrap_or(1.0);
@@ -86,12 +86,18 @@ impl World for Relabelled {
         missing.for_each(|(to, _)| *to = 0.0);
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
         // A label that no rank finds in its shard of the vocabulary gives a logit of zero: each
         // rank adds 0.
-        let labels = self.labels.get(&of.at.microbatch);
-        let Some(labels) = labels.filter(|_| of.at.stage == Stage::LabelLogits) else { return };
-        let missing = of.values.iter_mut().zip(of.rows).filter(|(_, row)| labels[**row] == NONE);
+        let labels = self.labels.get(&expectation.place.microbatch);
+        let Some(labels) = labels.filter(|_| expectation.place.stage == Stage::LabelLogits) else {
+            return;
+        };
+        let missing = expectation
+            .values
+            .iter_mut()
+            .zip(expectation.rows)
+            .filter(|(_, row)| labels[**row] == NONE);
         missing.for_each(|(to, _)| *to = 0.0);
     }
 
@@ -190,8 +196,8 @@ pub struct MovedRows {
 }
 
 impl World for MovedRows {
-    fn token(&self, at: At, token: usize) -> usize {
-        match self.from.get(&at.microbatch).map(|from| from[token]) {
+    fn token(&self, place: StagePlace, token: usize) -> usize {
+        match self.from.get(&place.microbatch).map(|from| from[token]) {
             Some(Row::From(from)) => from,
             _ => token,
         }
@@ -201,12 +207,14 @@ impl World for MovedRows {
         self.from.values().flatten().any(|row| *row == Row::Nans)
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        if !of.at.stage.is_of_q() {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        if !expectation.place.stage.is_of_q() {
             return;
         }
-        let Some(from) = self.from.get(&of.at.microbatch) else { return };
-        for (&row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+        let Some(from) = self.from.get(&expectation.place.microbatch) else { return };
+        for (&row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             match from[row] {
                 Row::From(_) => {}
                 Row::Zeros => values.fill(0.0),
@@ -221,7 +229,7 @@ impl World for MovedRows {
 #[derive(Clone, Default)]
 pub struct ReplacedValues {
     /// Columns with their values, by row, by comparison.
-    pub of: BTreeMap<Key, BTreeMap<usize, Vec<(usize, f64)>>>,
+    pub rows_of_key: BTreeMap<Key, BTreeMap<usize, Vec<(usize, f64)>>>,
     /// Stages whose captured values later stages of the job did not read.
     pub distrusts: Vec<Stage>,
 }
@@ -230,10 +238,10 @@ impl ReplacedValues {
     /// The same, with whole rows of a comparison replaced too.
     pub fn rows(
         mut self,
-        of: Key,
+        key: Key,
         rows: impl Iterator<Item = (usize, Vec<f64>)>,
     ) -> ReplacedValues {
-        let table = self.of.entry(of).or_default();
+        let table = self.rows_of_key.entry(key).or_default();
         for (row, values) in rows {
             table.insert(row, values.into_iter().enumerate().collect());
         }
@@ -243,17 +251,23 @@ impl ReplacedValues {
 
 impl World for ReplacedValues {
     fn has_nan(&self) -> bool {
-        self.of.values().flat_map(BTreeMap::values).flatten().any(|(_, x)| !x.is_finite())
+        self.rows_of_key.values().flat_map(BTreeMap::values).flatten().any(|(_, x)| !x.is_finite())
     }
 
     fn trusts(&self, stage: Stage, _microbatch: Option<Microbatch>) -> bool {
         !self.distrusts.contains(&stage)
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
-        let Some(table) = self.of.get(&key) else { return };
-        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let key = Key {
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
+        };
+        let Some(table) = self.rows_of_key.get(&key) else { return };
+        for (row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             for &(column, x) in table.get(row).into_iter().flatten() {
                 values[column] = if x.is_finite() { x } else { f64::NAN };
             }
@@ -313,15 +327,15 @@ impl World for StaleRows {
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         if pass == Pass::Backward {
-            let own = lse.to_vec();
-            let lse_of = |t: usize| own[self.source(inputs.microbatch, t)];
+            let declared = lse.to_vec();
+            let lse_of = |t: usize| declared[self.source(inputs.microbatch, t)];
             lse.iter_mut().enumerate().for_each(|(t, lse)| *lse = lse_of(t));
         }
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
-        let Some(own) = self.g.get(&inputs.microbatch) else { return };
-        let g_of = |t: usize| own[self.source(inputs.microbatch, t)];
+        let Some(upstream) = self.g.get(&inputs.microbatch) else { return };
+        let g_of = |t: usize| upstream[self.source(inputs.microbatch, t)];
         g.iter_mut().enumerate().for_each(|(t, g)| *g = g_of(t));
     }
 }

@@ -30,7 +30,7 @@ pub struct Decision {
 pub fn decide(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Decision> {
     let accepted: Vec<usize> =
         (0..tried.len()).filter(|&at| tried[at].explains.is_superset(keys)).collect();
-    let left: Vec<f64> = tried.iter().map(|one| one.left_of(keys)).collect();
+    let left: Vec<f64> = tried.iter().map(|trial| trial.left_of(keys)).collect();
     let mut best = best_of_causes(tried, &accepted, &left);
     best.sort_by(|&a, &b| order(tried, &left, a, b));
     let &first = best.first()?;
@@ -54,20 +54,20 @@ fn best_of_causes(tried: &[Tried<'_>], accepted: &[usize], left: &[f64]) -> Vec<
         (true, false) => false,
         _ => order(tried, left, a, b).is_lt(),
     };
-    for &at in accepted {
-        let id = tried[at].cause.id();
+    for &index in accepted {
+        let id = tried[index].cause.id();
         match best.iter_mut().find(|of| tried[**of].cause.id() == id) {
-            Some(of) if before(at, *of) => *of = at,
+            Some(of) if before(index, *of) => *of = index,
             Some(_) => {}
-            None => best.push(at),
+            None => best.push(index),
         }
     }
     best
 }
 
 /// Energy left, times a penalty for each fitted number.
-fn penalized(tried: &[Tried<'_>], left: &[f64], at: usize) -> f64 {
-    left[at] * OCCAM.powf(tried[at].cost())
+fn penalized(tried: &[Tried<'_>], left: &[f64], index: usize) -> f64 {
+    left[index] * OCCAM.powf(tried[index].cost())
 }
 
 fn order(tried: &[Tried<'_>], left: &[f64], a: usize, b: usize) -> std::cmp::Ordering {
@@ -85,10 +85,10 @@ fn is_tied(tried: &[Tried<'_>], left: &[f64], first: usize, other: usize) -> boo
 }
 
 /// How many times as much energy one leaves as the other.
-fn ratio(one: f64, other: f64) -> f64 {
-    match (one, other) {
+fn ratio(energy: f64, other: f64) -> f64 {
+    match (energy, other) {
         (0.0, 0.0) => 1.0,
-        (one, other) => one / other,
+        (value, other) => value / other,
     }
 }
 
@@ -99,13 +99,14 @@ pub fn cover(tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Option<Vec<(BTreeSet<
     let mut left = keys.clone();
     let mut parts = Vec::new();
     while !left.is_empty() {
-        let gain = |one: &Tried<'_>| one.explains.intersection(&left).count();
+        let gain = |trial: &Tried<'_>| trial.explains.intersection(&left).count();
         let most = tried.iter().map(gain).max().filter(|&most| most > 0)?;
         // Of those that explain equally many, the one that leaves least energy in them.
-        let gains_most = |one: &&Tried<'_>| gain(one) == most;
+        let gains_most = |trial: &&Tried<'_>| gain(trial) == most;
         let best = tried.iter().filter(gains_most).min_by(|a, b| {
-            let share =
-                |one: &Tried<'_>| one.left_of(&one.explains.intersection(&left).copied().collect());
+            let share = |trial: &Tried<'_>| {
+                trial.left_of(&trial.explains.intersection(&left).copied().collect())
+            };
             share(a).total_cmp(&share(b))
         })?;
         let part: BTreeSet<Key> = best.explains.intersection(&left).copied().collect();
@@ -175,7 +176,8 @@ mod tests {
         };
         let residuals: Residuals =
             [(key(Stage::Dq), residual(dq)), (key(Stage::Dk), residual(dk))].into_iter().collect();
-        let explains = residuals.iter().filter(|(_, of)| of.passes).map(|(&key, _)| key).collect();
+        let explains =
+            residuals.iter().filter(|(_, residual)| residual.passes).map(|(&key, _)| key).collect();
         let hypothesis = Hypothesis::new(Declared, Vec::new()).fitted(fitted);
         let against = Counterevidence::default();
         Tried { cause, hypothesis, residuals, explains, left: dq + dk, full: true, against }
@@ -238,8 +240,8 @@ mod tests {
     fn two_causes_that_explain_one_stage_each_cover_both() {
         let all = [tried(&ONE, 0.5, 9.0, 0), tried(&TWO, 9.0, 0.5, 0)];
         let parts = cover(&all, &both()).unwrap();
-        let found: BTreeSet<usize> = parts.iter().map(|(_, d)| d.winners[0]).collect();
-        assert_eq!((parts.len(), found), (2, BTreeSet::from([0, 1])));
+        let winners: BTreeSet<usize> = parts.iter().map(|(_, d)| d.winners[0]).collect();
+        assert_eq!((parts.len(), winners), (2, BTreeSet::from([0, 1])));
         assert!(cover(&all[..1], &both()).is_none());
     }
 }

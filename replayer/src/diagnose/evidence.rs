@@ -138,9 +138,13 @@ pub type Residuals = BTreeMap<Key, Residual>;
 pub fn residuals(outcome: &Outcome) -> Residuals {
     let mut residuals = Residuals::new();
     for stage in &outcome.stages {
-        for one in &stage.comparisons {
-            let key = Key { stage: stage.stage, microbatch: one.microbatch, rank: one.rank };
-            let tally = &one.tally;
+        for comparison in &stage.comparisons {
+            let key = Key {
+                stage: stage.stage,
+                microbatch: comparison.microbatch,
+                rank: comparison.rank,
+            };
+            let tally = &comparison.tally;
             let bad = tally.nonfinite > 0;
             let residual = Residual {
                 energy: if bad { f64::INFINITY } else { tally.error_energy },
@@ -151,8 +155,8 @@ pub fn residuals(outcome: &Outcome) -> Residuals {
                 elements: tally.elements,
                 rows: tally.rows_in_error(),
                 nonfinite: tally.nonfinite,
-                passes: one.excess.is_none(),
-                overshoot: one.overshoot,
+                passes: comparison.excess.is_none(),
+                overshoot: comparison.overshoot,
             };
             residuals.insert(key, residual);
         }
@@ -268,7 +272,7 @@ impl<'a> Evidence<'a> {
     /// Whether some failing comparison of these stages has an error too large for rounded partial
     /// sums, which lose the low bits of a gradient, not half of it.
     pub fn is_beyond_rounding(&self, stages: &[Stage]) -> bool {
-        self.failing_of(stages).any(|(_, of)| !(of.energy <= HALF * of.reference))
+        self.failing_of(stages).any(|(_, residual)| !(residual.energy <= HALF * residual.reference))
     }
 
     /// Where computations report their work while parameters are looked for.
@@ -312,8 +316,8 @@ impl<'a> Evidence<'a> {
     /// The reference of all rows. `None` where trials look at a sample and either all rows are too
     /// many, or no sampled row is so far off that it may hold another row's values.
     pub fn all_rows(&self) -> Option<&Reference> {
-        let work = |one: &MicrobatchInputs| {
-            let head = one.head(self.step)?;
+        let work = |inputs: &MicrobatchInputs| {
+            let head = inputs.head(self.step)?;
             Some(head.q.rows as u64 * head.k.rows as u64 * head.q.cols.max(1) as u64)
         };
         match &self.rows {
@@ -347,9 +351,9 @@ impl<'a> Evidence<'a> {
 
     /// All entries of dlogits of a unit whose gradient fails; `None` where it passes, or the unit
     /// is too large.
-    pub fn plane(&self, of: Key) -> Option<Rc<Plane>> {
-        let fails = self.residuals.get(&of).is_some_and(|found| !found.passes);
-        if fails { self.plane_of(of.microbatch, of.rank) } else { None }
+    pub fn plane(&self, key: Key) -> Option<Rc<Plane>> {
+        let fails = self.residuals.get(&key).is_some_and(|residual| !residual.passes);
+        if fails { self.plane_of(key.microbatch, key.rank) } else { None }
     }
 
     /// All entries of dlogits of a unit, computed once. The matrix products for which a caller
@@ -363,7 +367,7 @@ impl<'a> Evidence<'a> {
         let cached = self.planes.borrow().get(&place).cloned();
         let plane = cached.unwrap_or_else(|| {
             let held_entries =
-                self.planes.borrow().values().flatten().map(|one| one.p.values.len()).sum();
+                self.planes.borrow().values().flatten().map(|plane| plane.p.values.len()).sum();
             let made = Plane::new(self, place, held_entries).map(Rc::new);
             self.planes.borrow_mut().insert(place, made.clone());
             made
@@ -373,7 +377,7 @@ impl<'a> Evidence<'a> {
 
     /// The inputs of a microbatch.
     pub fn inputs_of(&self, microbatch: Option<Microbatch>) -> Option<&'a MicrobatchInputs> {
-        self.inputs.iter().find(|one| one.microbatch == microbatch)
+        self.inputs.iter().find(|inputs| inputs.microbatch == microbatch)
     }
 
     /// Whether some comparison of a stage fails. Where dk was recorded only as sums, a failing sum
@@ -460,7 +464,7 @@ mod tests {
 
     const KEY: Key = Key { stage: Stage::Dq, microbatch: None, rank: None };
 
-    fn one(energy: f64, floor: f64, reference: f64, passes: bool) -> Residuals {
+    fn single_residual(energy: f64, floor: f64, reference: f64, passes: bool) -> Residuals {
         let rest = (reference, 1.0, 1, 1.0, 0, 1.0);
         let (captured, factor, elements, rows, nonfinite, overshoot) = rest;
         let residual = Residual {
@@ -482,17 +486,29 @@ mod tests {
     /// explanation. Method: an error, a bound and a reference, before and in a hypothesis' world.
     #[test]
     fn wider_bounds_alone_explain_nothing() {
-        let before = one(1.2, 1.0, 100.0, false);
+        let before = single_residual(1.2, 1.0, 100.0, false);
         let passes = |mut residuals: Residuals| {
             reject_wider_bounds(&mut residuals, &before);
             (residuals[&KEY].passes, residuals[&KEY].floor)
         };
-        assert_eq!(passes(one(1.2, 5.0, 100.0, true)), (false, 1.0));
-        assert_eq!(passes(one(0.5, 5.0, 100.0, true)), (true, 5.0), "it is hardly there any more");
-        assert_eq!(passes(one(0.9, 1.0, 100.0, true)), (true, 1.0), "the bound is the same");
-        assert_eq!(passes(one(12.0, 10.0, 1000.0, true)), (true, 10.0), "all of it is larger");
-        let mut residuals = one(1.2, 5.0, 100.0, true);
-        reject_wider_bounds(&mut residuals, &one(1.2, 1.0, 100.0, true));
+        assert_eq!(passes(single_residual(1.2, 5.0, 100.0, true)), (false, 1.0));
+        assert_eq!(
+            passes(single_residual(0.5, 5.0, 100.0, true)),
+            (true, 5.0),
+            "it is hardly there any more"
+        );
+        assert_eq!(
+            passes(single_residual(0.9, 1.0, 100.0, true)),
+            (true, 1.0),
+            "the bound is the same"
+        );
+        assert_eq!(
+            passes(single_residual(12.0, 10.0, 1000.0, true)),
+            (true, 10.0),
+            "all of it is larger"
+        );
+        let mut residuals = single_residual(1.2, 5.0, 100.0, true);
+        reject_wider_bounds(&mut residuals, &single_residual(1.2, 1.0, 100.0, true));
         assert!(residuals[&KEY].passes, "it passed before");
     }
 }

@@ -174,7 +174,7 @@ pub(super) fn partner(tried: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> 
 /// `unknown`, for comparisons that no hypothesis explains; its evidence names the hypothesis that
 /// comes nearest.
 pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Found {
-    let left = |of: &Tried<'_>| of.left_of(keys);
+    let left = |trial: &Tried<'_>| trial.left_of(keys);
     let nearest = tried.iter().min_by(|a, b| left(a).total_cmp(&left(b)));
     let before = left_of(&evidence.residuals, keys);
     let words = match nearest {
@@ -198,7 +198,8 @@ pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTree
 /// The largest error that a hypothesis leaves in a comparison it does not explain, as a multiple of
 /// the bound of that comparison.
 fn beyond(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
-    let overshoot = |key: &Key| near.residuals.get(key).map_or(f64::INFINITY, |of| of.overshoot);
+    let overshoot =
+        |key: &Key| near.residuals.get(key).map_or(f64::INFINITY, |residual| residual.overshoot);
     let rest = keys.iter().filter(|key| !near.explains.contains(key)).map(overshoot);
     match largest(rest).sqrt() {
         times if times < 1e4 => format!("{times:.1}"),
@@ -225,9 +226,12 @@ fn partly(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
 /// bounds, while no cause reproduces their errors.
 pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
     let keys = &evidence.failing;
-    let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |of| of.overshoot);
+    let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |residual| residual.overshoot);
     let most = largest(keys.iter().map(over)).sqrt();
-    let (kind, more) = match evidence.roundings().map(|of| plausible_policies::open(&of)) {
+    let (kind, more) = match evidence
+        .roundings()
+        .map(|roundings| plausible_policies::open(&roundings))
+    {
         Some(open) if !open.is_empty() => (
             "undeclared roundings",
             format!("; declared dtypes of {} would have it judged more closely", open.join(", ")),
@@ -281,23 +285,24 @@ fn seven_digits(x: f64) -> String {
 fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
     let all: Vec<_> = keys.iter().map(|key| evidence.residuals.get(key)).collect::<Option<_>>()?;
     let factor = all.first()?.factor;
-    let same = |of: &f64| (of / factor - 1.0).abs() < 1e-3;
-    all.iter().all(|of| of.is_scaled() && same(&of.factor)).then_some(factor)
+    let same = |value: &f64| (value / factor - 1.0).abs() < 1e-3;
+    all.iter().all(|residual| residual.is_scaled() && same(&residual.factor)).then_some(factor)
 }
 
 /// The causes of the catalogue that show without a trial.
 pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
     let of_cause = |cause: &&dyn Cause| {
-        let Observed { evidence: words, stages, parameters: of } = cause.observed(evidence)?;
+        let Observed { evidence: words, stages, parameters: named_values } =
+            cause.observed(evidence)?;
         let stages = stages.into_iter().map(Stage::name).collect();
-        let parameters = parameters(&of);
+        let parameters = parameters(&named_values);
         Some(Found { parameters, ..Found::seen(cause.id(), stages, words, cause.advice().into()) })
     };
     catalogue.iter().filter_map(of_cause).collect()
 }
 
-fn parameters(of: &[(&'static str, String)]) -> BTreeMap<String, String> {
-    of.iter().map(|(name, value)| (name.to_string(), value.clone())).collect()
+fn parameters(named_values: &[(&'static str, String)]) -> BTreeMap<String, String> {
+    named_values.iter().map(|(name, value)| (name.to_string(), value.clone())).collect()
 }
 
 fn stages(keys: &BTreeSet<Key>) -> Vec<&'static str> {
@@ -322,7 +327,7 @@ fn by_stage(before: &Residuals, tried: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<
         let (stage, sampled) = (stage.name(), !tried.full);
         StageResidual { stage, comparisons, before, after, floor, sampled }
     };
-    stages.into_iter().map(of_stage).filter(|found| found.comparisons > 0).collect()
+    stages.into_iter().map(of_stage).filter(|residual| residual.comparisons > 0).collect()
 }
 
 /// Share of the energy above the floor that the cause removes. The floor of a comparison is the
@@ -330,11 +335,12 @@ fn by_stage(before: &Residuals, tried: &Tried<'_>, keys: &BTreeSet<Key>) -> Vec<
 fn explained(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> f64 {
     let (mut gone, mut all) = (0.0, 0.0);
     for key in keys {
-        let (Some(one), Some(other)) = (before.get(key), after.get(key)) else { continue };
-        let floor = one.floor.min(one.energy).max(f64::MIN_POSITIVE);
-        if one.energy.is_finite() {
-            all += one.energy / floor - 1.0;
-            gone += (one.energy - other.energy.max(one.floor).min(one.energy)) / floor;
+        let (Some(declared), Some(other)) = (before.get(key), after.get(key)) else { continue };
+        let floor = declared.floor.min(declared.energy).max(f64::MIN_POSITIVE);
+        if declared.energy.is_finite() {
+            all += declared.energy / floor - 1.0;
+            gone +=
+                (declared.energy - other.energy.max(declared.floor).min(declared.energy)) / floor;
         }
     }
     if all > 0.0 { (gone / all).clamp(0.0, 1.0) } else { 1.0 }
@@ -346,9 +352,9 @@ fn norm_gap(before: &Residuals, after: &Residuals, keys: &BTreeSet<Key>) -> Opti
     let of_dk = |key: &&Key| key.stage.kind() == Kind::ClassRows;
     let (mut gone, mut all) = (0.0, 0.0);
     for key in keys.iter().filter(of_dk) {
-        let (one, other) = (before.get(key)?, after.get(key)?);
-        all += one.captured - one.reference;
-        gone += other.reference - one.reference;
+        let (declared, other) = (before.get(key)?, after.get(key)?);
+        all += declared.captured - declared.reference;
+        gone += other.reference - declared.reference;
     }
     let share = gone / all;
     Some(share).filter(|share| share.is_finite())

@@ -19,7 +19,7 @@ use crate::head::{HeadStep, MicrobatchInputs, Roundings, Stage, Unit};
 use crate::kernels::Tiles;
 use crate::kernels::policy::Policy;
 use crate::replay::world::Supplied;
-use crate::replay::world::{At, Expectation, Pass, Read, UnitName, UnitTokens, World};
+use crate::replay::world::{Expectation, Pass, Read, StagePlace, UnitName, UnitTokens, World};
 
 /// The name of the parameter that says where the hypothesis holds.
 const WHERE: &str = "only in";
@@ -55,65 +55,68 @@ pub(super) fn localized(
 pub(super) struct TrialSnapshot {
     replayed: Reference,
     /// The world of that trial, for what is not a value of a token or class.
-    of: Arc<dyn World>,
+    world: Arc<dyn World>,
     /// Whether the forward and the loss come from that trial too.
     forward: bool,
 }
 
 impl TrialSnapshot {
     /// Forward, loss and backward of a world.
-    pub(super) fn of_all_stages(evidence: &Evidence<'_>, of: Arc<dyn World>) -> TrialSnapshot {
-        let replayed = reference(evidence, Some(&*of), evidence.rows.as_ref());
-        TrialSnapshot { replayed, of, forward: true }
+    pub(super) fn of_all_stages(evidence: &Evidence<'_>, world: Arc<dyn World>) -> TrialSnapshot {
+        let replayed = reference(evidence, Some(&*world), evidence.rows.as_ref());
+        TrialSnapshot { replayed, world, forward: true }
     }
 
     /// The backward of a world alone.
-    pub(super) fn of_backward(evidence: &Evidence<'_>, of: Arc<dyn World>) -> TrialSnapshot {
-        TrialSnapshot { forward: false, ..TrialSnapshot::of_all_stages(evidence, of) }
+    pub(super) fn of_backward(evidence: &Evidence<'_>, world: Arc<dyn World>) -> TrialSnapshot {
+        TrialSnapshot { forward: false, ..TrialSnapshot::of_all_stages(evidence, world) }
     }
 }
 
 impl World for TrialSnapshot {
     fn speaks_of(&self, stage: Stage) -> bool {
-        self.of.speaks_of(stage)
+        self.world.speaks_of(stage)
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let of = match pass {
+        let lse_by_microbatch = match pass {
             Pass::Forward if !self.forward => return,
             Pass::Forward => &self.replayed.forward_lse,
             Pass::Backward => &self.replayed.lse,
         };
-        copy(of.get(&inputs.microbatch), lse);
+        copy(lse_by_microbatch.get(&inputs.microbatch), lse);
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
         copy(self.replayed.g.get(&inputs.microbatch), g);
     }
 
-    fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
+    fn cotangents(&self, tokens: &UnitTokens<'_>, cotangents: [&mut [f64]; 3]) {
         let Some(heard) = self.replayed.cotangents.get(&tokens.inputs.microbatch) else { return };
-        for (at, own) in
+        for (index, noted) in
             tokens.rows.iter().enumerate().filter_map(|(at, row)| Some((at, heard.get(row)?)))
         {
-            (of[0][at], of[1][at], of[2][at]) = (own.lse, own.label, own.smooth);
+            (cotangents[0][index], cotangents[1][index], cotangents[2][index]) =
+                (noted.lse, noted.label, noted.smooth);
         }
     }
 
     fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
-        self.of.policy(declared)
+        self.world.policy(declared)
     }
 
-    fn scale(&self, at: At) -> f64 {
-        self.of.scale(at)
+    fn scale(&self, place: StagePlace) -> f64 {
+        self.world.scale(place)
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let At { stage, microbatch, rank } = of.at;
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let StagePlace { stage, microbatch, rank } = expectation.place;
         let backward = stage.is_gradient() || stage == Stage::Dlogprobs;
         let heard = self.replayed.stages.get(&Key { stage, microbatch, rank });
         let Some(heard) = heard.filter(|_| self.forward || backward) else { return };
-        for (to, row) in of.values.chunks_mut(of.columns.max(1)).zip(of.rows) {
+        for (to, row) in
+            expectation.values.chunks_mut(expectation.columns.max(1)).zip(expectation.rows)
+        {
             copy(heard.get(row), to);
         }
     }
@@ -166,9 +169,9 @@ impl Localized {
         if self.places().touches(microbatch) {
             let mut other = values.to_vec();
             change(&mut other);
-            let own = values.iter_mut().zip(other).enumerate();
-            let own = own.filter(|(row, _)| self.places().holds(microbatch, *row));
-            own.for_each(|(_, (to, from))| *to = from);
+            let changed = values.iter_mut().zip(other).enumerate();
+            let inside = changed.filter(|(row, _)| self.places().holds(microbatch, *row));
+            inside.for_each(|(_, (to, from))| *to = from);
         }
     }
 }
@@ -198,31 +201,32 @@ impl World for Localized {
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        denominators: &mut Vec<(Unit, f64)>,
     ) {
-        let mut other = of.clone();
-        self.inner.denominators(step, all, own, &mut other);
+        let mut other = denominators.clone();
+        self.inner.denominators(step, all, inputs, &mut other);
         // Elsewhere the declared divisors stay, although the inner world may have changed the
         // inputs here.
-        let declared = self.within.denominators.of(own.microbatch).unwrap_or(of).clone();
+        let declared =
+            self.within.denominators.of(inputs.microbatch).unwrap_or(denominators).clone();
         let part = |all: Vec<(Unit, f64)>, inside: bool| {
-            let holds = move |&row: &usize| self.places().holds(own.microbatch, row) == inside;
+            let holds = move |&row: &usize| self.places().holds(inputs.microbatch, row) == inside;
             all.into_iter().map(move |(unit, n)| {
                 let rows = unit.rows.iter().copied().filter(holds).collect();
                 (Unit { rows, ..unit }, n)
             })
         };
         let all = part(declared, false).chain(part(other, true));
-        *of = all.filter(|(unit, _)| !unit.rows.is_empty()).collect();
+        *denominators = all.filter(|(unit, _)| !unit.rows.is_empty()).collect();
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         self.of_tokens(inputs.microbatch, lse, |own| self.inner.lse(pass, inputs, own));
     }
 
-    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
-        let change = |own: &mut [f64]| self.inner.policy_column(of, inputs, own);
+    fn policy_column(&self, role: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        let change = |own: &mut [f64]| self.inner.policy_column(role, inputs, own);
         self.of_tokens(inputs.microbatch, values, change);
     }
 
@@ -230,15 +234,15 @@ impl World for Localized {
         self.of_tokens(inputs.microbatch, g, |own| self.inner.upstream(inputs, own));
     }
 
-    fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
+    fn cotangents(&self, tokens: &UnitTokens<'_>, cotangents: [&mut [f64]; 3]) {
         let mb = tokens.inputs.microbatch;
         if !self.places().touches(mb) {
             return;
         }
-        let mut other = of.each_ref().map(|own| own.to_vec());
+        let mut other = cotangents.each_ref().map(|own| own.to_vec());
         let [lse, label, smooth] = &mut other;
         self.inner.cotangents(tokens, [lse, label, smooth]);
-        for (to, from) in of.into_iter().zip(other) {
+        for (to, from) in cotangents.into_iter().zip(other) {
             for ((to, from), &row) in to.iter_mut().zip(from).zip(tokens.rows) {
                 *to = if self.places().holds(mb, row) { from } else { *to };
             }
@@ -250,28 +254,32 @@ impl World for Localized {
         self.inner.policy_of(declared, unit).filter(|_| here)
     }
 
-    fn emulates(&self, at: At, row: usize) -> bool {
-        let of_class = at.stage.is_of_k();
+    fn emulates(&self, place: StagePlace, row: usize) -> bool {
+        let of_class = place.stage.is_of_k();
         let meant = match (self.places().are_classes(), of_class) {
             (true, true) => self.places().holds_class(row),
             (true, false) => true,
-            (false, true) => self.places().is_in((at.microbatch, at.rank)),
-            (false, false) => self.places().holds(at.microbatch, row),
+            (false, true) => self.places().is_in((place.microbatch, place.rank)),
+            (false, false) => self.places().holds(place.microbatch, row),
         };
-        meant && self.inner.emulates(at, row)
+        meant && self.inner.emulates(place, row)
     }
 
     fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
         self.inner.policy(declared)
     }
 
-    fn scale(&self, at: At) -> f64 {
-        if self.places().is_in((at.microbatch, at.rank)) { self.inner.scale(at) } else { 1.0 }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if self.places().is_in((place.microbatch, place.rank)) {
+            self.inner.scale(place)
+        } else {
+            1.0
+        }
     }
 
-    fn token(&self, at: At, token: usize) -> usize {
-        match self.places().holds(at.microbatch, token) {
-            true => self.inner.token(at, token),
+    fn token(&self, place: StagePlace, token: usize) -> usize {
+        match self.places().holds(place.microbatch, token) {
+            true => self.inner.token(place, token),
             false => token,
         }
     }
@@ -284,39 +292,48 @@ impl World for Localized {
         self.inner.has_nan()
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let mb = of.at.microbatch;
-        let sums = of.at.stage.is_sum();
-        let (classes, of_class) = (self.places().are_classes(), of.at.stage.is_of_k());
-        if sums || (classes != of_class && !self.places().is_in((mb, of.at.rank))) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let mb = expectation.place.microbatch;
+        let sums = expectation.place.stage.is_sum();
+        let (classes, of_class) = (self.places().are_classes(), expectation.place.stage.is_of_k());
+        if sums || (classes != of_class && !self.places().is_in((mb, expectation.place.rank))) {
             return;
         }
-        if self.places().is_in((mb, of.at.rank)) {
-            return self.inner.expected(of);
+        if self.places().is_in((mb, expectation.place.rank)) {
+            return self.inner.expected(expectation);
         }
         let holds = |row: usize| match classes {
             true => self.places().holds_class(row),
             false => self.places().holds(mb, row),
         };
-        let (rows, columns, mut other) = (of.rows, of.columns, of.values.to_vec());
-        self.inner.expected(&mut Expectation { at: of.at, rows, columns, values: &mut other });
+        let (rows, columns, mut other) =
+            (expectation.rows, expectation.columns, expectation.values.to_vec());
+        self.inner.expected(&mut Expectation {
+            place: expectation.place,
+            rows,
+            columns,
+            values: &mut other,
+        });
         let width = columns.max(1);
-        for ((to, from), &row) in of.values.chunks_mut(width).zip(other.chunks(width)).zip(rows) {
+        for ((to, from), &row) in
+            expectation.values.chunks_mut(width).zip(other.chunks(width)).zip(rows)
+        {
             if holds(row) {
                 to.copy_from_slice(from);
             }
         }
     }
 
-    fn noise(&self, at: At, row: usize, column: usize) -> f64 {
-        match self.places().is_in((at.microbatch, at.rank)) || self.places().holds_class(row) {
-            true => self.inner.noise(at, row, column),
+    fn noise(&self, place: StagePlace, row: usize, column: usize) -> f64 {
+        match self.places().is_in((place.microbatch, place.rank)) || self.places().holds_class(row)
+        {
+            true => self.inner.noise(place, row, column),
             false => 0.0,
         }
     }
 
-    fn captured(&self, at: &At) -> Option<&Supplied> {
-        self.inner.captured(at).filter(|_| self.places().is_in((at.microbatch, at.rank)))
+    fn captured(&self, place: &StagePlace) -> Option<&Supplied> {
+        self.inner.captured(place).filter(|_| self.places().is_in((place.microbatch, place.rank)))
     }
 
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
@@ -338,8 +355,8 @@ impl World for Localized {
 
     fn ties(&self, stage: Stage, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
         let mut ties = self.inner.ties(stage, inputs)?;
-        let own = ties.iter_mut().enumerate();
-        let outside = own.filter(|(row, _)| !self.places().holds(inputs.microbatch, *row));
+        let own_ties = ties.iter_mut().enumerate();
+        let outside = own_ties.filter(|(row, _)| !self.places().holds(inputs.microbatch, *row));
         outside.for_each(|(_, tie)| *tie = 0.0);
         Some(ties)
     }

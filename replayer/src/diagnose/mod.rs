@@ -102,12 +102,12 @@ pub fn diagnose(
     }
     let user_causes: Vec<UserVariant> = variants.iter().cloned().map(UserVariant).collect();
     let mut catalogue: Vec<&dyn Cause> = CATALOGUE.to_vec();
-    catalogue.extend(user_causes.iter().map(|one| one as &dyn Cause));
+    catalogue.extend(user_causes.iter().map(|variant| variant as &dyn Cause));
     let (examined, left_out) = examine(step, outcome, &catalogue, budget)?;
     outcome.not_checked.extend(left_out);
     Ok(match examined {
         Examined::Diverged(findings, suspect) => reported(outcome, findings, suspect),
-        Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.told(outcome)),
+        Examined::Hidden(proof) => proof.map_or(Vec::new(), |proof| proof.into_causes(outcome)),
         Examined::Cleared(keys) => {
             keys.iter().for_each(|key| outcome.cleared(key.stage, (key.microbatch, key.rank)));
             Vec::new()
@@ -117,22 +117,23 @@ pub fn diagnose(
 
 /// The causes to report. Where another declaration of the head explains the divergence, `outcome`
 /// gets it, and the causes that it makes superfluous are dropped.
-fn reported(outcome: &mut Outcome, mut found: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
+fn reported(outcome: &mut Outcome, mut causes: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
     if let Some(suspect) = suspect {
         // `upstream-factor` says that no count gives the factor; here the declaration gives it. A
         // cause that explains only some of the stages is dropped beside an option that explains
         // all.
-        let known = |one: &Found| one.standing == Standing::Unknown || suspect.is_no_more_than(one);
-        found.retain(|one| one.id != causes::upstream_factor::ID && known(one));
-        let explained = found.iter().any(|one| one.standing != Standing::Unknown);
+        let known =
+            |cause: &Found| cause.standing == Standing::Unknown || suspect.is_no_more_than(cause);
+        causes.retain(|cause| cause.id != causes::upstream_factor::ID && known(cause));
+        let explained = causes.iter().any(|cause| cause.standing != Standing::Unknown);
         // The declaration explains the divergence, so it is not `unknown`.
-        found.retain(|one| one.standing != Standing::Unknown);
-        if let [alone] = &mut found[..] {
+        causes.retain(|cause| cause.standing != Standing::Unknown);
+        if let [alone] = &mut causes[..] {
             alone.standing = Standing::Named;
         }
-        outcome.other_declaration = Some(suspect.told(explained));
+        outcome.other_declaration = Some(suspect.finding(explained));
     }
-    found
+    causes
 }
 
 /// Causes that show in ranks holding different versions of one replicated tensor.
@@ -157,11 +158,12 @@ impl Versions {
     /// then not searched: each of many ranks may hold its own, and one search for each would be
     /// slow.
     pub fn explain_all_of(&self, outcome: &Outcome) -> bool {
-        let fails =
-            |stage: &&StageOutcome| stage.comparisons.iter().any(|one| one.excess.is_some());
+        let fails = |stage: &&StageOutcome| {
+            stage.comparisons.iter().any(|comparison| comparison.excess.is_some())
+        };
         let failing: Vec<&str> =
             outcome.stages.iter().filter(fails).map(|stage| stage.stage.name()).collect();
-        !failing.is_empty() && self.0.iter().any(|of| explains(of, &failing))
+        !failing.is_empty() && self.0.iter().any(|cause| explains(cause, &failing))
     }
 
     /// These causes, followed by those found in single versions that these do not explain.
@@ -177,8 +179,9 @@ impl Versions {
 
 /// Whether a cause explains the divergence of all these stages. `replica-divergence` does not: that
 /// ranks hold different bits says nothing about which of them is wrong.
-fn explains(of: &Found, stages: &[&str]) -> bool {
-    of.id != causes::replica_divergence::ID && stages.iter().all(|stage| of.stages.contains(stage))
+fn explains(cause: &Found, stages: &[&str]) -> bool {
+    cause.id != causes::replica_divergence::ID
+        && stages.iter().all(|stage| cause.stages.contains(stage))
 }
 
 fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
@@ -222,7 +225,7 @@ const SMALL: u64 = 1 << 22;
 /// wait for it.
 fn in_few_threads<R: Send>(inputs: &[MicrobatchInputs], run: impl FnOnce() -> R + Send) -> R {
     match rayon::ThreadPoolBuilder::new().num_threads(1).build() {
-        Ok(one) if sample::work(inputs).0 <= SMALL => one.install(run),
+        Ok(pool) if sample::work(inputs).0 <= SMALL => pool.install(run),
         _ => rayon::scope(|_| run()),
     }
 }
@@ -283,18 +286,19 @@ fn run_search(
     }
     let suspect = declarations::suspect(&search, &evidence);
     let mut observed = findings::observed(catalogue, &evidence);
-    let is_observed = |key: &Key| observed.iter().any(|one| one.stages.contains(&key.stage.name()));
+    let is_observed =
+        |key: &Key| observed.iter().any(|cause| cause.stages.contains(&key.stage.name()));
     evidence.failing.retain(|key| !is_observed(key));
     if evidence.failing.is_empty() && !(observed.is_empty() && diverged) {
         return Examined::Diverged(observed, suspect);
     }
-    let is_unknown = |all: &Vec<Found>| all.iter().all(|one| one.standing == Standing::Unknown);
+    let is_unknown = |all: &Vec<Found>| all.iter().all(|cause| cause.standing == Standing::Unknown);
     let compute = |of: &[&dyn Cause]| found_by_trials(&search, of, &evidence);
     let computed_causes = match &suspect {
         // Only the cheap causes are tried: all those that could be mistaken for such an option are
         // among them.
         Some(suspect) if suspect.is_enough() => {
-            let cheap = catalogue.iter().copied().filter(|one| one.effort() == Effort::Little);
+            let cheap = catalogue.iter().copied().filter(|cause| cause.effort() == Effort::Little);
             compute(&cheap.collect::<Vec<_>>())
         }
         _ => search_and_lend_rest(meter, catalogue, compute, is_unknown),
@@ -337,8 +341,8 @@ fn found_by_trials(
         return proof.map_or_else(|| vec![findings::unproved(evidence)], |proof| proof.found);
     }
     let mut tried = search.all(catalogue, evidence);
-    if let Some(found) = one_cause(search, &mut tried, failing, evidence) {
-        return found;
+    if let Some(causes) = one_cause(search, &mut tried, failing, evidence) {
+        return causes;
     }
     let marginal = |(keys, _): &(BTreeSet<Key>, Decision)| proof::is_marginal(evidence, keys);
     if let Some(parts) = cover(&tried, failing).filter(|parts| !parts.iter().any(marginal)) {
@@ -388,17 +392,17 @@ fn head_and_sums_apart(
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
     if sums.is_empty() || head.is_empty() {
-        let found = in_part(search, tried, &evidence.failing, evidence);
-        return found.unwrap_or_else(|| vec![unknown(evidence, tried, &evidence.failing)]);
+        let causes = in_part(search, tried, &evidence.failing, evidence);
+        return causes.unwrap_or_else(|| vec![unknown(evidence, tried, &evidence.failing)]);
     }
-    let mut one = |keys| one_cause(search, tried, keys, evidence);
-    let each = [(one(&head), &head), (one(&sums), &sums)];
-    if each.iter().all(|(found, _)| found.is_none()) {
+    let mut cause_of = |keys| one_cause(search, tried, keys, evidence);
+    let each = [(cause_of(&head), &head), (cause_of(&sums), &sums)];
+    if each.iter().all(|(causes, _)| causes.is_none()) {
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
     let or_in_part = |(found, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
-        let found = found.or_else(|| in_part(search, tried, keys, evidence));
-        found.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
+        let causes = found.or_else(|| in_part(search, tried, keys, evidence));
+        causes.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
     };
     each.into_iter().flat_map(or_in_part).collect()
 }
@@ -419,14 +423,14 @@ fn in_part(
         let explained_keys: BTreeSet<Key> = keys.iter().filter(on_side).copied().collect();
         let rest: BTreeSet<Key> = keys.difference(&explained_keys).copied().collect();
         let before = search::left_of(&evidence.residuals, &explained_keys);
-        let settles = |one: &Tried<'_>| {
+        let settles = |trial: &Tried<'_>| {
             // If some causes could not be tried, a hypothesis with any fitted number is not
             // believed here.
             let most_fitted = if search.meter.is_spent() { 0 } else { BOUGHT };
-            let overfitted = !one.hypothesis.per_token && one.hypothesis.fitted > most_fitted;
+            let overfitted = !trial.hypothesis.per_token && trial.hypothesis.fitted > most_fitted;
             !overfitted
-                && one.explains.is_superset(&explained_keys)
-                && search::SETTLED * one.left_of(&explained_keys) <= before
+                && trial.explains.is_superset(&explained_keys)
+                && search::SETTLED * trial.left_of(&explained_keys) <= before
         };
         if explained_keys.is_empty() || rest.is_empty() || !tried.iter().any(settles) {
             return None;
@@ -443,8 +447,8 @@ const BOUGHT: usize = 2;
 
 /// The stages that were compared, of those that are wanted.
 fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
-    let compared = outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
-    compared.map(|one| one.stage).filter(|&stage| wanted(stage)).collect()
+    let compared = outcome.stages.iter().filter(|outcome| !outcome.comparisons.is_empty());
+    compared.map(|outcome| outcome.stage).filter(|&stage| wanted(stage)).collect()
 }
 
 /// Pairs of causes in the same comparisons: the second explains the error that remains in the world
@@ -472,7 +476,7 @@ fn pairs_of_causes<'a>(
         inner.failing.retain(|key| evidence.failing.contains(key));
         let second = search.all(catalogue, &inner);
         let other =
-            |one: &Tried<'_>| one.cause.id() != first.cause.id() && !one.hypothesis.per_token;
+            |trial: &Tried<'_>| trial.cause.id() != first.cause.id() && !trial.hypothesis.per_token;
         let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();
         let Some(decision) = decide(&second, &inner.failing) else { continue };
         // Little error remains for the second cause, and many causes explain little, so it must
@@ -481,8 +485,8 @@ fn pairs_of_causes<'a>(
             continue;
         }
         let said = findings::of_decision(&second, &decision, &inner.failing, &inner);
-        for (&at, said) in decision.winners.iter().zip(said) {
-            let winner = &second[at];
+        for (&index, said) in decision.winners.iter().zip(said) {
+            let winner = &second[index];
             let mut ids = [first.cause.id(), winner.cause.id()];
             ids.sort_unstable();
             let worlds = [world, &*winner.hypothesis.world];
@@ -497,8 +501,8 @@ fn pairs_of_causes<'a>(
             let done: BTreeSet<Key> =
                 evidence.failing.difference(&inner.failing).copied().collect();
             let left = winner.left_of(&inner.failing) + first.left_of(&done);
-            let found = vec![findings::partner(first, left, evidence), said];
-            pairs.push(Pair { ids, left, found, sure: decision.winners.len() == 1 });
+            let causes = vec![findings::partner(first, left, evidence), said];
+            pairs.push(Pair { ids, left, causes, sure: decision.winners.len() == 1 });
         }
     }
     // When the budget ran out, an untried pair might explain as much, so none is reported.
@@ -510,14 +514,14 @@ fn pairs_of_causes<'a>(
 fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a Tried<'c>> {
     let before = search::left_of(&evidence.residuals, &evidence.failing);
     let floor = evidence.failing.len() as f64;
-    let tried = || tried.iter().filter(|one| !one.hypothesis.per_token);
-    let removes = |one: &&Tried<'_>| before - one.left > PARTIAL * (before - floor).max(0.0);
+    let tried = || tried.iter().filter(|trial| !trial.hypothesis.per_token);
+    let removes = |trial: &&Tried<'_>| before - trial.left > PARTIAL * (before - floor).max(0.0);
     let mut partners: Vec<&Tried<'_>> = tried().filter(removes).collect();
     partners.sort_by(|a, b| a.left.total_cmp(&b.left));
     partners.truncate(PARTNERS);
-    let explains = |one: &&Tried<'_>| !removes(one) && !one.explains.is_empty();
+    let explains = |trial: &&Tried<'_>| !removes(trial) && !trial.explains.is_empty();
     let mut explaining: Vec<&Tried<'_>> = tried().filter(explains).collect();
-    explaining.sort_by_key(|one| std::cmp::Reverse(one.explains.len()));
+    explaining.sort_by_key(|trial| std::cmp::Reverse(trial.explains.len()));
     partners.extend(explaining.into_iter().take(EXPLAINING));
     partners
 }
@@ -526,7 +530,7 @@ fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a 
 struct Pair<'a> {
     ids: [&'a str; 2],
     left: f64,
-    found: Vec<Found>,
+    causes: Vec<Found>,
     /// True when no other second cause explains as much together with the first.
     sure: bool,
 }
@@ -539,7 +543,7 @@ fn best_pairs(mut pairs: Vec<Pair<'_>>) -> Option<Vec<Found>> {
     pairs.retain(|pair| !(pair.left >= CLEAR * least.max(f64::MIN_POSITIVE)));
     let common = |id: &str| pairs.iter().all(|pair| pair.ids.contains(&id));
     let mut all: Vec<Found> = Vec::new();
-    for finding in pairs.iter().flat_map(|pair| &pair.found) {
+    for finding in pairs.iter().flat_map(|pair| &pair.causes) {
         if all.iter().all(|known| known.id != finding.id) {
             let standing = if common(&finding.id) { finding.standing } else { Standing::Tied };
             all.push(Found { standing, ..finding.clone() });
@@ -553,7 +557,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    fn found(id: &str) -> Found {
+    fn cause_of_id(id: &str) -> Found {
         Found {
             id: id.into(),
             standing: Standing::Named,
@@ -571,29 +575,32 @@ mod tests {
     }
 
     fn pair<'a>(ids: [&'a str; 2], left: f64, sure: bool) -> Pair<'a> {
-        Pair { ids, left, found: ids.map(found).into(), sure }
+        Pair { ids, left, causes: ids.map(cause_of_id).into(), sure }
     }
 
-    fn said(pairs: Vec<Pair<'_>>) -> Vec<(String, Standing)> {
+    fn ids_and_standings(pairs: Vec<Pair<'_>>) -> Vec<(String, Standing)> {
         let all = best_pairs(pairs).unwrap_or_default();
-        all.into_iter().map(|one| (one.id, one.standing)).collect()
+        all.into_iter().map(|cause| (cause.id, cause.standing)).collect()
     }
 
     #[test]
     fn what_not_every_pair_holds_is_tied_and_what_all_hold_is_named() {
         let all = vec![pair(["a", "b"], 1.0, true), pair(["a", "c"], 3.0, false)];
         let wanted = [("a", Standing::Named), ("b", Standing::Tied), ("c", Standing::Tied)];
-        assert_eq!(said(all), wanted.map(|(id, standing)| (id.to_string(), standing)));
+        assert_eq!(ids_and_standings(all), wanted.map(|(id, standing)| (id.to_string(), standing)));
     }
 
     #[test]
     fn a_pair_that_leaves_ten_times_more_ties_with_nothing() {
         let all = vec![pair(["a", "c"], 10.0, true), pair(["a", "b"], 1.0, true)];
-        assert!(said(all).iter().all(|(_, standing)| *standing == Standing::Named));
+        assert!(ids_and_standings(all).iter().all(|(_, standing)| *standing == Standing::Named));
     }
 
     #[test]
     fn pairs_of_which_none_is_sure_are_not_believed() {
-        assert_eq!(said(vec![pair(["a", "b"], 1.0, false), pair(["a", "c"], 1.0, false)]), []);
+        assert_eq!(
+            ids_and_standings(vec![pair(["a", "b"], 1.0, false), pair(["a", "c"], 1.0, false)]),
+            []
+        );
     }
 }

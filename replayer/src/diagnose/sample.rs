@@ -38,10 +38,10 @@ pub(super) fn few(outcome: &Outcome, inputs: &[MicrobatchInputs]) -> Option<Rows
 /// Multiply-adds of one GEMM over all microbatches, and the number of rows of k; zeros where the
 /// logits were recorded and there is no GEMM.
 pub(super) fn work(inputs: &[MicrobatchInputs]) -> (u64, usize) {
-    let sizes = inputs.iter().filter_map(|one| match &one.scores {
+    let sizes = inputs.iter().filter_map(|inputs| match &inputs.scores {
         Scores::Product { q, k } => {
             let d = q.shape.last().copied().unwrap_or(1);
-            Some((one.tokens() as u64 * k.shape[0] * d, k.shape[0] as usize))
+            Some((inputs.tokens() as u64 * k.shape[0] * d, k.shape[0] as usize))
         }
         _ => None,
     });
@@ -58,18 +58,18 @@ fn sampled(
         return None;
     }
     let mut hits: BTreeMap<u32, u64> = BTreeMap::new();
-    let labels = inputs.iter().flat_map(|one| &one.labels).filter(|&&label| label != IGNORED);
+    let labels = inputs.iter().flat_map(|inputs| &inputs.labels).filter(|&&label| label != IGNORED);
     labels.for_each(|&label| *hits.entry(label).or_default() += 1);
     let mut frequent: Vec<(u64, u32)> = hits.into_iter().map(|(label, n)| (n, label)).collect();
     frequent.sort_unstable_by(|a, b| b.cmp(a));
     let mut classes = worst(outcome, &Stage::OF_CLASSES, None, kept);
     classes.extend(frequent.iter().take(kept / 3).map(|&(_, label)| label as usize));
     spread(&mut classes, vocab, kept);
-    let tokens = inputs.iter().map(|one| {
+    let tokens = inputs.iter().map(|inputs| {
         let stages = Stage::OF_Q;
-        let mut tokens = worst(outcome, &stages, Some(one.microbatch), kept);
-        spread(&mut tokens, one.tokens(), kept);
-        (one.microbatch, tokens.into_iter().collect())
+        let mut tokens = worst(outcome, &stages, Some(inputs.microbatch), kept);
+        spread(&mut tokens, inputs.tokens(), kept);
+        (inputs.microbatch, tokens.into_iter().collect())
     });
     Some(Rows { tokens: tokens.collect(), classes: classes.iter().copied().collect() })
 }
@@ -83,12 +83,16 @@ fn worst(
 ) -> BTreeSet<usize> {
     let mut rows = BTreeSet::new();
     for &stage in stages {
-        for one in &outcome.stage(stage).comparisons {
-            if microbatch.is_some_and(|of| of != one.microbatch) {
+        for comparison in &outcome.stage(stage).comparisons {
+            if microbatch.is_some_and(|microbatch| microbatch != comparison.microbatch) {
                 continue;
             }
-            rows.extend(one.tally.worst_rows.iter().map(|row| row.row as usize));
-            let single = [&one.tally.worst, &one.tally.first, &one.tally.first_nonfinite];
+            rows.extend(comparison.tally.worst_rows.iter().map(|row| row.row as usize));
+            let single = [
+                &comparison.tally.worst,
+                &comparison.tally.first,
+                &comparison.tally.first_nonfinite,
+            ];
             rows.extend(single.into_iter().flatten().map(|worst| worst.index.0 as usize));
         }
     }

@@ -75,10 +75,10 @@ impl Tried<'_> {
 
 /// Energy left in some comparisons, each divided by its floor, summed; infinite where one is
 /// missing.
-pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
-    let of_key = |key: &Key| match of.get(key) {
-        Some(found) if found.energy == 0.0 => 0.0,
-        Some(found) => found.energy / found.floor.max(f64::MIN_POSITIVE),
+pub fn left_of(residuals: &Residuals, keys: &BTreeSet<Key>) -> f64 {
+    let of_key = |key: &Key| match residuals.get(key) {
+        Some(residual) if residual.energy == 0.0 => 0.0,
+        Some(residual) => residual.energy / residual.floor.max(f64::MIN_POSITIVE),
         None => f64::INFINITY,
     };
     keys.iter().map(of_key).sum()
@@ -88,10 +88,10 @@ pub fn left_of(of: &Residuals, keys: &BTreeSet<Key>) -> f64 {
 /// expensive causes, which round partial sums, need not be tried.
 fn is_settled(tried: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
     let before = left_of(&evidence.residuals, &evidence.failing);
-    let settles = |(_, one): &(usize, Tried<'_>)| {
-        !one.hypothesis.per_token
-            && one.explains.is_superset(&evidence.failing)
-            && SETTLED * one.left <= before
+    let settles = |(_, trial): &(usize, Tried<'_>)| {
+        !trial.hypothesis.per_token
+            && trial.explains.is_superset(&evidence.failing)
+            && SETTLED * trial.left <= before
     };
     tried.iter().any(settles)
 }
@@ -102,7 +102,7 @@ fn is_settled(tried: &[(usize, Tried<'_>)], evidence: &Evidence<'_>) -> bool {
 /// something.
 fn discount_overfit(hypothesis: &Hypothesis, residuals: &Residuals, explains: &mut BTreeSet<Key>) {
     let has = |part: Part| explains.iter().any(|key| Part::of(key.stage) == part);
-    let elements = |key: &Key| residuals.get(key).map_or(0, |of| of.elements as usize);
+    let elements = |key: &Key| residuals.get(key).map_or(0, |residual| residual.elements as usize);
     let all: usize = explains.iter().map(elements).sum();
     let beside = has(Part::OfK) || has(Part::Sums) || has(Part::Forward);
     let of_one = hypothesis.per_token && !(has(Part::OfQ) && beside);
@@ -182,8 +182,8 @@ impl<'a> Search<'a> {
             groups.entry(speaking).or_default().insert(stage);
         }
         let mut compared = Residuals::new();
-        for (of, stages) in groups {
-            let all: Vec<&dyn World> = of.iter().map(|&at| worlds[at]).collect();
+        for (indices, stages) in groups {
+            let all: Vec<&dyn World> = indices.iter().map(|&at| worlds[at]).collect();
             let with = (rows, Some(&*self.cache), self.meter as &dyn Progress);
             let outcome = counted_trial(self.step, &self.compared, &all, with).ok()?;
             self.meter.looked_at(&outcome);
@@ -216,14 +216,17 @@ impl<'a> Search<'a> {
     /// the glance's rows.
     fn dismissed(&self, worlds: &[&dyn World], evidence: &Evidence<'_>) -> Option<Dismissed> {
         let base = evidence.glance()?;
-        let clear =
-            |key: &Key| base.get(key).is_some_and(|of| !of.passes && of.energy > SHOWN * of.floor);
+        let clear = |key: &Key| {
+            base.get(key).is_some_and(|residual| {
+                !residual.passes && residual.energy > SHOWN * residual.floor
+            })
+        };
         if !evidence.failing.iter().all(clear) {
             return None;
         }
         let residuals = self.glance(worlds)?;
         let share = left_of(&residuals, &evidence.failing) / left_of(base, &evidence.failing);
-        let passes = |key: &Key| residuals.get(key).is_some_and(|of| of.passes);
+        let passes = |key: &Key| residuals.get(key).is_some_and(|residual| residual.passes);
         if !(share > DISMISSED) || evidence.failing.iter().any(passes) {
             return None;
         }
@@ -255,15 +258,16 @@ impl<'a> Search<'a> {
     /// which nothing fails. A family stays whole, as a gradient is judged as the sum of its
     /// recorded parts.
     pub(super) fn of_failing(&self, failing: &BTreeSet<Key>) -> Search<'a> {
-        let fails = |of: &[Stage]| failing.iter().any(|key| of.contains(&key.stage));
-        let families = [&Stage::OF_Q[..], &Stage::OF_CLASSES[..]].map(|of| (of, fails(of)));
-        self.only(|stage| families.iter().all(|(of, fails)| *fails || !of.contains(&stage)))
+        let fails = |stages: &[Stage]| failing.iter().any(|key| stages.contains(&key.stage));
+        let families =
+            [&Stage::OF_Q[..], &Stage::OF_CLASSES[..]].map(|stages| (stages, fails(stages)));
+        self.only(|stage| families.iter().all(|(stages, fails)| *fails || !stages.contains(&stage)))
     }
 
     /// True when some comparisons pass in these worlds over all rows.
     pub fn holds(&self, worlds: &[&dyn World], keys: &BTreeSet<Key>) -> bool {
         let all = self.of_failing(keys).in_full(worlds, keys).unwrap_or_default();
-        keys.iter().all(|key| all.get(key).is_some_and(|found| found.passes))
+        keys.iter().all(|key| all.get(key).is_some_and(|residual| residual.passes))
     }
 
     /// Tries a hypothesis again over all rows, in the families of gradients in which something
@@ -304,22 +308,22 @@ impl<'a> Search<'a> {
             let causes = catalogue.iter().copied().enumerate();
             causes.filter(|(_, cause)| cause.effort() == effort).collect::<Vec<_>>()
         };
-        let mut found: Vec<(usize, Tried<'c>)> = Vec::new();
+        let mut trials: Vec<(usize, Tried<'c>)> = Vec::new();
         for effort in Effort::ALL {
-            if effort > Effort::Little && is_settled(&found, evidence) {
+            if effort > Effort::Little && is_settled(&trials, evidence) {
                 break;
             }
-            self.try_all(&of_effort(effort), (evidence, &looks), &mut found);
+            self.try_all(&of_effort(effort), (evidence, &looks), &mut trials);
             if alone && effort == Effort::Little {
-                found.extend(self.in_each_place(&found, evidence));
+                trials.extend(self.in_each_place(&trials, evidence));
             }
         }
-        if alone && !found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
-            self.try_without_parts(&of_effort(Effort::Little), evidence, &mut found);
+        if alone && !trials.iter().any(|(_, trial)| trial.explains.is_superset(&evidence.failing)) {
+            self.try_without_parts(&of_effort(Effort::Little), evidence, &mut trials);
         }
         // Tied causes are reported in the order of the catalogue.
-        found.sort_by_key(|(at, _)| *at);
-        found.into_iter().map(|(_, tried)| tried).collect()
+        trials.sort_by_key(|(at, _)| *at);
+        trials.into_iter().map(|(_, tried)| tried).collect()
     }
 
     /// The same search over these rows.
@@ -331,22 +335,24 @@ impl<'a> Search<'a> {
     /// rank or one microbatch after the other.
     fn in_each_place<'c>(
         &self,
-        found: &[(usize, Tried<'c>)],
+        trials: &[(usize, Tried<'c>)],
         evidence: &Evidence<'_>,
     ) -> Vec<(usize, Tried<'c>)> {
-        if found.iter().any(|(_, one)| one.explains.is_superset(&evidence.failing)) {
+        if trials.iter().any(|(_, trial)| trial.explains.is_superset(&evidence.failing)) {
             return Vec::new();
         }
         let mut more = Vec::new();
         for places in Places::each(evidence) {
             let within = Arc::new(Region::new(evidence, places));
-            for (at, one) in found {
+            for (index, trial) in trials {
                 if self.meter.is_spent() {
-                    self.meter.note_if_spent(name_when_untried(one.cause, evidence));
+                    self.meter.note_if_spent(name_when_untried(trial.cause, evidence));
                     return more;
                 }
-                let of = localized(one.hypothesis.clone(), evidence, &within);
-                more.extend(self.try_one(one.cause, of, evidence).map(|one| (*at, one)));
+                let restricted = localized(trial.hypothesis.clone(), evidence, &within);
+                more.extend(
+                    self.try_one(trial.cause, restricted, evidence).map(|trial| (*index, trial)),
+                );
             }
         }
         more
@@ -377,8 +383,8 @@ impl<'a> Search<'a> {
     ) {
         // A hypothesis with many fitted numbers does not stop those that hold in some places only.
         let explained = |found: &[(usize, Tried<'c>)]| {
-            let explains_all = |one: &Tried<'c>| one.explains.is_superset(&evidence.failing);
-            found.iter().any(|(_, one)| explains_all(one) && one.hypothesis.fitted <= FEW)
+            let explains_all = |trial: &Tried<'c>| trial.explains.is_superset(&evidence.failing);
+            found.iter().any(|(_, trial)| explains_all(trial) && trial.hypothesis.fitted <= FEW)
         };
         let mut last = Vec::new();
         for (number, look) in looks.iter().enumerate() {
@@ -386,7 +392,7 @@ impl<'a> Search<'a> {
             if further && explained(found) {
                 break;
             }
-            for &(at, cause) in causes {
+            for &(index, cause) in causes {
                 let all = self.hypotheses(cause, look.shown);
                 for offered in all {
                     if self.meter.is_spent() {
@@ -398,26 +404,27 @@ impl<'a> Search<'a> {
                         None => offered,
                     };
                     match hypothesis.emulates(evidence) {
-                        true => last.push((at, further, cause, hypothesis)),
-                        false => found
-                            .extend(self.try_one(cause, hypothesis, evidence).map(|one| (at, one))),
+                        true => last.push((index, further, cause, hypothesis)),
+                        false => found.extend(
+                            self.try_one(cause, hypothesis, evidence).map(|trial| (index, trial)),
+                        ),
                     }
                 }
             }
         }
         last.sort_by_key(|(at, ..)| *at);
         let mut reproduced = None;
-        for (at, further, cause, of) in last {
+        for (index, further, cause, hypothesis) in last {
             // Once a hypothesis of this cause reproduces every bit, its other hypotheses are
             // superfluous.
-            if (further && explained(found)) || reproduced == Some(at) {
+            if (further && explained(found)) || reproduced == Some(index) {
                 continue;
             }
-            let mut one = self.try_one(cause, of, evidence);
-            if one.as_mut().is_some_and(|one| self.reproduces(one, evidence)) {
-                reproduced = Some(at);
+            let mut tried = self.try_one(cause, hypothesis, evidence);
+            if tried.as_mut().is_some_and(|trial| self.reproduces(trial, evidence)) {
+                reproduced = Some(index);
             }
-            found.extend(one.map(|one| (at, one)));
+            found.extend(tried.map(|trial| (index, trial)));
         }
     }
 

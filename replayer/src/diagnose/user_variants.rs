@@ -101,9 +101,9 @@ pub(super) fn judge(
             error: largest(judged.comparisons.iter().map(error)),
             floor: worst.floor(),
             ratio: worst.ratio(),
-            explains: of_all(&of_stage, |all| all.iter().all(|one| one.passes)),
+            explains: of_all(&of_stage, |all| all.iter().all(|residual| residual.passes)),
             distance: of_all(&of_stage, |all| {
-                largest(all.iter().map(|one| (one.energy / one.reference).sqrt()))
+                largest(all.iter().map(|residual| (residual.energy / residual.reference).sqrt()))
             }),
             comparisons: judged.comparisons.len(),
         });
@@ -111,8 +111,8 @@ pub(super) fn judge(
     Ok(judged_stages)
 }
 
-fn error(of: &Comparison) -> f64 {
-    of.tally.error()
+fn error(comparison: &Comparison) -> f64 {
+    comparison.tally.error()
 }
 
 /// Applies a function to all comparisons; none where there are none.

@@ -13,7 +13,7 @@ use crate::head::units::CountedTogether;
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Stage, Unit};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::{Tiles, reference};
-use crate::replay::world::{At, Expectation, Pass, World};
+use crate::replay::world::{Expectation, Pass, StagePlace, World};
 
 /// Some stages are multiplied by one factor.
 #[derive(Clone)]
@@ -25,8 +25,8 @@ pub struct Scaled {
 }
 
 impl World for Scaled {
-    fn scale(&self, at: At) -> f64 {
-        if self.stages.contains(&at.stage) { self.factor } else { 1.0 }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if self.stages.contains(&place.stage) { self.factor } else { 1.0 }
     }
 }
 
@@ -39,8 +39,8 @@ impl World for Entering {
         g.iter_mut().for_each(|g| *g *= self.0.factor);
     }
 
-    fn scale(&self, at: At) -> f64 {
-        if at.stage.is_gradient() { 1.0 } else { self.0.scale(at) }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if place.stage.is_gradient() { 1.0 } else { self.0.scale(place) }
     }
 }
 
@@ -48,18 +48,19 @@ impl World for Entering {
 /// gradient is among those stages, also applied to the loss before it.
 pub fn scaled(
     evidence: &Evidence<'_>,
-    of: Scaled,
+    scaled: Scaled,
     parameters: Vec<(&'static str, String)>,
 ) -> Vec<Hypothesis> {
     let gradients = |key: &&Key| key.stage.is_gradient();
     let mut gradients = evidence.failing.iter().filter(gradients).peekable();
-    let enters = gradients.peek().is_some() && gradients.all(|key| of.stages.contains(&key.stage));
+    let enters =
+        gradients.peek().is_some() && gradients.all(|key| scaled.stages.contains(&key.stage));
     let before = enters.then(|| {
         let mut parameters = parameters.clone();
         parameters.push(("it enters", "with the loss".into()));
-        Hypothesis::new(Entering(of.clone()), parameters)
+        Hypothesis::new(Entering(scaled.clone()), parameters)
     });
-    before.into_iter().chain([Hypothesis::new(of, parameters)]).collect()
+    before.into_iter().chain([Hypothesis::new(scaled, parameters)]).collect()
 }
 
 /// lse `[T]` for the backward to start from, by microbatch.
@@ -73,7 +74,7 @@ pub struct BackwardStarts {
     pub declared: DeclaredLse,
     /// lse of the wrong head, for microbatches where another was captured: the backward computes
     /// its own.
-    pub own: DeclaredLse,
+    pub of_wrong_head: DeclaredLse,
 }
 
 impl BackwardStarts {
@@ -89,7 +90,7 @@ impl BackwardStarts {
         let mut starts = BackwardStarts {
             as_it_is: DeclaredLse::new(),
             declared: DeclaredLse::new(),
-            own: DeclaredLse::new(),
+            of_wrong_head: DeclaredLse::new(),
         };
         if !evidence.fails_any(&Stage::GRADIENTS) {
             return starts;
@@ -98,9 +99,10 @@ impl BackwardStarts {
             let captured = evidence.step.find(Role::Lse, inputs.microbatch).is_some();
             let step = if captured { &other } else { evidence.step };
             let times = if captured { bias } else { 1.0 };
-            let list = if captured { &mut starts.own } else { &mut starts.declared };
+            let list = if captured { &mut starts.of_wrong_head } else { &mut starts.declared };
             list.extend(
-                forward((inputs, evidence), step, times).map(|of| (inputs.microbatch, of.lse)),
+                forward((inputs, evidence), step, times)
+                    .map(|forward| (inputs.microbatch, forward.lse)),
             );
         }
         starts
@@ -111,7 +113,7 @@ impl BackwardStarts {
         let mut starts = vec![(self.as_it_is, "all that fails")];
         for (lse, words) in [
             (self.declared, "the backward, from the lse of a right forward"),
-            (self.own, "the backward, with an lse of its own"),
+            (self.of_wrong_head, "the backward, with an lse of its own"),
         ] {
             if !lse.is_empty() {
                 starts.push((lse, words));
@@ -139,7 +141,7 @@ impl ForwardOnly {
         bias: f64,
     ) -> Option<ForwardOnly> {
         let captured =
-            |one: &MicrobatchInputs| evidence.step.find(Role::Lse, one.microbatch).is_some();
+            |inputs: &MicrobatchInputs| evidence.step.find(Role::Lse, inputs.microbatch).is_some();
         let fails = evidence.fails(Stage::Lse) && evidence.fails_any(&Stage::GRADIENTS);
         if !fails || !evidence.inputs.iter().all(captured) {
             return None;
@@ -162,11 +164,15 @@ impl World for ForwardOnly {
         }
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
         if let (Stage::LabelLogits, Some([_, label, _])) =
-            (of.at.stage, self.columns.get(&of.at.microbatch))
+            (expectation.place.stage, self.columns.get(&expectation.place.microbatch))
         {
-            of.values.iter_mut().zip(of.rows).for_each(|(to, &row)| *to = label[row]);
+            expectation
+                .values
+                .iter_mut()
+                .zip(expectation.rows)
+                .for_each(|(to, &row)| *to = label[row]);
         }
     }
 }
@@ -206,8 +212,8 @@ impl<F: Fn(&mut HeadOptions) + Send + Sync> World for ChangedOptions<F> {
         }
     }
 
-    fn scale(&self, at: At) -> f64 {
-        if at.stage.is_gradient() { self.factor } else { 1.0 }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if place.stage.is_gradient() { self.factor } else { 1.0 }
     }
 }
 
@@ -252,8 +258,8 @@ impl Count {
 
     /// The declared count and the usual ones, each once.
     pub fn declared_and_usual(options: &HeadOptions) -> Vec<Count> {
-        let declared = Count::declared(options).filter(|&of| of != Count::One);
-        let others = Count::USUAL.into_iter().filter(|&of| Some(of) != declared);
+        let declared = Count::declared(options).filter(|&count| count != Count::One);
+        let others = Count::USUAL.into_iter().filter(|&count| Some(count) != declared);
         declared.into_iter().chain(others).collect()
     }
 
@@ -369,29 +375,29 @@ impl Counted {
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
+        inputs: &MicrobatchInputs,
     ) -> Option<Vec<(Unit, f64)>> {
         let mut other = step.clone();
         other.options.scope = self.span.clone();
-        Some(self.of_groups(step.is_policy_loss(), &other.groups(all, own).ok()?))
+        Some(self.of_groups(step.is_policy_loss(), &other.groups(all, inputs).ok()?))
     }
 
     /// The divisor of each of these groups.
     pub fn of_groups(&self, policy: bool, groups: &[CountedTogether<'_>]) -> Vec<(Unit, f64)> {
         let n = |over: &[(&MicrobatchInputs, Unit)]| match self.count {
             Count::One => 1.0,
-            count => over.iter().map(|(one, unit)| count.of(one, policy, &unit.rows)).sum(),
+            count => over.iter().map(|(inputs, unit)| count.of(inputs, policy, &unit.rows)).sum(),
         };
-        let one = |(unit, over): &CountedTogether<'_>| (unit.clone(), n(over) * self.means);
-        let mut divisors: Vec<(Unit, f64)> = groups.iter().map(one).collect();
+        let divisor_of = |(unit, over): &CountedTogether<'_>| (unit.clone(), n(over) * self.means);
+        let mut divisors: Vec<(Unit, f64)> = groups.iter().map(divisor_of).collect();
         self.whose.give(&mut divisors);
         divisors
     }
 }
 
 /// The divisor of a token's loss.
-pub fn divisor(of: &[(Unit, f64)], row: usize) -> Option<f64> {
-    of.iter().find(|(unit, _)| unit.rows.binary_search(&row).is_ok()).map(|(_, n)| *n)
+pub fn divisor(divisors: &[(Unit, f64)], row: usize) -> Option<f64> {
+    divisors.iter().find(|(unit, _)| unit.rows.binary_search(&row).is_ok()).map(|(_, n)| *n)
 }
 
 impl World for Counted {
@@ -399,25 +405,25 @@ impl World for Counted {
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        divisors: &mut Vec<(Unit, f64)>,
     ) {
-        let (used, declared) = (self.used(step, all, own), step.denominators(all, own).ok());
+        let (used, declared) = (self.used(step, all, inputs), step.denominators(all, inputs).ok());
         let Some((used, declared)) = used.zip(declared) else { return };
-        let finer = if used.len() >= of.len() { &used } else { &*of };
+        let finer = if used.len() >= divisors.len() { &used } else { &*divisors };
         // The change is a ratio to the declared divisor and applies to the one of the background,
         // which another world may have changed.
-        let one = |(unit, n): &(Unit, f64)| {
+        let changed_divisor = |(unit, n): &(Unit, f64)| {
             let ratio = |&row: &usize| {
-                Some(divisor(of, row)? * divisor(&used, row)? / divisor(&declared, row)?)
+                Some(divisor(divisors, row)? * divisor(&used, row)? / divisor(&declared, row)?)
             };
             let changed = unit.rows.first().and_then(ratio).filter(|n| n.is_finite());
             (unit.clone(), changed.unwrap_or(*n))
         };
-        *of = finer.iter().map(one).collect();
+        *divisors = finer.iter().map(changed_divisor).collect();
     }
 
-    fn scale(&self, at: At) -> f64 {
-        self.sums.get(&at.stage).copied().unwrap_or(1.0)
+    fn scale(&self, place: StagePlace) -> f64 {
+        self.sums.get(&place.stage).copied().unwrap_or(1.0)
     }
 }

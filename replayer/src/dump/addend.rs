@@ -33,22 +33,22 @@ impl std::fmt::Display for Addend {
 /// The shards of each addend. They are grouped by coordinates only if every shard names the same
 /// summed axes.
 pub(crate) fn group(dump: &StepDump, info: &TensorInfo) -> BTreeMap<Addend, Vec<ShardRef>> {
-    let records = || info.shards.iter().map(|at| dump.record(at));
+    let records = || info.shards.iter().map(|shard| dump.record(shard));
     let axes = records().next().map(summed_axes).unwrap_or_default();
     let same = |record: &ShardRecord| {
         summed_axes(record) == axes && axes.iter().all(|axis| record.mesh.contains_key(*axis))
     };
     let by_mesh = !axes.is_empty() && records().all(same);
     let mut groups: BTreeMap<Addend, Vec<ShardRef>> = BTreeMap::new();
-    for at in &info.shards {
-        let record = dump.record(at);
+    for shard in &info.shards {
+        let record = dump.record(shard);
         let addend = if by_mesh {
             let coordinate = |axis: &&str| ((*axis).to_string(), record.mesh[*axis]);
             Addend::Mesh(axes.iter().map(coordinate).collect())
         } else {
             Addend::Rank(record.rank)
         };
-        groups.entry(addend).or_default().push(*at);
+        groups.entry(addend).or_default().push(*shard);
     }
     groups
 }

@@ -77,11 +77,11 @@ pub(super) fn open(
     others: &NamesByHeader,
 ) -> (DumpFile, Vec<FileFault>) {
     let path = directory.join(record.name.as_str());
-    let (believed, mut found) = believe(record, manifest);
+    let (believed, mut all_faults) = believe(record, manifest);
     let bytes = match judge(&path, record, manifest, others) {
         Ok(file) => Bytes::Whole(file),
         Err(faults) => {
-            found.extend(faults);
+            all_faults.extend(faults);
             torn(&path, record)
         }
     };
@@ -90,9 +90,9 @@ pub(super) fn open(
         bytes,
         believed,
         intact: record.shards.iter().map(|_| OnceLock::new()).collect(),
-        faulty: !found.is_empty(),
+        faulty: !all_faults.is_empty(),
     };
-    let tensors = if found.is_empty() { Vec::new() } else { hit(&file, record) };
+    let tensors = if all_faults.is_empty() { Vec::new() } else { hit(&file, record) };
     let name = |(kind, sentence)| FileFault {
         kind,
         file: file.path.clone(),
@@ -100,7 +100,7 @@ pub(super) fn open(
         tensors: tensors.clone(),
         sentence,
     };
-    let faults = found.into_iter().map(name).collect();
+    let faults = all_faults.into_iter().map(name).collect();
     (file, faults)
 }
 
@@ -110,12 +110,12 @@ fn torn(path: &Path, record: &FileRecord) -> Bytes {
         return Bytes::Gone;
     };
     let total = record.shards.iter().try_fold(0u64, |n, s| n.checked_add(s.length));
-    let Some(mut at) = total.and_then(|total| record.length.checked_sub(total)) else {
+    let Some(mut offset) = total.and_then(|total| record.length.checked_sub(total)) else {
         return Bytes::Gone;
     };
     let mut span = |shard: &ShardRecord| {
-        let (start, end) = (at, at + shard.length);
-        at = end;
+        let (start, end) = (offset, offset + shard.length);
+        offset = end;
         (end <= map.len() as u64).then_some((start as usize, end as usize))
     };
     let spans = record.shards.iter().map(&mut span).collect();

@@ -15,8 +15,8 @@ const NAMED: usize = 24;
 pub enum FindError {
     #[error("{name:?} is no name of a tensor")]
     Name { name: String, source: NameError },
-    #[error("no {name}{}{}; the step holds: {}", of(*microbatch), meant(name, held), some(held))]
-    Absent { name: String, microbatch: Option<u32>, held: Vec<TensorKey> },
+    #[error("no {name}{}{}; the step holds: {}", of(*microbatch), meant(name, recorded), some(recorded))]
+    Absent { name: String, microbatch: Option<u32>, recorded: Vec<TensorKey> },
     #[error("{name} was captured for microbatches {}: choose one, as in --microbatch {}", numbers(microbatches), microbatches[0])]
     Microbatch { name: String, microbatches: Vec<u32> },
     #[error("{name} was captured at several moments: choose {}", moments(found))]
@@ -46,7 +46,7 @@ impl StepDump {
             of_name.iter().filter(|key| key.microbatch == wanted).copied().collect();
         let name = name.to_string();
         match matches.as_slice() {
-            [one] => Ok((*one).clone()),
+            [key] => Ok((*key).clone()),
             // With a single microbatch there is nothing to choose.
             [] if microbatch.is_none() && of_name.len() == 1 => Ok(of_name[0].clone()),
             [] => {
@@ -58,8 +58,8 @@ impl StepDump {
                         Err(FindError::Microbatch { name, microbatches })
                     }
                     _ => {
-                        let held = self.tensors().keys().cloned().collect();
-                        Err(FindError::Absent { name, microbatch, held })
+                        let keys = self.tensors().keys().cloned().collect();
+                        Err(FindError::Absent { name, microbatch, recorded: keys })
                     }
                 }
             }
@@ -75,14 +75,14 @@ fn of(microbatch: Option<u32>) -> String {
     microbatch.map(|number| format!(" of microbatch {number}")).unwrap_or_default()
 }
 
-fn meant(name: &str, held: &[TensorKey]) -> String {
-    hint(name, held.iter().map(|key| key.tensor.as_str()))
+fn meant(name: &str, keys: &[TensorKey]) -> String {
+    hint(name, keys.iter().map(|key| key.tensor.as_str()))
 }
 
-fn some(held: &[TensorKey]) -> String {
-    let mut shown: Vec<String> = held.iter().take(NAMED).map(TensorKey::to_string).collect();
-    if held.len() > NAMED {
-        shown.push(format!("and {} more", held.len() - NAMED));
+fn some(keys: &[TensorKey]) -> String {
+    let mut shown: Vec<String> = keys.iter().take(NAMED).map(TensorKey::to_string).collect();
+    if keys.len() > NAMED {
+        shown.push(format!("and {} more", keys.len() - NAMED));
     }
     shown.join(", ")
 }
@@ -93,12 +93,12 @@ fn numbers(microbatches: &[u32]) -> String {
 }
 
 /// The choices of moments, in the words of `--when` and of Python's `when=`.
-fn moments(found: &[TensorKey]) -> String {
+fn moments(keys: &[TensorKey]) -> String {
     let word = |key: &TensorKey| {
         let json = key.when.and_then(|when| serde_json::to_value(when).ok());
         json.and_then(|word| Some(format!("when {}", word.as_str()?)))
     };
     let words: Vec<String> =
-        found.iter().map(|key| word(key).unwrap_or_else(|| "no moment".into())).collect();
+        keys.iter().map(|key| word(key).unwrap_or_else(|| "no moment".into())).collect();
     words.join(" or ")
 }

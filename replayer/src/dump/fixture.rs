@@ -23,7 +23,7 @@ use super::{Selection, StepDump};
 
 /// One shard with its bytes, before it is written to a file.
 #[derive(Clone)]
-pub(crate) struct Held {
+pub(crate) struct FixtureShard {
     pub(crate) record: ShardRecord,
     pub(crate) bytes: Vec<u8>,
 }
@@ -66,21 +66,21 @@ pub(crate) fn naive_cut(shape: &[u64], whole: &[u8], place: &IndexBox, width: us
             inside &= place.0[dim].0 <= index && index < place.0[dim].1;
         }
         if inside {
-            let at = flat as usize * width;
-            out.extend_from_slice(&whole[at..at + width]);
+            let offset = flat as usize * width;
+            out.extend_from_slice(&whole[offset..offset + width]);
         }
     }
     out
 }
 
 /// A shard as a recorder would describe it.
-pub(crate) fn held(
+pub(crate) fn fixture_shard(
     key: &TensorKey,
     (dtype, shape): (Dtype, &[u64]),
     place: IndexBox,
     rank: u32,
     bytes: Vec<u8>,
-) -> Held {
+) -> FixtureShard {
     let record = ShardRecord {
         key: key.clone(),
         rank: Rank(rank),
@@ -97,29 +97,29 @@ pub(crate) fn held(
         shard: Shard::new(dtype, shape.to_vec(), place),
         entry: String::new(),
     };
-    Held { record, bytes }
+    FixtureShard { record, bytes }
 }
 
 /// A tensor in equal slabs along its first dimension, one per rank.
-pub(crate) fn slabs(name: &str, shape: &[u64], ranks: u32, whole: &[u8]) -> Vec<Held> {
+pub(crate) fn slabs(name: &str, shape: &[u64], ranks: u32, whole: &[u8]) -> Vec<FixtureShard> {
     let rows = shape[0] / u64::from(ranks);
     let slab_of = |rank: u32| {
         let mut place = IndexBox::whole(shape);
         place.0[0] = (u64::from(rank) * rows, (u64::from(rank) + 1) * rows);
         let bytes = naive_cut(shape, whole, &place, 4);
-        held(&key(name), (Dtype::F32, shape), place, rank, bytes)
+        fixture_shard(&key(name), (Dtype::F32, shape), place, rank, bytes)
     };
     (0..ranks).map(slab_of).collect()
 }
 
 /// Writes and commits step 0 of attempt 0 of run `run-a`.
-pub(crate) fn commit(shards: Vec<Held>, world_size: u32) -> Dumped {
+pub(crate) fn commit(shards: Vec<FixtureShard>, world_size: u32) -> Dumped {
     // In memory if the machine has such a directory, because tests write thousands of dumps and
     // sync each.
     let store = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
     let run = store.path().join("run-a");
     let step = AttemptDir::of(&run, Attempt(0)).step(Step(0));
-    let mut files: BTreeMap<(Rank, Option<Microbatch>), Vec<Held>> = BTreeMap::new();
+    let mut files: BTreeMap<(Rank, Option<Microbatch>), Vec<FixtureShard>> = BTreeMap::new();
     for shard in shards {
         let file = (shard.record.rank, shard.record.key.microbatch);
         files.entry(file).or_default().push(shard);

@@ -22,13 +22,13 @@ pub(super) fn names_by_header(manifest: &Manifest) -> NamesByHeader {
 }
 
 /// A fault, before it is known which tensors it affects.
-pub(super) type Found = (FaultKind, String);
+pub(super) type UnplacedFault = (FaultKind, String);
 
 /// Whether each record is consistent in itself. Even a committed manifest may have been written by
 /// a faulty program.
-pub(super) fn believe(record: &FileRecord, manifest: &Manifest) -> (Vec<bool>, Vec<Found>) {
-    let mut found = Vec::new();
-    let mut one = |shard: &ShardRecord| {
+pub(super) fn believe(record: &FileRecord, manifest: &Manifest) -> (Vec<bool>, Vec<UnplacedFault>) {
+    let mut faults = Vec::new();
+    let mut is_believed = |shard: &ShardRecord| {
         let wrong = match shard.check() {
             Err(error) => Some(error.to_string()),
             Ok(()) if shard.rank != record.rank => Some(format!(
@@ -43,11 +43,11 @@ pub(super) fn believe(record: &FileRecord, manifest: &Manifest) -> (Vec<bool>, V
         };
         let believed = wrong.is_none();
         let sentence = |wrong| format!("the record of {} contradicts itself: {wrong}", record.name);
-        found.extend(wrong.map(|wrong| (FaultKind::Disagrees, sentence(wrong))));
+        faults.extend(wrong.map(|wrong| (FaultKind::Disagrees, sentence(wrong))));
         believed
     };
-    let believed = record.shards.iter().map(&mut one).collect();
-    (believed, found)
+    let believed = record.shards.iter().map(&mut is_believed).collect();
+    (believed, faults)
 }
 
 /// The file, if it is exactly the one that was recorded, else what is wrong with it.
@@ -56,7 +56,7 @@ pub(super) fn judge(
     record: &FileRecord,
     manifest: &Manifest,
     others: &NamesByHeader,
-) -> Result<ShardFile, Vec<Found>> {
+) -> Result<ShardFile, Vec<UnplacedFault>> {
     let name = &record.name;
     let length = match std::fs::metadata(path) {
         Ok(meta) if meta.is_file() => meta.len(),
@@ -103,7 +103,7 @@ pub(super) fn judge(
     Err(faults)
 }
 
-fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Found {
+fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> UnplacedFault {
     let name = &record.name;
     match others.get(&file.header_hash().0) {
         Some(other) => (
@@ -121,13 +121,13 @@ fn altered(file: &ShardFile, record: &FileRecord, others: &NamesByHeader) -> Fou
 }
 
 /// Where the manifest and the file's own header disagree.
-fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> Vec<Found> {
+fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> Vec<UnplacedFault> {
     let (about, name) = (file.about(), &record.name);
     let mut faults = Vec::new();
-    let mut differ = |what: &str, listed: String, own: String| {
-        if listed != own {
+    let mut differ = |what: &str, listed: String, declared: String| {
+        if listed != declared {
             let sentence = format!(
-                "the manifest and the header of {name} disagree on {what}: {listed} in the manifest, {own} in the header"
+                "the manifest and the header of {name} disagree on {what}: {listed} in the manifest, {declared} in the header"
             );
             faults.push((FaultKind::Disagrees, sentence));
         }
@@ -137,12 +137,12 @@ fn disagreements(file: &ShardFile, record: &FileRecord, manifest: &Manifest) -> 
     differ("the step", manifest.step.to_string(), about.step.to_string());
     differ("the rank", record.rank.to_string(), about.rank.to_string());
     differ("the number of shards", record.shards.len().to_string(), about.shards.len().to_string());
-    for (listed, own) in record.shards.iter().zip(&about.shards) {
-        if listed == own {
+    for (listed, declared) in record.shards.iter().zip(&about.shards) {
+        if listed == declared {
             continue;
         }
         // Field by field, so that a new field of the record cannot be forgotten.
-        let (a, b) = (fields(listed), fields(own));
+        let (a, b) = (fields(listed), fields(declared));
         for (field, value) in &a {
             let what = format!("the {field} of {}", listed.key);
             let other = b.get(field).map(ToString::to_string);

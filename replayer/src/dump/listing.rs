@@ -47,8 +47,11 @@ pub fn list(path: &Path, wanted: Option<&str>) -> Result<Vec<ListedRun>, OpenErr
     let place = Place::of(path)?;
     let named = Selection { run: wanted.map(str::to_string), ..Selection::default() };
     let which = place.narrow(&named)?;
-    let runs = locate::runs(place.path(), which.run.as_deref()).map_err(|e| place.told(e))?;
-    runs.iter().map(|run| listed(&place, run, &which).map_err(|e| place.told(e))).collect()
+    let runs =
+        locate::runs(place.path(), which.run.as_deref()).map_err(|e| place.with_user_paths(e))?;
+    runs.iter()
+        .map(|run| listed(&place, run, &which).map_err(|e| place.with_user_paths(e)))
+        .collect()
 }
 
 fn listed(place: &Place, run: &Path, which: &Selection) -> Result<ListedRun, OpenError> {

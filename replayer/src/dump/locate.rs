@@ -23,13 +23,13 @@ pub(super) struct Located {
 }
 
 /// An attempt and a step in it.
-type Held = (AttemptDir, StepDir);
+type StepOfAttempt = (AttemptDir, StepDir);
 
 /// Every step of the run, in the attempts that the selection allows.
 pub(super) fn steps(place: &Place, selection: &Selection) -> Result<Vec<Step>, OpenError> {
-    let (run, held) = held(place.path(), selection)?;
-    let held = with_shards(place, &held)?;
-    let mut steps: Vec<Step> = held.iter().map(|(_, dir)| dir.step).collect();
+    let (run, steps_of_attempts) = steps_of_attempts(place.path(), selection)?;
+    let steps_of_attempts = with_shards(place, &steps_of_attempts)?;
+    let mut steps: Vec<Step> = steps_of_attempts.iter().map(|(_, dir)| dir.step).collect();
     steps.sort_unstable();
     steps.dedup();
     if steps.is_empty() { Err(OpenError::NoSteps { path: run }) } else { Ok(steps) }
@@ -46,23 +46,29 @@ pub(super) fn attempts(
 }
 
 /// The run's directory, and the steps in the attempts that the selection allows.
-fn held(path: &Path, selection: &Selection) -> Result<(PathBuf, Vec<Held>), OpenError> {
+fn steps_of_attempts(
+    path: &Path,
+    selection: &Selection,
+) -> Result<(PathBuf, Vec<StepOfAttempt>), OpenError> {
     let (run, attempts) = attempts(path, selection)?;
-    let mut held = Vec::new();
+    let mut steps_of_attempts = Vec::new();
     for attempt in attempts {
         let steps = attempt.steps().map_err(read(&attempt.path))?;
         // A directory `step-5` parses as step 5, but the directory of step 5 has leading zeros.
         let steps = steps.into_iter().filter(|step| step.path.is_dir());
-        held.extend(steps.map(|step| (attempt.clone(), step)));
+        steps_of_attempts.extend(steps.map(|step| (attempt.clone(), step)));
     }
-    Ok((run, held))
+    Ok((run, steps_of_attempts))
 }
 
 /// Leaves out attempts that have no shard of these steps, as launches that ended before they
 /// recorded anything, unless no attempt has any.
-fn with_shards(place: &Place, held: &[Held]) -> Result<Vec<Held>, OpenError> {
-    let mut kept: Vec<Held> = Vec::new();
-    for of_attempt in held.chunk_by(|a, b| a.0.attempt == b.0.attempt) {
+fn with_shards(
+    place: &Place,
+    steps_of_attempts: &[StepOfAttempt],
+) -> Result<Vec<StepOfAttempt>, OpenError> {
+    let mut kept: Vec<StepOfAttempt> = Vec::new();
+    for of_attempt in steps_of_attempts.chunk_by(|a, b| a.0.attempt == b.0.attempt) {
         for (_, step) in of_attempt {
             if !place.shard_files(step).map_err(read(&step.path))?.is_empty() {
                 kept.extend_from_slice(of_attempt);
@@ -70,21 +76,21 @@ fn with_shards(place: &Place, held: &[Held]) -> Result<Vec<Held>, OpenError> {
             }
         }
     }
-    Ok(if kept.is_empty() { held.to_vec() } else { kept })
+    Ok(if kept.is_empty() { steps_of_attempts.to_vec() } else { kept })
 }
 
 pub(super) fn locate(place: &Place, selection: &Selection) -> Result<Located, OpenError> {
-    let (run, mut held) = held(place.path(), selection)?;
+    let (run, mut steps_of_attempts) = steps_of_attempts(place.path(), selection)?;
     let wanted = selection.step.map(Step);
-    let step = match choose_step(&run, &with_shards(place, &held)?, wanted) {
+    let step = match choose_step(&run, &with_shards(place, &steps_of_attempts)?, wanted) {
         // A step that was named explicitly is opened even if it holds no shards.
-        Err(OpenError::NoSuchStep { .. }) => choose_step(&run, &held, wanted)?,
+        Err(OpenError::NoSuchStep { .. }) => choose_step(&run, &steps_of_attempts, wanted)?,
         chosen => chosen?,
     };
-    held.retain(|(_, dir)| dir.step == step);
-    let kept = with_shards(place, &held)?;
+    steps_of_attempts.retain(|(_, dir)| dir.step == step);
+    let kept = with_shards(place, &steps_of_attempts)?;
     let is_kept = |attempt| kept.iter().any(|(kept, _)| kept.attempt == attempt);
-    let passed_over = held.iter().map(|(attempt, _)| attempt.attempt);
+    let passed_over = steps_of_attempts.iter().map(|(attempt, _)| attempt.attempt);
     let passed_over = passed_over.filter(|&attempt| !is_kept(attempt)).collect();
     match <[_; 1]>::try_from(kept) {
         Ok([(attempt, step)]) => Ok(Located { run, attempt, step, passed_over }),
@@ -227,10 +233,10 @@ fn choose_attempts(run: &Path, wanted: Option<Attempt>) -> Result<Vec<AttemptDir
 
 fn choose_step(
     run: &Path,
-    held: &[(AttemptDir, StepDir)],
+    steps_of_attempts: &[(AttemptDir, StepDir)],
     wanted: Option<Step>,
 ) -> Result<Step, OpenError> {
-    let mut steps: Vec<Step> = held.iter().map(|(_, dir)| dir.step).collect();
+    let mut steps: Vec<Step> = steps_of_attempts.iter().map(|(_, dir)| dir.step).collect();
     steps.sort_unstable();
     steps.dedup();
     let path = run.to_path_buf();
@@ -238,7 +244,7 @@ fn choose_step(
         (Some(wanted), steps) if steps.contains(&wanted) => Ok(wanted),
         (Some(wanted), _) => Err(OpenError::NoSuchStep { path, wanted, steps }),
         (None, []) => Err(OpenError::NoSteps { path }),
-        (None, [one]) => Ok(*one),
+        (None, [step]) => Ok(*step),
         (None, _) => Err(OpenError::SeveralSteps { path, steps }),
     }
 }

@@ -209,7 +209,7 @@ impl std::fmt::Display for StepState {
 pub fn steps(path: &Path, selection: &Selection) -> Result<Vec<Step>, OpenError> {
     let place = Place::of(path)?;
     let narrowed = place.narrow(&Selection { step: None, ..selection.clone() })?;
-    let steps = locate::steps(&place, &narrowed).map_err(|error| place.told(error))?;
+    let steps = locate::steps(&place, &narrowed).map_err(|error| place.with_user_paths(error))?;
     match narrowed.step {
         None => Ok(steps),
         Some(step) if steps.contains(&Step(step)) => Ok(vec![Step(step)]),
@@ -226,7 +226,7 @@ pub fn attempts(
     selection: &Selection,
 ) -> Result<(PathBuf, Vec<AttemptDir>), OpenError> {
     let narrowed = place.narrow(selection)?;
-    locate::attempts(place.path(), &narrowed).map_err(|error| place.told(error))
+    locate::attempts(place.path(), &narrowed).map_err(|error| place.with_user_paths(error))
 }
 
 /// Opens the step of another run that a step is compared with: the one of the same number, unless
@@ -252,7 +252,7 @@ pub fn open_some(
     selection: &Selection,
     wanted: &(dyn Fn(&str) -> bool + Sync),
 ) -> Result<StepDump, OpenError> {
-    open_at(place, selection, wanted).map_err(|error| place.told(error))
+    open_at(place, selection, wanted).map_err(|error| place.with_user_paths(error))
 }
 
 fn open_at(
@@ -324,13 +324,15 @@ fn read_manifest<T>(
     };
     let manifest = match parse(&bytes) {
         Ok(manifest) => manifest,
-        Err(ManifestError::Newer(found)) => return Err(OpenError::Newer { path, found }),
+        Err(ManifestError::Newer(version)) => {
+            return Err(OpenError::Newer { path, found: version });
+        }
         Err(error) => return Ok(Err(format!("its manifest {} is damaged: {error}", named()))),
     };
-    let (found, lies) = (says(&manifest), (attempt, step.step));
-    if found != lies {
-        let of = |(attempt, step): (Attempt, Step)| format!("attempt {attempt} step {step}");
-        return Err(OpenError::Misplaced { path, says: of(found), lies: of(lies) });
+    let (says_here, lies) = (says(&manifest), (attempt, step.step));
+    if says_here != lies {
+        let words = |(attempt, step): (Attempt, Step)| format!("attempt {attempt} step {step}");
+        return Err(OpenError::Misplaced { path, says: words(says_here), lies: words(lies) });
     }
     Ok(Ok(manifest))
 }
@@ -344,7 +346,7 @@ fn uncommitted(place: &Place, step: &StepDir, attempt: Attempt) -> Option<String
     match read_manifest(place, step, attempt, (Manifest::glance, says)) {
         Ok(Ok(glance)) => cut_short(&glance.omissions),
         Ok(Err(why)) => Some(why),
-        Err(error) => Some(place.told(error).to_string()),
+        Err(error) => Some(place.with_user_paths(error).to_string()),
     }
 }
 
@@ -374,16 +376,16 @@ pub(crate) fn name_ranks(ranks: &[Rank]) -> String {
     let mut devices: BTreeMap<Rank, usize> = BTreeMap::new();
     ranks.iter().for_each(|&rank| *devices.entry(rank).or_default() += 1);
     if devices.len() < ranks.len() {
-        let of = |(rank, count): (&Rank, &usize)| match count {
+        let name_of = |(rank, count): (&Rank, &usize)| match count {
             1 => format!("rank {rank}"),
             count => format!("{count} devices of rank {rank}"),
         };
-        return devices.iter().map(of).collect::<Vec<_>>().join(" and ");
+        return devices.iter().map(name_of).collect::<Vec<_>>().join(" and ");
     }
     let shown: Vec<String> = ranks.iter().take(SHOWN).map(Rank::to_string).collect();
     match ranks {
         [] => "no rank".into(),
-        [one] => format!("rank {one}"),
+        [rank] => format!("rank {rank}"),
         _ if ranks.len() > SHOWN => {
             format!("ranks {} and {} more", shown.join(", "), ranks.len() - SHOWN)
         }

@@ -50,15 +50,15 @@ impl Place {
         }
         let bucket = Bucket::connect(path).map_err(|source| OpenError::Bucket { source })?;
         let read = |source| OpenError::Read { path: path.into(), source };
-        let found = bucket.walk(path).map_err(read)?;
+        let listing = bucket.walk(path).map_err(read)?;
         let below = |(object, bytes): (PathBuf, u64)| {
             let name = object.strip_prefix(path).ok().filter(|name| plain(name))?;
             Some((name.to_path_buf(), bytes))
         };
-        let objects: BTreeMap<PathBuf, u64> = found.into_iter().filter_map(below).collect();
+        let objects: BTreeMap<PathBuf, u64> = listing.into_iter().filter_map(below).collect();
         if objects.is_empty() {
-            let found = "nothing is there".into();
-            return Err(OpenError::NotADump { path: path.into(), found });
+            let reason = "nothing is there".into();
+            return Err(OpenError::NotADump { path: path.into(), found: reason });
         }
         let directory = tempfile::Builder::new().prefix("backtape-").tempdir().map_err(read)?;
         // The copy keeps the last component of the URL, which may be the name of a run.
@@ -192,7 +192,7 @@ impl Place {
     }
 
     /// The same error, with the user's paths in place of those of the local copy.
-    pub(super) fn told(&self, error: OpenError) -> OpenError {
+    pub(super) fn with_user_paths(&self, error: OpenError) -> OpenError {
         match &self.copy {
             Some(copy) => error.with_paths(|path| moved(path, &copy.root(), &copy.url)),
             None => error,

@@ -50,9 +50,9 @@ pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option
         |record: &ShardRecord| -> u64 { record.place.extent()[cut.clone()].iter().product() };
     let mut lengths: BTreeMap<Vec<u32>, u64> = BTreeMap::new();
     for (record, _) in shards {
-        let own = length(record);
+        let rows = length(record);
         // Ranks that hold the same part must declare the same length.
-        if *lengths.entry(order(record)?).or_insert(own) != own {
+        if *lengths.entry(order(record)?).or_insert(rows) != rows {
             return None;
         }
     }
@@ -62,19 +62,19 @@ pub(super) fn settle(shards: &[(&ShardRecord, ShardRef)], mesh: &Mesh) -> Option
     let mut ends = 0;
     let starts: BTreeMap<Vec<u32>, u64> = lengths
         .into_iter()
-        .map(|(at, own)| {
-            ends += own;
-            (at, ends - own)
+        .map(|(labels, rows)| {
+            ends += rows;
+            (labels, ends - rows)
         })
         .collect();
-    let placed = |&(record, at): &(&ShardRecord, ShardRef)| {
+    let placed = |&(record, shard): &(&ShardRecord, ShardRef)| {
         let start = starts[&order(record)?];
-        let mut own = record.clone();
-        own.shape.splice(cut.clone(), [ends]);
+        let mut placed_record = record.clone();
+        placed_record.shape.splice(cut.clone(), [ends]);
         let own_range = (start, start + length(record));
-        let ranges = &mut own.place.0;
+        let ranges = &mut placed_record.place.0;
         ranges.splice(cut.clone(), [own_range]);
-        Some((at, own))
+        Some((shard, placed_record))
     };
     shards.iter().map(placed).collect()
 }
@@ -89,8 +89,8 @@ fn is_equal_part(record: &ShardRecord, mesh: &Mesh) -> bool {
             let mut sizes =
                 axes_of(record, dim).into_iter().map(|axis| size_of(axis, record, mesh));
             let parts = sizes.try_fold(1u64, |n, size| n.checked_mul(size?));
-            let own = hi - lo;
-            parts.and_then(|n| n.checked_mul(own)) == Some(whole) && (own == 0 || lo % own == 0)
+            let rows = hi - lo;
+            parts.and_then(|n| n.checked_mul(rows)) == Some(whole) && (rows == 0 || lo % rows == 0)
         })
 }
 
@@ -113,8 +113,8 @@ fn size_of(axis: &str, record: &ShardRecord, mesh: &Mesh) -> Option<u64> {
     match mesh.0.iter().find(|(name, _)| name == axis) {
         Some((_, size)) => Some(u64::from(*size)),
         None if mesh.0.is_empty() => {
-            let own = record.place.0.first().map(|(lo, hi)| hi - lo)?;
-            record.shape.first()?.checked_div(own)
+            let rows = record.place.0.first().map(|(lo, hi)| hi - lo)?;
+            record.shape.first()?.checked_div(rows)
         }
         None => None,
     }

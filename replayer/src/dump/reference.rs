@@ -35,8 +35,8 @@ impl Reference {
 
     /// The name of a run without its ending, and the ending; `None` where it has none.
     pub(super) fn of_name(name: &String) -> Option<(String, Reference)> {
-        let found = split(Path::new(name))?;
-        Some((found.path.to_str()?.to_owned(), Reference { path: name.into(), ..found }))
+        let reference = split(Path::new(name))?;
+        Some((reference.path.to_str()?.to_owned(), Reference { path: name.into(), ..reference }))
     }
 
     /// The selection, narrowed by the ending; an error if the two differ.
@@ -49,14 +49,16 @@ impl Reference {
         };
         let mut narrowed = selection.clone();
         match (self.attempt, selection.attempt) {
-            (Some(own), Some(asked)) if own != asked => {
-                return Err(differ("attempt", own.into(), asked.into()));
+            (Some(in_path), Some(asked)) if in_path != asked => {
+                return Err(differ("attempt", in_path.into(), asked.into()));
             }
-            (own, asked) => narrowed.attempt = own.or(asked),
+            (in_path, asked) => narrowed.attempt = in_path.or(asked),
         }
         match (self.step, selection.step) {
-            (Some(own), Some(asked)) if own != asked => return Err(differ("step", own, asked)),
-            (own, asked) => narrowed.step = own.or(asked),
+            (Some(in_path), Some(asked)) if in_path != asked => {
+                return Err(differ("step", in_path, asked));
+            }
+            (in_path, asked) => narrowed.step = in_path.or(asked),
         }
         Ok(narrowed)
     }
@@ -85,8 +87,8 @@ mod tests {
     use super::*;
 
     fn read(path: &Path) -> (PathBuf, Option<u32>, Option<u64>) {
-        let found = Reference::read(path).unwrap();
-        (found.path, found.attempt, found.step)
+        let reference = Reference::read(path).unwrap();
+        (reference.path, reference.attempt, reference.step)
     }
 
     #[test]
@@ -118,14 +120,18 @@ mod tests {
 
     #[test]
     fn an_ending_and_an_option_that_disagree_are_refused() {
-        let own = Reference { path: "run".into(), attempt: Some(1), step: Some(5) };
+        let reference = Reference { path: "run".into(), attempt: Some(1), step: Some(5) };
         let asked = |attempt, step| Selection { run: None, attempt, step };
         let named = Reference::of_name(&"fused@2:5".to_string()).unwrap();
         assert_eq!((named.0.as_str(), named.1.attempt, named.1.step), ("fused", Some(2), Some(5)));
         assert_eq!(Reference::of_name(&"fused".to_string()), None);
-        let narrowed = own.narrow(&asked(None, Some(5))).unwrap();
+        let narrowed = reference.narrow(&asked(None, Some(5))).unwrap();
         assert_eq!((narrowed.attempt, narrowed.step), (Some(1), Some(5)));
-        assert!(own.narrow(&asked(None, Some(6))).unwrap_err().to_string().contains("step 6"));
-        assert!(own.narrow(&asked(Some(0), None)).unwrap_err().to_string().contains("attempt 0"));
+        assert!(
+            reference.narrow(&asked(None, Some(6))).unwrap_err().to_string().contains("step 6")
+        );
+        assert!(
+            reference.narrow(&asked(Some(0), None)).unwrap_err().to_string().contains("attempt 0")
+        );
     }
 }

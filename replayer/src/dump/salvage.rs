@@ -68,7 +68,8 @@ struct Readable {
 pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenError> {
     let (step, journal) = (located.step.step, journal(located));
     let recovered = journal.as_ref().and_then(|journal| journal.manifest(step));
-    if let Some(manifest) = recovered.filter(|of| of.attempt == located.attempt.attempt) {
+    if let Some(manifest) = recovered.filter(|manifest| manifest.attempt == located.attempt.attempt)
+    {
         let why = format!("{why}; its files are listed by {JOURNAL}");
         return Ok(Salvaged::of_whole(manifest, StepState::Recovered { why }));
     }
@@ -88,8 +89,8 @@ pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenEr
         match result {
             Ok(file) => readable.push(file),
             Err((name, error)) => {
-                if let HeaderError::Newer(found) = error {
-                    newer.get_or_insert((located.step.path.join(name), found));
+                if let HeaderError::Newer(version) = error {
+                    newer.get_or_insert((located.step.path.join(name), version));
                 }
                 faults.push(unreadable(located, name, &error));
             }
@@ -97,8 +98,8 @@ pub(super) fn salvage(located: &Located, why: String) -> Result<Salvaged, OpenEr
     }
     // A damaged digit may look like a newer version, so this is an error only if no header can be
     // read.
-    if let (Some((path, found)), true) = (newer, readable.is_empty()) {
-        return Err(OpenError::Newer { path, found });
+    if let (Some((path, version)), true) = (newer, readable.is_empty()) {
+        return Err(OpenError::Newer { path, found: version });
     }
     let run = run_name(located, &readable);
     let here = (located.attempt.attempt, located.step.step);
@@ -227,8 +228,8 @@ fn read_self(directory: &Path, name: &str) -> Result<Readable, HeaderError> {
     let text = text.and_then(|value| value.as_str()).ok_or(HeaderError::Foreign)?;
     let value: serde_json::Value = serde_json::from_str(text)?;
     let version = value.get("format_version").and_then(serde_json::Value::as_u64);
-    if let Some(found) = version.filter(|&found| found > u64::from(FORMAT_VERSION)) {
-        return Err(HeaderError::Newer(found));
+    if let Some(newer) = version.filter(|&newer| newer > u64::from(FORMAT_VERSION)) {
+        return Err(HeaderError::Newer(newer));
     }
     Ok(Readable {
         name,

@@ -74,8 +74,8 @@ pub(super) fn index(
     for (file, (record, opened)) in manifest.files.iter().zip(files).enumerate() {
         for (index, shard) in record.shards.iter().enumerate() {
             if opened.believed(index) {
-                let held = gathered.entry(&shard.key).or_default();
-                held.push((shard, ShardRef { file, index }));
+                let shards_of_key = gathered.entry(&shard.key).or_default();
+                shards_of_key.push((shard, ShardRef { file, index }));
             }
         }
     }
@@ -84,7 +84,9 @@ pub(super) fn index(
     for (key, shards) in gathered {
         let ragged = settle(&shards, &manifest.mesh);
         let described = match &ragged {
-            Some(ragged) => describe(ragged.iter().map(|(at, record)| (record, *at)).collect()),
+            Some(ragged) => {
+                describe(ragged.iter().map(|(shard, record)| (record, *shard)).collect())
+            }
             None => describe(shards),
         };
         let is_ragged = ragged.is_some();
@@ -116,7 +118,7 @@ fn describe(mut shards: Vec<(&ShardRecord, ShardRef)>) -> Option<TensorInfo> {
         shape: shape.clone(),
         partial,
         ragged: false,
-        shards: shards.iter().map(|(_, at)| *at).collect(),
+        shards: shards.iter().map(|(_, shard)| *shard).collect(),
         disagreements,
     })
 }
@@ -132,12 +134,12 @@ fn most<'a, T: PartialEq>(
     let mut versions: Vec<(T, usize, Vec<Rank>)> = Vec::new();
     for (shard, _) in shards {
         let value = read(shard);
-        let at = versions.iter().position(|(known, ..)| *known == value);
-        let at = at.unwrap_or_else(|| {
+        let index = versions.iter().position(|(known, ..)| *known == value);
+        let index = index.unwrap_or_else(|| {
             versions.push((value, 0, Vec::new()));
             versions.len() - 1
         });
-        let (_, count, ranks) = &mut versions[at];
+        let (_, count, ranks) = &mut versions[index];
         *count += 1;
         if ranks.last() != Some(&shard.rank) {
             ranks.push(shard.rank);

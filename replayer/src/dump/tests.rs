@@ -138,8 +138,8 @@ fn a_newer_format_is_refused_by_name_and_a_moved_step_is_not_believed() {
 fn newer(dumped: &Dumped, index: usize) {
     dumped.damage(index, |bytes| {
         let text = br#"format_version\":"#;
-        let at = bytes.windows(text.len()).position(|w| w == text).unwrap();
-        bytes[at + text.len()] = b'9';
+        let offset = bytes.windows(text.len()).position(|w| w == text).unwrap();
+        bytes[offset + text.len()] = b'9';
     });
 }
 
@@ -186,8 +186,8 @@ fn a_damaged_manifest_is_salvaged_around_and_foreign_files_are_not_mixed_in() {
     // A file of the same rank and step of another attempt.
     other.damage(2, |bytes| {
         let text = br#"attempt\":"#;
-        let at = bytes.windows(text.len()).position(|w| w == text).unwrap();
-        bytes[at + text.len()] = b'1';
+        let offset = bytes.windows(text.len()).position(|w| w == text).unwrap();
+        bytes[offset + text.len()] = b'1';
     });
     std::fs::copy(other.file(2), dumped.file(2)).unwrap();
     std::fs::rename(dumped.file(3), dumped.step.path.join("rank-00009.safetensors")).unwrap();

@@ -37,10 +37,10 @@ fn boxes<'a>(dump: &'a StepDump, info: &TensorInfo) -> Boxes<'a> {
     if info.partial.is_some() {
         return all;
     }
-    for at in info.shards.iter().filter(|at| dump.intact_bytes(at).is_some()) {
-        let record = dump.record(at);
-        let held = all.entry(&record.place).or_default().entry(record.hash).or_default();
-        held.push(record.rank);
+    for shard in info.shards.iter().filter(|shard| dump.intact_bytes(shard).is_some()) {
+        let record = dump.record(shard);
+        let ranks = all.entry(&record.place).or_default().entry(record.hash).or_default();
+        ranks.push(record.rank);
     }
     all.retain(|_, versions| versions.len() > 1);
     all
@@ -55,7 +55,7 @@ pub fn disagrees(dump: &StepDump, info: &TensorInfo, place: &IndexBox) -> bool {
 
 /// Whether the job declares that all holders of a box hold the same value.
 pub fn one_value(dump: &StepDump, info: &TensorInfo) -> bool {
-    let placed = || info.shards.iter().any(|at| !dump.record(at).placement.is_empty());
+    let placed = || info.shards.iter().any(|shard| !dump.record(shard).placement.is_empty());
     !matches!(info.role, None | Some(Role::Loss)) || placed()
 }
 
@@ -80,43 +80,46 @@ pub fn versions(dump: &StepDump, usable: impl Fn(&TensorKey) -> bool) -> Vec<Hel
     }
     // The version that each rank holds of each disputed box; ranks with the same versions are a
     // group.
-    let mut held: BTreeMap<Rank, BTreeMap<(&TensorKey, &IndexBox), ContentHash>> = BTreeMap::new();
+    let mut hashes: BTreeMap<Rank, BTreeMap<(&TensorKey, &IndexBox), ContentHash>> =
+        BTreeMap::new();
     for (&key, boxes) in &disputed {
         for (&place, versions) in boxes {
             for (&hash, ranks) in versions {
                 ranks.iter().for_each(|&rank| {
-                    held.entry(rank).or_default().insert((key, place), hash);
+                    hashes.entry(rank).or_default().insert((key, place), hash);
                 });
             }
         }
     }
     let mut groups: BTreeMap<_, Vec<Rank>> = BTreeMap::new();
-    held.iter().for_each(|(&rank, of)| groups.entry(of).or_default().push(rank));
+    hashes.iter().for_each(|(&rank, of)| groups.entry(of).or_default().push(rank));
     let mut groups: Vec<_> = groups.into_iter().collect();
     groups.sort_by_key(|(_, ranks)| (std::cmp::Reverse(ranks.len()), ranks.clone()));
     groups.truncate(if groups.len() > MOST { 1 } else { MOST });
     // Ranks that hold no disputed box join the largest group.
     let others: BTreeSet<Rank> = dump.manifest.files.iter().map(|file| file.rank).collect();
-    let others = others.into_iter().filter(|rank| !held.contains_key(rank));
+    let others = others.into_iter().filter(|rank| !hashes.contains_key(rank));
     if let Some((_, ranks)) = groups.first_mut() {
         ranks.extend(others);
         ranks.sort_unstable();
     }
-    let one = |(of, ranks): (&BTreeMap<(&TensorKey, &IndexBox), ContentHash>, Vec<Rank>)| {
-        let keep = |key: &TensorKey, at: &ShardRef| {
-            let record = dump.record(at);
-            let versions = disputed.get(key).and_then(|boxes| boxes.get(&record.place));
-            versions.is_none_or(|versions| {
-                let most = versions.iter().max_by_key(|(_, ranks)| {
-                    (ranks.len(), std::cmp::Reverse(ranks.first().copied()))
-                });
-                let own = of.get(&(key, &record.place)).or(most.map(|(hash, _)| hash));
-                own == Some(&record.hash)
-            })
+    let version_of =
+        |(hashes_of_ranks, ranks): (&BTreeMap<(&TensorKey, &IndexBox), ContentHash>, Vec<Rank>)| {
+            let keep = |key: &TensorKey, shard: &ShardRef| {
+                let record = dump.record(shard);
+                let versions = disputed.get(key).and_then(|boxes| boxes.get(&record.place));
+                versions.is_none_or(|versions| {
+                    let most = versions.iter().max_by_key(|(_, ranks)| {
+                        (ranks.len(), std::cmp::Reverse(ranks.first().copied()))
+                    });
+                    let wanted_hash =
+                        hashes_of_ranks.get(&(key, &record.place)).or(most.map(|(hash, _)| hash));
+                    wanted_hash == Some(&record.hash)
+                })
+            };
+            HeldBy { ranks, dump: dump.keeping(keep) }
         };
-        HeldBy { ranks, dump: dump.keeping(keep) }
-    };
-    groups.into_iter().map(one).collect()
+    groups.into_iter().map(version_of).collect()
 }
 
 impl StepDump {
@@ -124,7 +127,7 @@ impl StepDump {
     fn keeping(&self, keep: impl Fn(&TensorKey, &ShardRef) -> bool) -> StepDump {
         let mut tensors = self.tensors.clone();
         for (key, info) in &mut tensors {
-            info.shards.retain(|at| keep(key, at));
+            info.shards.retain(|shard| keep(key, shard));
         }
         StepDump {
             run: self.run.clone(),

@@ -109,7 +109,7 @@ pub fn export(
     let extension = target.extension().and_then(|name| name.to_str());
     let header = match (extension, members.as_slice()) {
         (Some("safetensors"), _) => safetensors::header(dump, &members)?,
-        (Some("npy"), [one]) => npy::header(one)?,
+        (Some("npy"), [member]) => npy::header(member)?,
         (Some("npy"), several) => {
             let tensors = several.len();
             return Err(ExportError::Several { path: target.into(), tensors });

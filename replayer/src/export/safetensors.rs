@@ -18,16 +18,16 @@ pub(super) fn header(dump: &StepDump, members: &[Member<'_>]) -> Result<Vec<u8>,
         "backtape": backtape::VERSION,
     });
     entries.insert("__metadata__".into(), metadata);
-    let mut at = 0u64;
+    let mut start = 0u64;
     for member in members {
-        let end = at + member.bytes();
+        let end = start + member.bytes();
         let entry: Value = json!({
             "dtype": member.stored.safetensors_name(),
             "shape": member.shape,
-            "data_offsets": [at, end],
+            "data_offsets": [start, end],
         });
         entries.insert(member.name.to_string(), entry);
-        at = end;
+        start = end;
     }
     let mut text = Value::Object(entries).to_string().into_bytes();
     text.resize(text.len().next_multiple_of(ALIGNMENT), b' ');

@@ -29,13 +29,13 @@ pub enum StepError {
     Head(#[from] super::options::HeadError),
     /// A role that every replay needs was not recorded.
     #[error(
-        "the dump holds no {role}{of}: record it with tape.record(\"{role}\", ...) or do not ask for it; recorded: {recorded}"
+        "the dump holds no {role}{of_microbatch}: record it with tape.record(\"{role}\", ...) or do not ask for it; recorded: {recorded}"
     )]
     Missing {
         /// The role.
         role: Role,
         /// In which microbatch, in words.
-        of: String,
+        of_microbatch: String,
         /// The names of the tensors that were recorded.
         recorded: String,
     },
@@ -114,6 +114,6 @@ fn why_none(step: u64, refused: Option<&str>) -> String {
 }
 
 pub(crate) fn unfit(tensor: &Tensor, wanted: &str) -> StepError {
-    let found = format!("{} {:?}", tensor.dtype, tensor.shape);
-    StepError::Unfit { key: tensor.key.clone(), found, wanted: wanted.into() }
+    let dtype_and_shape = format!("{} {:?}", tensor.dtype, tensor.shape);
+    StepError::Unfit { key: tensor.key.clone(), found: dtype_and_shape, wanted: wanted.into() }
 }

@@ -164,7 +164,8 @@ impl HeadStep<'_> {
         microbatch: Option<Microbatch>,
     ) -> Result<MicrobatchInputs, StepError> {
         let scores = self.scores();
-        let lost = [scores, Role::K].iter().any(|&of| self.lacking.input(of, microbatch).is_some());
+        let lost =
+            [scores, Role::K].iter().any(|&role| self.lacking.input(role, microbatch).is_some());
         if lost {
             return self.counted(scores, microbatch);
         }
@@ -178,7 +179,7 @@ impl HeadStep<'_> {
         };
         let valid = self.valid_vocab(vocab, &rows_key)?;
         let mut outside = Vec::new();
-        let labels = match (&scores, self.held(Role::Labels, microbatch)) {
+        let labels = match (&scores, self.recorded(Role::Labels, microbatch)) {
             // Log-probabilities need no labels: every token whose weight is not 0 counts.
             (Scores::Logprobs, None) => (vec![0; tokens], self.last_dimension(&rows_key, tokens)),
             (_, None) if self.lacking.input(Role::Labels, microbatch).is_some() => {
@@ -237,7 +238,7 @@ impl HeadStep<'_> {
     ) -> Result<MicrobatchInputs, StepError> {
         let scores_tensor = self.scores_of(microbatch);
         let (rows_key, info) = scores_tensor.ok_or_else(|| self.missing(scores, microbatch))?;
-        let whole = match self.held(Role::Labels, microbatch) {
+        let whole = match self.recorded(Role::Labels, microbatch) {
             Some(key) => {
                 let tokens = self.tensors[key].shape.iter().product::<u64>() as usize;
                 Some((self.labels(key, tokens, usize::MAX)?, tokens))
@@ -268,20 +269,20 @@ impl HeadStep<'_> {
     }
 
     /// The labels of a microbatch as they were recorded, before the head shifts them, `[T]`.
-    pub(crate) fn recorded_labels(&self, of: &MicrobatchInputs) -> Option<Vec<u32>> {
-        let key = self.held(Role::Labels, of.microbatch)?;
-        let (labels, ..) = self.labels(key, of.tokens(), of.valid_vocab).ok()?;
+    pub(crate) fn recorded_labels(&self, inputs: &MicrobatchInputs) -> Option<Vec<u32>> {
+        let key = self.recorded(Role::Labels, inputs.microbatch)?;
+        let (labels, ..) = self.labels(key, inputs.tokens(), inputs.valid_vocab).ok()?;
         Some(labels)
     }
 
     /// The weights of a microbatch as they were recorded, `[T]`: 1 where there are none.
-    pub(crate) fn recorded_weights(&self, of: &MicrobatchInputs) -> Option<Vec<f64>> {
-        let weights = self.optional(Role::Weights, of.microbatch, of.tokens()).ok()?;
-        Some(weights.unwrap_or_else(|| vec![1.0; of.tokens()]))
+    pub(crate) fn recorded_weights(&self, inputs: &MicrobatchInputs) -> Option<Vec<f64>> {
+        let weights = self.optional(Role::Weights, inputs.microbatch, inputs.tokens()).ok()?;
+        Some(weights.unwrap_or_else(|| vec![1.0; inputs.tokens()]))
     }
 
     /// The tensor of a role in the microbatch, or the one that all microbatches share.
-    pub fn held(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
+    pub fn recorded(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
         if self.lacking.input(role, microbatch).is_some() {
             return None;
         }
@@ -289,7 +290,7 @@ impl HeadStep<'_> {
     }
 
     fn need(&self, role: Role, microbatch: Option<Microbatch>) -> Result<&TensorKey, StepError> {
-        self.held(role, microbatch).ok_or_else(|| self.missing(role, microbatch))
+        self.recorded(role, microbatch).ok_or_else(|| self.missing(role, microbatch))
     }
 
     fn product(
@@ -372,7 +373,7 @@ impl HeadStep<'_> {
         microbatch: Option<Microbatch>,
         count: usize,
     ) -> Result<Option<Vec<f64>>, StepError> {
-        let Some(key) = self.held(role, microbatch) else {
+        let Some(key) = self.recorded(role, microbatch) else {
             let lost = self.lacking.input(role, microbatch).is_some();
             return Ok(lost.then(|| vec![0.0; count]));
         };
@@ -387,12 +388,12 @@ impl HeadStep<'_> {
         tokens: usize,
     ) -> Result<Vec<f64>, StepError> {
         let given = self.optional(Role::Cotangent, microbatch, tokens)?;
-        let key = self.held(Role::Cotangent, microbatch);
+        let key = self.recorded(Role::Cotangent, microbatch);
         match (given, key) {
             (Some(_), Some(key)) if self.options.reduction != LossReduction::None => {
-                let found = "recorded, one number a token".to_string();
+                let recorded = "recorded, one number a token".to_string();
                 let wanted = "reduction=\"none\" with it: a reduced loss has one cotangent".into();
-                Err(StepError::Unfit { key: key.clone(), found, wanted })
+                Err(StepError::Unfit { key: key.clone(), found: recorded, wanted })
             }
             (given, _) => Ok(given.unwrap_or_else(|| vec![1.0; tokens])),
         }
@@ -405,11 +406,11 @@ impl HeadStep<'_> {
         if self.lacking.input(Role::Advantages, mb).is_some() {
             return Ok(vec![0.0; tokens]);
         }
-        let key = self.held(Role::Advantages, mb);
+        let key = self.recorded(Role::Advantages, mb);
         let key = key.ok_or_else(|| self.missing(Role::Advantages, mb))?;
-        let held: u64 = self.tensors[key].shape.iter().product();
+        let count: u64 = self.tensors[key].shape.iter().product();
         let sequences = tokens / inputs.sequence.max(1);
-        if held == sequences as u64 && held != tokens as u64 {
+        if count == sequences as u64 && count != tokens as u64 {
             let each = self.optional(Role::Advantages, mb, sequences)?.unwrap_or_default();
             return Ok((0..tokens).map(|t| each[t / inputs.sequence]).collect());
         }
@@ -424,10 +425,10 @@ impl HeadStep<'_> {
 
 /// The matrix that is read in place of `own`, if any, and whether the gradient is multiplied with
 /// it too.
-fn read<'t>(misread: &'t Option<(Tensor, bool)>, own: Matrix<'t>) -> (Matrix<'t>, bool) {
+fn read<'t>(misread: &'t Option<(Tensor, bool)>, recorded: Matrix<'t>) -> (Matrix<'t>, bool) {
     match misread {
-        Some((tensor, product)) => (matrix(tensor).unwrap_or(own), *product),
-        None => (own, true),
+        Some((tensor, product)) => (matrix(tensor).unwrap_or(recorded), *product),
+        None => (recorded, true),
     }
 }
 

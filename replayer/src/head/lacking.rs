@@ -103,17 +103,18 @@ impl HeadStep<'_> {
             let why = format!("microbatch {microbatch} was recorded without {scores}");
             lacking.microbatches.push(self.unselected(scores, Some(*microbatch), why));
         }
-        let (declared, held) = (self.options.declared.microbatches as usize, &self.microbatches);
-        if declared > held.len() + absent.len() {
+        let (declared, recorded) =
+            (self.options.declared.microbatches as usize, &self.microbatches);
+        if declared > recorded.len() + absent.len() {
             let why = format!(
                 "the head declares microbatches={declared}, the dump holds {} ({}): record every microbatch",
-                held.len() + absent.len(),
-                named(held)
+                recorded.len() + absent.len(),
+                named(recorded)
             );
-            let first = (0..).map(Microbatch).find(|mb| !held.contains(&Some(*mb)));
+            let first = (0..).map(Microbatch).find(|mb| !recorded.contains(&Some(*mb)));
             lacking.microbatches.push(self.unselected(scores, first, why));
         }
-        for &microbatch in held {
+        for &microbatch in recorded {
             for role in self.inputs_read() {
                 let lost = self.lost(role, microbatch).zip(Stage::of_role(role));
                 let input = |((key, why), stage)| LostInput { stage, microbatch, key, why };
@@ -156,12 +157,13 @@ impl HeadStep<'_> {
     /// where the job has no such tensor.
     fn lost(&self, role: Role, microbatch: Option<Microbatch>) -> Option<(TensorKey, String)> {
         let places: &[_] = if microbatch.is_some() { &[microbatch, None] } else { &[None] };
-        let known = |at: Option<Microbatch>| {
+        let known = |microbatch: Option<Microbatch>| {
             let all = self.tensors.keys().chain(self.unusable.keys());
-            let of_role = all.filter(|key| key.microbatch == at && self.role_of(key) == Some(role));
+            let of_role =
+                all.filter(|key| key.microbatch == microbatch && self.role_of(key) == Some(role));
             of_role.min_by_key(|key| (key.when == Some(When::PostReduce), *key))
         };
-        if let Some(key) = places.iter().find_map(|&at| known(at)) {
+        if let Some(key) = places.iter().find_map(|&microbatch| known(microbatch)) {
             return self.unusable.get(key).map(|why| (key.clone(), why.clone()));
         }
         let mut others = self.microbatches.iter().filter(|other| **other != microbatch);
@@ -192,7 +194,7 @@ pub(super) fn unheld(dump: &crate::dump::StepDump) -> BTreeMap<TensorKey, String
         let key = TensorKey { tensor, microbatch: omission.microbatch, when: None };
         let same_tensor =
             |held: &&TensorKey| (&held.tensor, held.microbatch) == (&key.tensor, key.microbatch);
-        if dump.tensors().keys().any(|held| same_tensor(&held)) {
+        if dump.tensors().keys().any(|key| same_tensor(&key)) {
             continue;
         }
         let (rank, reason) = (omission.rank, &omission.reason);

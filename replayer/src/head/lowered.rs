@@ -51,7 +51,7 @@ pub(super) fn lowered(step: &HeadStep<'_>) -> Option<Precision> {
     let scores = step.scores();
     let of_scores = |info: &&TensorInfo| info.role == Some(scores);
     let stored = step.tensors.values().find(of_scores).and_then(|info| precision_of(info.dtype))?;
-    let lower = |of: &Precision| of.unit_roundoff() > stored.unit_roundoff();
+    let lower = |precision: &Precision| precision.unit_roundoff() > stored.unit_roundoff();
     let declared = &step.options.declared;
     let said = declared.autocast.as_deref().and_then(Precision::from_name).filter(lower);
     let points = POINTS.iter().filter_map(|&point| declared.dtypes.get(point));

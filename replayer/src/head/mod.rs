@@ -1,8 +1,8 @@
 //! The loss head: the graph of its stages, its options as the job declared them, and the inputs of
 //! one step as the dump holds them. The arithmetic of the stages is in `kernels`.
 
+mod assembled;
 mod error;
-mod held;
 pub mod inputs;
 mod lacking;
 pub(crate) mod lowered;

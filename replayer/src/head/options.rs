@@ -63,12 +63,12 @@ pub struct HeadOptions {
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum HeadError {
     /// Two options that cannot both hold.
-    #[error("the head declares {one} and {other}: {why}")]
+    #[error("the head declares {first} and {second}: {why}")]
     Contradiction {
         /// The first option with its value.
-        one: String,
+        first: String,
         /// The second option with its value.
-        other: String,
+        second: String,
         /// What to do about it.
         why: &'static str,
     },
@@ -184,8 +184,8 @@ fn walk(head: &HeadDeclaration) -> Result<Walk, HeadError> {
     };
     match (named(&head.path), base.map(|base| (base, named(base)))) {
         (Some(path), Some((base, Some(walk)))) if path != walk => Err(HeadError::Contradiction {
-            one: format!("path={}", head.path),
-            other: format!("policy={{base: {base}}}"),
+            first: format!("path={}", head.path),
+            second: format!("policy={{base: {base}}}"),
             why: "one of them names another walk; declare the same in both",
         }),
         (_, Some((_, Some(walk)))) => Ok(walk),
@@ -239,8 +239,8 @@ type Contradiction = (bool, [&'static str; 2], &'static str);
 fn refuse_contradictions(head: &HeadDeclaration) -> Result<(), HeadError> {
     let all = [of_terms(head), of_loss(head), of_sequences(head)].concat();
     let Some((_, names, why)) = all.into_iter().find(|(both, ..)| *both) else { return Ok(()) };
-    let [one, other] = names.map(|name| format!("{name}={}", written(head, name)));
-    Err(HeadError::Contradiction { one, other, why })
+    let [first, second] = names.map(|name| format!("{name}={}", written(head, name)));
+    Err(HeadError::Contradiction { first, second, why })
 }
 
 /// Contradictions of reduction, factors and masks.
@@ -394,7 +394,7 @@ mod tests {
     #[test]
     fn every_contradiction_names_both_options() {
         let grpo = || HeadDeclaration { loss: Loss::Grpo, ..head() };
-        for (head, one, other) in [
+        for (head, first, other) in [
             (
                 HeadDeclaration { temperature: 0.7, logit_scale: 2.0, ..head() },
                 "temperature=0.7",
@@ -438,20 +438,20 @@ mod tests {
             ),
         ] {
             let text = HeadOptions::new(&head).unwrap_err().to_string();
-            assert!(text.contains(one) && text.contains(other), "{text}");
+            assert!(text.contains(first) && text.contains(other), "{text}");
         }
     }
 
     #[test]
     fn megatrons_smoothing_is_the_uniform_one_with_a_larger_share() {
-        let of = |formula| HeadDeclaration {
+        let smoothed = |formula| HeadDeclaration {
             label_smoothing: 0.1,
             smoothing_formula: formula,
             ..head()
         };
         let share = |head: &HeadDeclaration| HeadOptions::new(head).unwrap().smoothing(5);
-        assert_eq!(share(&of(SmoothingFormula::Uniform)), 0.1);
-        assert!((share(&of(SmoothingFormula::Megatron)) - 0.125).abs() < 1e-15);
+        assert_eq!(share(&smoothed(SmoothingFormula::Uniform)), 0.1);
+        assert!((share(&smoothed(SmoothingFormula::Megatron)) - 0.125).abs() < 1e-15);
     }
 
     #[test]

@@ -43,12 +43,12 @@ pub enum PolicyError {
         known: String,
     },
     /// Two declarations that cannot both hold.
-    #[error("the policy declares {one} and {other}: {why}")]
+    #[error("the policy declares {first} and {second}: {why}")]
     Contradiction {
         /// The first, with its value.
-        one: String,
+        first: String,
         /// The second, with its value.
-        other: String,
+        second: String,
         /// Why they cannot both hold.
         why: &'static str,
     },
@@ -147,8 +147,8 @@ fn set_sum(policy: &mut Policy, name: &str, declared: &SumDeclaration) -> Result
         _ if !matches!(sum.order, Order::Native | Order::Sequential) => {
             let order = declared.order.as_deref().unwrap_or_default();
             return Err(PolicyError::Contradiction {
-                one: shown,
-                other: format!("{what}.order={order}"),
+                first: shown,
+                second: format!("{what}.order={order}"),
                 why: "partial results are added one after the other, as they come",
             });
         }
@@ -164,13 +164,13 @@ fn order(what: &str, declared: &SumDeclaration) -> Result<Order, PolicyError> {
         (Some("blocked"), Some(0)) => Err(PolicyError::Zero { what: format!("{what}.block") }),
         (Some("blocked"), Some(block)) => Ok(Order::Blocked(block as usize)),
         (Some("blocked"), None) => Err(PolicyError::Contradiction {
-            one: format!("{what}.order=blocked"),
-            other: format!("no {what}.block"),
+            first: format!("{what}.order=blocked"),
+            second: format!("no {what}.block"),
             why: "a blocked sum needs the number of addends in a block",
         }),
         (_, Some(block)) => Err(PolicyError::Contradiction {
-            one: format!("{what}.block={block}"),
-            other: order.map_or(format!("no {what}.order"), |o| format!("{what}.order={o}")),
+            first: format!("{what}.block={block}"),
+            second: order.map_or(format!("no {what}.order"), |o| format!("{what}.order={o}")),
             why: "only order=blocked has blocks",
         }),
         (None, None) => Ok(Order::Native),
@@ -199,8 +199,8 @@ fn tiles(declared: DeclaredTiles, path: Path) -> Result<Tiles, PolicyError> {
                 };
                 if !tiled {
                     return Err(PolicyError::Contradiction {
-                        one: format!("base={}", name(path)),
-                        other: format!("{what}={rows}"),
+                        first: format!("base={}", name(path)),
+                        second: format!("{what}={rows}"),
                         why: "plain has no tiles, and chunked takes the whole vocabulary at once",
                     });
                 }
@@ -216,8 +216,8 @@ fn only_on(needed: Path, path: Path, shown: &str) -> Result<(), PolicyError> {
         return Ok(());
     }
     Err(PolicyError::Contradiction {
-        one: format!("base={}", name(path)),
-        other: shown.into(),
+        first: format!("base={}", name(path)),
+        second: shown.into(),
         why: match needed {
             Path::Chunked => "only base=chunked adds up token chunks",
             _ => "only base=fused adds up tiles, a label part and a softmax part",

@@ -81,13 +81,14 @@ impl Roundings {
         let policy = |intermediate: Precision, operand: Precision| {
             let point = |key: &str| declared(key).unwrap_or(intermediate);
             // GEMMs that round their operands also round dlogits.
-            let narrowed = |of: Precision| match declared("input").filter(lower) {
-                Some(to) if to.unit_roundoff() > of.unit_roundoff() => to,
-                _ => of,
+            let narrowed = |precision: Precision| match declared("input").filter(lower) {
+                Some(to) if to.unit_roundoff() > precision.unit_roundoff() => to,
+                _ => precision,
             };
             // Logits that the head starts from, without a transform, were rounded before they were
             // recorded.
-            let is_input = |of: &Precision| of.unit_roundoff() <= stored.unit_roundoff();
+            let is_input =
+                |precision: &Precision| precision.unit_roundoff() <= stored.unit_roundoff();
             let logits = point("logits");
             let logits = if options.takes_logits() && is_input(&logits) { full } else { logits };
             let accumulate = Sum::of(declared("accumulate").unwrap_or(full));
@@ -118,8 +119,8 @@ impl Roundings {
             narrowed: false,
             declared: false,
         };
-        if let Some(own) = &options.declared.policy {
-            let (policy, tiles) = policy_of(own, roundings.narrowest)?;
+        if let Some(declared) = &options.declared.policy {
+            let (policy, tiles) = policy_of(declared, roundings.narrowest)?;
             (roundings.widest, roundings.narrowest) = (policy, policy);
             (roundings.tiles, roundings.declared) = (tiles, true);
         }

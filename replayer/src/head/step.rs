@@ -7,7 +7,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
-use super::held::{Assembled, Which};
+use super::assembled::{Assembled, Which};
 use super::lacking::{Lacking, unheld};
 use super::options::HeadOptions;
 use super::stage::Stage;
@@ -118,7 +118,7 @@ impl<'a> HeadStep<'a> {
         step.options.lowered = super::lowered::lowered(&step);
         // An output of a stage of which nothing is held counts as not captured.
         let read = step.inputs_read();
-        let of_input = |key: &TensorKey| step.role_of(key).is_some_and(|of| read.contains(&of));
+        let of_input = |key: &TensorKey| step.role_of(key).is_some_and(|role| read.contains(&role));
         let kept: BTreeSet<TensorKey> =
             step.unusable.keys().filter(|key| of_input(key)).cloned().collect();
         step.unusable.retain(|key, _| dump.tensors().contains_key(key) || kept.contains(key));
@@ -175,7 +175,7 @@ impl<'a> HeadStep<'a> {
     /// The tensor of a role in a microbatch; the one captured before the reduction over ranks is
     /// preferred.
     pub fn find(&self, role: Role, microbatch: Option<Microbatch>) -> Option<&TensorKey> {
-        let at = |microbatch: Option<Microbatch>| {
+        let key_at = |microbatch: Option<Microbatch>| {
             let is_wanted = |(key, info): &(&TensorKey, &TensorInfo)| {
                 info.role == Some(role) && key.microbatch == microbatch
             };
@@ -187,7 +187,7 @@ impl<'a> HeadStep<'a> {
         let of_step = role == Role::Loss && self.options.reduction != LossReduction::None;
         let sums = of_step || matches!(role, Role::Dk | Role::DkLse | Role::DkLabel);
         let only = microbatch.is_some() && self.microbatches == [microbatch] && !sums;
-        at(microbatch).or_else(|| at(None).filter(|_| only))
+        key_at(microbatch).or_else(|| key_at(None).filter(|_| only))
     }
 
     /// The tensor of a role without a microbatch, captured after (`reduced`) or before the
@@ -266,10 +266,10 @@ impl<'a> HeadStep<'a> {
             let (key, why) = (key.clone(), self.unusable[key].clone());
             return StepError::Unusable { key, why };
         }
-        let of = microbatch.map(|mb| format!(" of microbatch {mb}")).unwrap_or_default();
+        let of_microbatch = microbatch.map(|mb| format!(" of microbatch {mb}")).unwrap_or_default();
         let names: std::collections::BTreeSet<_> =
             self.tensors.keys().map(|key| key.tensor.as_str()).collect();
         let recorded = names.into_iter().collect::<Vec<_>>().join(", ");
-        StepError::Missing { role, of, recorded }
+        StepError::Missing { role, of_microbatch, recorded }
     }
 }

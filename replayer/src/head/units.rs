@@ -44,7 +44,7 @@ impl Unit {
 
 /// How much of an addend some ranks hold.
 #[derive(PartialEq)]
-enum Held {
+enum AddendShare {
     Nothing,
     /// A part of it, or only copies of what other ranks hold.
     Part,
@@ -65,10 +65,10 @@ impl HeadStep<'_> {
     pub fn units(&self, inputs: &MicrobatchInputs) -> Result<Vec<Unit>, String> {
         let whole = || vec![Unit { ranks: Vec::new(), rows: (0..inputs.tokens()).collect() }];
         let parts = [Role::Dk, Role::DkLse, Role::DkLabel, Role::Dbias];
-        let found = parts.iter().filter_map(|&role| self.find(role, inputs.microbatch));
-        let found: Vec<&TensorKey> = found.collect();
+        let recorded = parts.iter().filter_map(|&role| self.find(role, inputs.microbatch));
+        let recorded: Vec<&TensorKey> = recorded.collect();
         let is_addend = |key: &&TensorKey| self.tensors[*key].partial.is_some();
-        let addends: Vec<&TensorKey> = found.iter().copied().filter(is_addend).collect();
+        let addends: Vec<&TensorKey> = recorded.iter().copied().filter(is_addend).collect();
         if let Some(units) = self.own_units(inputs)? {
             if !addends.is_empty() {
                 return Ok(units);
@@ -78,7 +78,7 @@ impl HeadStep<'_> {
             let ranks = units.into_iter().flat_map(|unit| unit.ranks).collect();
             return Ok(vec![Unit { ranks, rows }]);
         }
-        if found.is_empty() {
+        if recorded.is_empty() {
             return Ok(self.units_of_a_sum(inputs).unwrap_or_else(whole));
         }
         if addends.is_empty() {
@@ -137,22 +137,23 @@ impl HeadStep<'_> {
         units: &mut Vec<Unit>,
     ) -> bool {
         for (addend, shards) in group(self.dump, &self.tensors[key]) {
-            let Addend::Mesh(at) = &addend else { return true };
+            let Addend::Mesh(coordinates) = &addend else { return true };
             let mut ranks: Vec<Rank> = shards.iter().map(|s| self.dump.record(s).rank).collect();
             let of_tokens = self.tensors[&inputs.rows_key].shards.iter();
             let of_tokens = of_tokens.map(|shard| self.dump.record(shard));
-            let here = of_tokens
-                .filter(|record| at.iter().all(|(axis, i)| record.mesh.get(axis) == Some(i)));
+            let here = of_tokens.filter(|record| {
+                coordinates.iter().all(|(axis, i)| record.mesh.get(axis) == Some(i))
+            });
             ranks.extend(here.map(|record| record.rank));
             ranks.sort_unstable();
             ranks.dedup();
-            let (own, others): (Vec<Unit>, Vec<Unit>) =
+            let (joined, others): (Vec<Unit>, Vec<Unit>) =
                 units.drain(..).partition(|unit| unit.ranks.iter().any(|r| ranks.contains(r)));
             *units = others;
-            if own.iter().flat_map(|unit| &unit.ranks).any(|rank| !ranks.contains(rank)) {
+            if joined.iter().flat_map(|unit| &unit.ranks).any(|rank| !ranks.contains(rank)) {
                 return false;
             }
-            let mut rows: Vec<usize> = own.into_iter().flat_map(|unit| unit.rows).collect();
+            let mut rows: Vec<usize> = joined.into_iter().flat_map(|unit| unit.rows).collect();
             rows.sort_unstable();
             units.push(Unit { ranks, rows });
         }
@@ -162,23 +163,25 @@ impl HeadStep<'_> {
 
     /// Whether each unit's ranks hold the whole tensor, and no other rank holds a part of it.
     fn whole_addends(&self, key: &TensorKey, units: &[Unit]) -> bool {
-        let is_whole = |unit: &Unit| !unit.rows.is_empty() && self.holds(key, unit) == Held::Whole;
+        let is_whole =
+            |unit: &Unit| !unit.rows.is_empty() && self.holds(key, unit) == AddendShare::Whole;
         units.iter().all(is_whole) && self.held_in(key, units)
     }
 
     /// The same for a sum over microbatches. Some units may not have recorded it, and it includes
     /// addends of ranks that have no tokens in this microbatch.
     fn own_sums(&self, key: &TensorKey, units: &[Unit]) -> bool {
-        let is_whole_or_absent =
-            |unit: &Unit| matches!(self.holds(key, unit), Held::Whole | Held::Nothing);
+        let is_whole_or_absent = |unit: &Unit| {
+            matches!(self.holds(key, unit), AddendShare::Whole | AddendShare::Nothing)
+        };
         let of_tokens = self.tensors.values().filter(|info| info.role == Some(self.scores()));
         let of_tokens = of_tokens.flat_map(|info| &info.shards);
-        let known: BTreeSet<Rank> = of_tokens.map(|at| self.dump.record(at).rank).collect();
-        let mut adding = self.tensors[key].shards.iter().map(|at| self.dump.record(at).rank);
+        let known: BTreeSet<Rank> = of_tokens.map(|shard| self.dump.record(shard).rank).collect();
+        let mut adding = self.tensors[key].shards.iter().map(|shard| self.dump.record(shard).rank);
         let joined = |rank: &Rank| units.iter().any(|unit| unit.ranks.contains(rank));
         // On a mesh of several axes a rank's addend may include those of ranks that recorded
         // nothing.
-        let silent = units.iter().any(|unit| self.holds(key, unit) == Held::Nothing);
+        let silent = units.iter().any(|unit| self.holds(key, unit) == AddendShare::Nothing);
         let told = self.dump.manifest.mesh.0.len() < 2 || !silent;
         told && units.iter().all(is_whole_or_absent)
             && adding.all(|rank| known.contains(&rank) || joined(&rank))
@@ -191,19 +194,19 @@ impl HeadStep<'_> {
     }
 
     /// How much of a tensor a unit's ranks hold.
-    fn holds(&self, key: &TensorKey, unit: &Unit) -> Held {
+    fn holds(&self, key: &TensorKey, unit: &Unit) -> AddendShare {
         let info = &self.tensors[key];
         let records = info.shards.iter().map(|shard| self.dump.record(shard));
         let of_unit: Vec<_> = records.filter(|record| unit.ranks.contains(&record.rank)).collect();
         // A replica is a copy of another rank's addend.
-        let own = of_unit.iter().filter(|record| record.replica == 0);
-        let mut boxes: Vec<&IndexBox> = own.map(|record| &record.place).collect();
+        let first_copies = of_unit.iter().filter(|record| record.replica == 0);
+        let mut boxes: Vec<&IndexBox> = first_copies.map(|record| &record.place).collect();
         boxes.sort();
         boxes.dedup();
         match (of_unit.is_empty(), boxes.is_empty()) {
-            (true, _) => Held::Nothing,
-            (false, false) if gaps(&info.shape, boxes).is_empty() => Held::Whole,
-            (false, _) => Held::Part,
+            (true, _) => AddendShare::Nothing,
+            (false, false) if gaps(&info.shape, boxes).is_empty() => AddendShare::Whole,
+            (false, _) => AddendShare::Part,
         }
     }
 
@@ -265,8 +268,8 @@ impl HeadStep<'_> {
         let adds =
             |rank: Rank| info.shards.iter().any(|shard| self.dump.record(shard).rank == rank);
         let adding = |unit: Unit| {
-            let own = unit.ranks.iter().copied().filter(|&rank| adds(rank)).collect();
-            (unit, own)
+            let adding_ranks = unit.ranks.iter().copied().filter(|&rank| adds(rank)).collect();
+            (unit, adding_ranks)
         };
         Ok(self.rank_rows(inputs)?.into_iter().map(adding).collect())
     }
@@ -332,7 +335,7 @@ impl HeadStep<'_> {
     ) -> Vec<(String, Vec<usize>)> {
         let key = &inputs.rows_key;
         let records = self.dump.tensors()[key].shards.iter().map(|shard| self.dump.record(shard));
-        let own: BTreeSet<_> = records
+        let places_and_shapes: BTreeSet<_> = records
             .filter(|record| record.rank == rank)
             .map(|record| (&record.place, &record.shape))
             .collect();
@@ -341,7 +344,8 @@ impl HeadStep<'_> {
             let rows = flat_rows(&place.0[..leading], &shape[..leading]);
             (format!("{key} {place}"), rows)
         };
-        let by_device: Vec<(String, Vec<usize>)> = own.into_iter().map(tokens).collect();
+        let by_device: Vec<(String, Vec<usize>)> =
+            places_and_shapes.into_iter().map(tokens).collect();
         let mut all: Vec<usize> = by_device.iter().flat_map(|(_, rows)| rows.clone()).collect();
         let row_count = all.len();
         all.sort_unstable();
@@ -362,8 +366,8 @@ impl HeadStep<'_> {
     pub(crate) fn rank_classes(&self, key: &TensorKey) -> Vec<Unit> {
         // A gradient of the bias has one dimension only, the classes.
         let several = self.tensors[key].shape.len() > 1;
-        let at = usize::from(self.options.transposed() && several);
-        self.held_by_ranks(key, at..at + 1)
+        let class_axis = usize::from(self.options.transposed() && several);
+        self.held_by_ranks(key, class_axis..class_axis + 1)
     }
 
     /// The indices of some dimensions of a tensor, flattened, that each rank recorded.
@@ -391,18 +395,22 @@ impl HeadStep<'_> {
     pub fn denominators(
         &self,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
+        own_inputs: &MicrobatchInputs,
     ) -> Result<Vec<(Unit, f64)>, String> {
         if let Some(n) = self.fixed_denominator() {
-            return Ok(self.counted_together(own)?.into_iter().map(|unit| (unit, n)).collect());
+            return Ok(self
+                .counted_together(own_inputs)?
+                .into_iter()
+                .map(|unit| (unit, n))
+                .collect());
         }
         let mut groups = Vec::new();
-        for (unit, over) in self.groups(all, own)? {
+        for (unit, over) in self.groups(all, own_inputs)? {
             let total: f64 =
                 over.iter().map(|(inputs, unit)| self.denominator_over(inputs, &unit.rows)).sum();
             match self.options.scope.sequences {
                 Sequences::All => groups.push((unit, total)),
-                Sequences::Each => groups.extend(self.each_sequence(own, &unit, total)),
+                Sequences::Each => groups.extend(self.each_sequence(own_inputs, &unit, total)),
             }
         }
         Ok(groups)
@@ -413,13 +421,13 @@ impl HeadStep<'_> {
     pub(crate) fn groups<'m>(
         &self,
         all: &[&'m MicrobatchInputs],
-        own: &'m MicrobatchInputs,
+        inputs: &'m MicrobatchInputs,
     ) -> Result<Vec<CountedTogether<'m>>, String> {
         let others = match self.options.scope.microbatches {
             Microbatches::One => Vec::new(),
             Microbatches::All => self.parted(all)?,
         };
-        Ok(self.with_others(&others, &(own, self.counted_together(own)?)))
+        Ok(self.with_others(&others, &(inputs, self.counted_together(inputs)?)))
     }
 
     /// The same for every microbatch, in order.
@@ -432,22 +440,22 @@ impl HeadStep<'_> {
     }
 
     fn parted<'m>(&self, all: &[&'m MicrobatchInputs]) -> Result<Vec<Parted<'m>>, String> {
-        all.iter().map(|&one| Ok((one, self.counted_together(one)?))).collect()
+        all.iter().map(|&inputs| Ok((inputs, self.counted_together(inputs)?))).collect()
     }
 
     /// Adds to each group the tokens of the same ranks in every microbatch, or only in its own, as
     /// the scope declares.
-    fn with_others<'m>(&self, all: &[Parted<'m>], own: &Parted<'m>) -> Vec<CountedTogether<'m>> {
+    fn with_others<'m>(&self, all: &[Parted<'m>], wanted: &Parted<'m>) -> Vec<CountedTogether<'m>> {
         let over = |unit: &Unit| match self.options.scope.microbatches {
-            Microbatches::One => vec![(own.0, unit.clone())],
+            Microbatches::One => vec![(wanted.0, unit.clone())],
             Microbatches::All => all
                 .iter()
-                .flat_map(|(one, units)| units.iter().map(move |unit| (*one, unit)))
+                .flat_map(|(inputs, units)| units.iter().map(move |unit| (*inputs, unit)))
                 .filter(|(_, other)| other.rank() == unit.rank())
-                .map(|(one, other)| (one, other.clone()))
+                .map(|(inputs, other)| (inputs, other.clone()))
                 .collect(),
         };
-        own.1.iter().map(|unit| (unit.clone(), over(unit))).collect()
+        wanted.1.iter().map(|unit| (unit.clone(), over(unit))).collect()
     }
 
     /// The denominator, if it does not depend on the tokens.
@@ -524,12 +532,12 @@ impl HeadStep<'_> {
     ) -> Vec<(Unit, f64)> {
         let length = inputs.sequence.max(1);
         let cut = unit.rows.chunk_by(|a, b| a / length == b / length);
-        let one = |rows: &[usize]| {
+        let count_of_sequence = |rows: &[usize]| {
             let (ranks, rows) = (unit.ranks.clone(), rows.to_vec());
             let count = self.count(inputs, &mut rows.iter().copied());
             (Unit { ranks, rows }, count * sequences)
         };
-        cut.map(one).collect()
+        cut.map(count_of_sequence).collect()
     }
 
     /// What some rows of one microbatch add to a denominator: their own count, or for a mean of
@@ -549,9 +557,9 @@ impl HeadStep<'_> {
         let average = self.options.grpo.as_ref().map(|grpo| grpo.average);
         if average == Some(LossAverage::Sequence) {
             // A mean over sequences counts those with at least one token that counts.
-            let held = |t: &usize| counted(t) && inputs.weights[*t] != 0.0;
+            let counts_towards = |t: &usize| counted(t) && inputs.weights[*t] != 0.0;
             let mut sequences: Vec<usize> =
-                rows.filter(held).map(|t| t / inputs.sequence.max(1)).collect();
+                rows.filter(counts_towards).map(|t| t / inputs.sequence.max(1)).collect();
             sequences.dedup();
             return sequences.len() as f64;
         }

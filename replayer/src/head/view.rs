@@ -68,9 +68,9 @@ pub(crate) fn addends_of_elements(step: &HeadStep<'_>, key: &TensorKey) -> Vec<u
     let info = &step.tensors[key];
     let mut counts = vec![0; info.shape.iter().product::<u64>() as usize];
     for rank in assemble::holders(step.dump, key) {
-        let own = info.shards.iter().map(|at| step.dump.record(at));
+        let records = info.shards.iter().map(|shard| step.dump.record(shard));
         let places: BTreeSet<&IndexBox> =
-            own.filter(|record| record.rank == rank).map(|record| &record.place).collect();
+            records.filter(|record| record.rank == rank).map(|record| &record.place).collect();
         let all = places.into_iter().flat_map(|place| flat_rows(&place.0, &info.shape));
         all.for_each(|at| counts[at] += 1);
     }

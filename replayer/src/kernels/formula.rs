@@ -165,10 +165,10 @@ mod tests {
 
     #[test]
     fn the_derivative_of_a_tokens_loss_by_lse_is_its_slope() {
-        let of = TokenLoss { smoothing: 0.1, z_loss: 0.03 };
-        let at = |lse: f64| of.value(lse, 0.7, || 0.2);
-        let slope = (at(2.0 + 1e-5) - at(2.0 - 1e-5)) / 2e-5;
-        assert!((of.by_lse(2.0) - slope).abs() < 1e-9);
+        let loss = TokenLoss { smoothing: 0.1, z_loss: 0.03 };
+        let loss_at = |lse: f64| loss.value(lse, 0.7, || 0.2);
+        let slope = (loss_at(2.0 + 1e-5) - loss_at(2.0 - 1e-5)) / 2e-5;
+        assert!((loss.by_lse(2.0) - slope).abs() < 1e-9);
         assert_eq!(TokenLoss::default().value(3.0, 1.0, || f64::NAN), 2.0);
     }
 }

@@ -129,10 +129,10 @@ pub fn slopes(
         Direction::K { seed, row } => {
             let q = rows::<f64>(&head.q, tokens);
             let along: Vec<f64> = q.chunks(head.q.cols.max(1)).map(|q| dot(q, row)).collect();
-            let one =
+            let slope_of =
                 |token: usize, v: usize| slope(Direction::sign(*seed, v) * along[token], token, v);
             let all = (0..tokens.len()).flat_map(|t| (0..width).map(move |v| (t, v)));
-            all.map(|(t, v)| if v < head.valid_vocab { one(t, v) } else { 0.0 }).collect()
+            all.map(|(t, v)| if v < head.valid_vocab { slope_of(t, v) } else { 0.0 }).collect()
         }
     };
     for row in slopes.chunks_mut(width.max(1)) {
@@ -166,8 +166,12 @@ fn products<F: Real>(
             for token in 0..count {
                 let query = &q[token * depth..(token + 1) * depth];
                 for v in range.clone() {
-                    let at = (v - start) * depth;
-                    block.push(finish(dot(query, &k[at..at + depth]), token, v));
+                    let start_of_class = (v - start) * depth;
+                    block.push(finish(
+                        dot(query, &k[start_of_class..start_of_class + depth]),
+                        token,
+                        v,
+                    ));
                 }
             }
             block
@@ -185,10 +189,10 @@ fn products<F: Real>(
 
 /// Rows picked out of a matrix.
 fn rows<F: Real>(matrix: &Matrix, rows: &[usize]) -> Vec<F> {
-    let (mut all, mut one) = (Vec::with_capacity(rows.len() * matrix.cols), Vec::new());
+    let (mut all, mut panel) = (Vec::with_capacity(rows.len() * matrix.cols), Vec::new());
     for &row in rows {
-        F::panel(matrix, row..row + 1, &mut one);
-        all.extend_from_slice(&one);
+        F::panel(matrix, row..row + 1, &mut panel);
+        all.extend_from_slice(&panel);
     }
     all
 }

@@ -181,7 +181,7 @@ pub(crate) fn span_of<'h>(head: &HeadInputs<'h>, tokens: Range<usize>) -> HeadIn
         given: head.given.map(|given| rows_of(&given, tokens.clone())),
         reads: head.reads.map(|reads| Reads {
             q: rows_of(&reads.q, tokens.clone()),
-            scores: reads.scores.map(|(of, first)| (rows_of(&of, tokens.clone()), first)),
+            scores: reads.scores.map(|(matrix, first)| (rows_of(&matrix, tokens.clone()), first)),
             ..reads
         }),
         ..*head
@@ -286,7 +286,7 @@ impl Matrix<'_> {
     /// How many values of the first `columns` of each row are no finite numbers.
     pub fn nonfinite(&self, columns: usize) -> usize {
         const ROWS: usize = 64;
-        let of = |rows: Range<usize>| {
+        let count_in = |rows: Range<usize>| {
             let range = self.elements(rows);
             match self.values {
                 Values::Bf16(bits) => nonfinite(&bits[range], (self.cols, columns), bf16_to_f32),
@@ -296,14 +296,14 @@ impl Matrix<'_> {
                 }
                 Values::F32(all) => nonfinite(&all[range], (self.cols, columns), |x| x),
                 Values::F64(all) => {
-                    let one = |x: f64| if x.is_finite() { 0.0 } else { f32::NAN };
-                    nonfinite(&all[range], (self.cols, columns), one)
+                    let nan_unless_finite = |x: f64| if x.is_finite() { 0.0 } else { f32::NAN };
+                    nonfinite(&all[range], (self.cols, columns), nan_unless_finite)
                 }
             }
         };
         let rows = self.len().checked_div(self.cols).unwrap_or(0);
         let spans = (0..rows.div_ceil(ROWS)).into_par_iter();
-        spans.map(|span| of(span * ROWS..rows.min((span + 1) * ROWS))).sum()
+        spans.map(|span| count_in(span * ROWS..rows.min((span + 1) * ROWS))).sum()
     }
 
     /// Sum of the squares of a row's elements.
@@ -328,11 +328,11 @@ impl Matrix<'_> {
     }
 
     /// Adds up, column by column, what `of` makes of each row's number and elements.
-    pub fn column_totals(&self, of: impl Fn(usize, f64) -> f64) -> Vec<f64> {
+    pub fn column_totals(&self, value: impl Fn(usize, f64) -> f64) -> Vec<f64> {
         let (mut sums, mut row) = (vec![0.0; self.cols], vec![0.0; self.cols]);
-        for at in 0..self.len().checked_div(self.cols).unwrap_or(0) {
-            self.panel_f64(at..at + 1, &mut row);
-            sums.iter_mut().zip(&row).for_each(|(sum, &x)| *sum += of(at, x));
+        for row_index in 0..self.len().checked_div(self.cols).unwrap_or(0) {
+            self.panel_f64(row_index..row_index + 1, &mut row);
+            sums.iter_mut().zip(&row).for_each(|(sum, &x)| *sum += value(row_index, x));
         }
         sums
     }
@@ -351,12 +351,12 @@ fn bf16_to_f32(bits: u16) -> f32 {
 
 /// Of rows of so many elements each, among the first of them.
 fn nonfinite<S: Copy>(
-    of: &[S],
+    elements: &[S],
     (cols, first): (usize, usize),
     element: impl Fn(S) -> f32,
 ) -> usize {
     let is_bad = |&x: &S| usize::from(!element(x).is_finite());
-    of.chunks(cols.max(1)).map(|row| row.iter().take(first).map(is_bad).sum::<usize>()).sum()
+    elements.chunks(cols.max(1)).map(|row| row.iter().take(first).map(is_bad).sum::<usize>()).sum()
 }
 
 /// In so many sums beside each other that a processor adds them at once.
@@ -422,13 +422,13 @@ mod tests {
     fn what_is_no_number_is_counted_in_the_first_columns_of_every_row() {
         let (rows, cols) = (150, 3);
         let mut values = vec![1.0f32; rows * cols];
-        for (row, column, of) in [(0, 0, f32::NAN), (149, 1, f32::INFINITY), (70, 2, f32::NAN)] {
-            values[row * cols + column] = of;
+        for (row, column, value) in [(0, 0, f32::NAN), (149, 1, f32::INFINITY), (70, 2, f32::NAN)] {
+            values[row * cols + column] = value;
         }
         let wide: Vec<f64> = values.iter().map(|&x| x.into()).collect();
         for values in [Values::F32(&values), Values::F64(&wide)] {
-            let of = Matrix { rows, cols, values };
-            assert_eq!([1, 2, 3].map(|columns| of.nonfinite(columns)), [1, 2, 3]);
+            let matrix = Matrix { rows, cols, values };
+            assert_eq!([1, 2, 3].map(|columns| matrix.nonfinite(columns)), [1, 2, 3]);
         }
         let (bf16, f16) = ([0x7f80, 0x3f80, 0xffc0], [0x7c00, 0x3c00, 0x7e00]);
         for values in [Values::Bf16(&bf16), Values::F16(&f16)] {

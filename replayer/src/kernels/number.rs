@@ -42,8 +42,8 @@ pub trait Number:
     /// `1 - t²`, the derivative of tanh where tanh is t. As a product, since t² is near 1 where
     /// tanh bends most.
     fn one_minus_square(self) -> Self {
-        let one = self.constant(1.0);
-        (one.clone() - self.clone()) * (one + self)
+        let unit = self.constant(1.0);
+        (unit.clone() - self.clone()) * (unit + self)
     }
 
     /// Its product with a constant.

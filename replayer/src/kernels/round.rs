@@ -212,9 +212,9 @@ fn nearest(format: &Format, value: f64) -> f64 {
     let size = value.abs();
     // This comparison is false for NaN, which therefore stays NaN.
     let size = if size > BEYOND { BEYOND } else { size };
-    let own = f64::from_bits(size.to_bits() & 0x7ff0_0000_0000_0000);
+    let own_power = f64::from_bits(size.to_bits() & 0x7ff0_0000_0000_0000);
     let least = power(format.least);
-    let shift = if own > least { own } else { least } * (1.5 * power(53 - format.bits));
+    let shift = if own_power > least { own_power } else { least } * (1.5 * power(53 - format.bits));
     let rounded = (size + shift) - shift;
     let overflow = match format.precision {
         Precision::F8E4m3 => f64::NAN,

@@ -158,11 +158,11 @@ impl Number for Text<'_> {
     }
 
     fn one_minus_square(self) -> Self {
-        let one = self.constant(1.0);
+        let unit = self.constant(1.0);
         if self.program.language.subtracts_square {
-            return one - self.clone() * self;
+            return unit - self.clone() * self;
         }
-        (one.clone() - self.clone()) * (one + self)
+        (unit.clone() - self.clone()) * (unit + self)
     }
 
     fn step(self) -> Self {

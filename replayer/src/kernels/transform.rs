@@ -28,8 +28,10 @@ impl Transform {
     pub const NONE: Transform = Transform { scale: 1.0, softcap: None, uncapped: false };
 
     /// Its constants, for those who take them by name.
-    pub const CONSTANTS: [Constant; 2] =
-        [("scale", |of| of.scale), ("softcap", |of| of.softcap.unwrap_or(0.0))];
+    pub const CONSTANTS: [Constant; 2] = [
+        ("scale", |transform| transform.scale),
+        ("softcap", |transform| transform.softcap.unwrap_or(0.0)),
+    ];
 
     /// Of a scale, and a softcap where there is one.
     pub const fn new(scale: f64, softcap: Option<f64>) -> Transform {
@@ -143,18 +145,18 @@ mod tests {
 
     #[test]
     fn a_logit_gives_back_its_slope_and_what_it_is_made_of() {
-        let of = Transform { scale: 1.7, softcap: Some(5.0), uncapped: false };
+        let transform = Transform { scale: 1.7, softcap: Some(5.0), uncapped: false };
         let logit = |raw: f64| 5.0 * (1.7 * raw / 5.0).tanh();
         for raw in [-3.0, -0.4, 0.0, 0.9, 4.0] {
             let difference = (logit(raw + 1e-5) - logit(raw - 1e-5)) / 2e-5;
-            assert!((of.slope_at(logit(raw)) - difference).abs() < 1e-8, "{raw}");
-            assert!((of.slope(raw) - difference).abs() < 1e-8, "{raw}");
-            assert_eq!(of.value(raw), 5.0 * libm::tanh(1.7 * raw / 5.0));
-            assert!((of.undone(logit(raw)) - raw).abs() < 1e-11, "{raw}");
+            assert!((transform.slope_at(logit(raw)) - difference).abs() < 1e-8, "{raw}");
+            assert!((transform.slope(raw) - difference).abs() < 1e-8, "{raw}");
+            assert_eq!(transform.value(raw), 5.0 * libm::tanh(1.7 * raw / 5.0));
+            assert!((transform.undone(logit(raw)) - raw).abs() < 1e-11, "{raw}");
         }
-        let uncapped = Transform { uncapped: true, ..of };
+        let uncapped = Transform { uncapped: true, ..transform };
         assert_eq!((uncapped.slope_at(4.0), uncapped.slope(4.0)), (1.7, 1.7));
-        assert!(of.slope(200.0) > 0.0, "nothing cancels where tanh is 1");
+        assert!(transform.slope(200.0) > 0.0, "nothing cancels where tanh is 1");
         assert_eq!((Transform::NONE.slope_at(9.0), Transform::NONE.undone(9.0)), (1.0, 9.0));
     }
 }

@@ -103,9 +103,9 @@ impl<'a> Uncertain<'a> {
 
     /// The variance of the error that is the element's own, and of that which its row shares.
     pub fn variances(&self) -> (f64, f64) {
-        let (row, own) = self.by.split_at(self.roundings.shared.get());
-        let sum = |of: &[f64]| of.iter().map(|c| c * c).sum();
-        (sum(own), sum(row))
+        let (row, own_terms) = self.by.split_at(self.roundings.shared.get());
+        let sum = |values: &[f64]| values.iter().map(|c| c * c).sum();
+        (sum(own_terms), sum(row))
     }
 
     /// `value`, whose derivative by this number is `slope` and by another one as given.
@@ -252,16 +252,16 @@ mod tests {
         assert!(((x.clone() / x.clone()).variances().0).abs() < 1e-30);
         roundings.share();
         assert_eq!(x.variances().0, 0.0, "all of its error is the row's");
-        let own = roundings.with_variance(1.0, 0.25);
-        let (own, row) = (own * x).variances();
-        assert!((own - 1.0).abs() < 1e-12 && (row - 0.01).abs() < 1e-12);
+        let own_error = roundings.with_variance(1.0, 0.25);
+        let (own_variance, row) = (own_error * x).variances();
+        assert!((own_variance - 1.0).abs() < 1e-12 && (row - 0.01).abs() < 1e-12);
     }
 
     #[test]
     fn more_roundings_than_are_told_apart_are_overstated_not_lost() {
         let roundings = Roundings::new(1e-3, None);
-        let one = roundings.exact(1.0);
-        let many = (0..100).fold(one.clone(), |x, _| x * one.clone());
+        let exact_one = roundings.exact(1.0);
+        let many = (0..100).fold(exact_one.clone(), |x, _| x * exact_one.clone());
         assert!(many.variances().0 >= 100.0 * 1e-6 / 3.0);
     }
 }

@@ -33,7 +33,7 @@ pub fn caught<T>(run: impl FnOnce() -> T) -> Result<T, Panicked> {
         panic::set_hook(Box::new(move |info| match LISTENING.load(Ordering::SeqCst) {
             0 => usual(info),
             _ => {
-                first().get_or_insert_with(|| told(info));
+                first().get_or_insert_with(|| panicked(info));
             }
         }));
     });
@@ -53,8 +53,8 @@ fn first() -> MutexGuard<'static, Option<Panicked>> {
     FIRST.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-fn told(info: &PanicHookInfo<'_>) -> Panicked {
-    let place = info.location().map(|at| format!("{}:{}", at.file(), at.line()));
+fn panicked(info: &PanicHookInfo<'_>) -> Panicked {
+    let place = info.location().map(|location| format!("{}:{}", location.file(), location.line()));
     Panicked { what: words(info.payload()), place: place.unwrap_or_default() }
 }
 

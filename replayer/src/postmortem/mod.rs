@@ -26,7 +26,7 @@ pub use readings::{
     checks_report, checks_report_watched, precision_report, trajectory_report, variant_inputs,
 };
 pub use reports::{
-    Extras, clustered_report, compiled_report, devised_report, full_report, replay_report,
+    Extras, full_report, replay_report, report_on_cluster, report_on_device, report_with_kernels,
 };
 pub use settings::{Settings, Watch, Work, proved};
 pub use step::report;

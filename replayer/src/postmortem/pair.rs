@@ -32,27 +32,27 @@ type Judged<'a> = Option<(HeadStep<'a>, Outcome, Vec<Found>)>;
 
 /// The report of a run against another.
 pub(super) fn report(
-    one: Opened<'_>,
+    opened: Opened<'_>,
     other_path: &Path,
     asked: &Asked,
     settings: &Settings<'_>,
 ) -> Result<Report, RunError> {
-    let Opened { dump, proof, .. } = one;
+    let Opened { dump, proof, .. } = opened;
     let other_dump = dump::open_other(other_path, dump.step)?;
     let other_proof = proved(&other_dump, settings.watch);
     let another = Opened { path: other_path, dump: &other_dump, proof: &other_proof };
     let roles = wanted_roles(dump, asked);
-    let ours = judge(one, asked, &roles, settings)?;
+    let ours = judge(opened, asked, &roles, settings)?;
     // The other run may lack a role: what it holds is replayed.
-    let held = |role: &Role| other_dump.tensors().values().any(|t| t.role == Some(*role));
-    let shared: Vec<Role> = roles.iter().copied().filter(held).collect();
+    let is_recorded = |role: &Role| other_dump.tensors().values().any(|t| t.role == Some(*role));
+    let shared: Vec<Role> = roles.iter().copied().filter(is_recorded).collect();
     let theirs = judge(another, asked, &shared, settings)?;
     let two = (side(dump, proof, &ours), side(&other_dump, &other_proof, &theirs));
     let differences = against(&two.0, &two.1, asked)?;
     let parts = |judged| Option::as_ref(judged).map(|(step, outcome, _)| (step, outcome));
     let causes =
         |judged: &Judged<'_>| judged.as_ref().map_or(Vec::new(), |(.., causes)| causes.clone());
-    let mut report = one.report(parts(&ours));
+    let mut report = opened.report(parts(&ours));
     let mut other = another.report(parts(&theirs));
     report.causes = step_checks::causes(dump, &report.checks, causes(&ours));
     other.causes = step_checks::causes(&other_dump, &other.checks, causes(&theirs));
@@ -101,29 +101,29 @@ fn side<'a>(dump: &'a StepDump, proof: &Verification, judged: &'a Judged<'_>) ->
 
 /// Adds the other run: the earliest place at which either leaves its reference
 /// or the two leave each other is the first divergence.
-fn join(report: &mut Report, other: Report, found: Differences) {
+fn join(report: &mut Report, other: Report, differences: Differences) {
     let runs = format!("{} and {}", report.dump.run, other.dump.run);
-    let of_pair = first_of(&found, runs);
+    let of_pair = first_of(&differences, runs);
     let order = |first: &FirstDivergence| {
         let stage = Stage::ALL.iter().position(|stage| stage.name() == first.stage);
         // Layers come before the head in the forward and after it in the backward.
-        let named = found.named.iter().find(|named| named.tensor == first.stage);
+        let named = differences.named.iter().find(|named| named.tensor == first.stage);
         match (stage, named.is_some_and(|named| named.gradient)) {
             (Some(stage), _) => stage + 1,
             (None, false) => 0,
             (None, true) => usize::MAX,
         }
     };
-    let own = report.first_divergence.take();
-    let all = own.into_iter().chain(other.first_divergence.clone()).chain(of_pair);
+    let own_first = report.first_divergence.take();
+    let all = own_first.into_iter().chain(other.first_divergence.clone()).chain(of_pair);
     report.first_divergence = all.min_by_key(order);
-    let own = std::mem::take(&mut report.reasons);
-    report.reasons = reasons(own, other.reasons, &found);
+    let own_reasons = std::mem::take(&mut report.reasons);
+    report.reasons = reasons(own_reasons, other.reasons, &differences);
     report.verdict = verdict(&report.reasons);
-    report.findings.extend(found.findings);
+    report.findings.extend(differences.findings);
     report.findings.extend(other.findings.iter().map(|finding| format!("other run: {finding}")));
     let here = report.not_checked.clone();
-    let named: Vec<&str> = found.named.iter().map(|named| named.tensor.as_str()).collect();
+    let named: Vec<&str> = differences.named.iter().map(|named| named.tensor.as_str()).collect();
     // What this comparison did look at is no longer unchecked.
     report.not_checked.retain(|item| !named.contains(&item.what.as_str()));
     let more = other.not_checked.into_iter().filter(|item| !here.contains(item));
@@ -132,15 +132,15 @@ fn join(report: &mut Report, other: Report, found: Differences) {
         .map(|item| NotChecked { what: format!("other run, {}", item.what), why: item.why })
         .collect();
     report.not_checked.extend(more);
-    report.not_checked.extend(found.not_checked);
+    report.not_checked.extend(differences.not_checked);
     report.against = Some(AgainstReport {
         dump: other.dump,
         stages: other.stages,
         causes: other.causes,
-        differences: found.stages,
-        tensors: found.named,
-        likely: found.likely,
-        unjudged: found.unjudged,
+        differences: differences.stages,
+        tensors: differences.named,
+        likely: differences.likely,
+        unjudged: differences.unjudged,
         checks: other.checks,
         grad_norm: other.grad_norm,
         norm_gap: None,
@@ -149,32 +149,36 @@ fn join(report: &mut Report, other: Report, found: Differences) {
 }
 
 /// Why the two runs do not agree: what speaks against either, and what parts them.
-fn reasons(ours: Vec<Reason>, theirs: Vec<Reason>, found: &Differences) -> Vec<Reason> {
+fn reasons(ours: Vec<Reason>, theirs: Vec<Reason>, differences: &Differences) -> Vec<Reason> {
     let mut all = ours;
     let other = |reason: Reason| Reason { what: format!("other run: {}", reason.what), ..reason };
     all.extend(theirs.into_iter().map(other));
-    let stages = found.stages.iter().filter(|stage| stage.status == Status::Fail);
-    all.extend(stages.map(|one| Reason::diverged(format!("both runs: {}", one.stage))));
-    let named = found.named.iter().filter(|named| named.status == Status::Fail);
-    all.extend(named.map(|one| Reason::diverged(format!("both runs: {}", one.tensor))));
-    if found.stages.is_empty() && found.named.is_empty() {
+    let stages = differences.stages.iter().filter(|stage| stage.status == Status::Fail);
+    all.extend(
+        stages.map(|difference| Reason::diverged(format!("both runs: {}", difference.stage))),
+    );
+    let named = differences.named.iter().filter(|named| named.status == Status::Fail);
+    all.extend(
+        named.map(|difference| Reason::diverged(format!("both runs: {}", difference.tensor))),
+    );
+    if differences.stages.is_empty() && differences.named.is_empty() {
         all.push(Reason::incomplete("nothing that was asked for could be compared"));
     }
-    if found.differing > 0 {
-        let tensors = plural(found.differing as u64, "tensor");
+    if differences.differing > 0 {
+        let tensors = plural(differences.differing as u64, "tensor");
         all.push(Reason::differs(format!(
             "{tensors} outside the head differ, and nothing recorded says how much they may"
         )));
     }
-    if found.unjudged > found.differing {
-        let tensors = plural((found.unjudged - found.differing) as u64, "tensor");
+    if differences.unjudged > differences.differing {
+        let tensors = plural((differences.unjudged - differences.differing) as u64, "tensor");
         all.push(Reason::incomplete(format!("{tensors} could not be compared")));
     }
     all
 }
 
 /// Where the two runs leave each other first.
-fn first_of(found: &Differences, run: String) -> Option<FirstDivergence> {
+fn first_of(differences: &Differences, run: String) -> Option<FirstDivergence> {
     let of_stage = |apart: &crate::replay::against::Difference| FirstDivergence {
         stage: apart.stage.name().into(),
         tensor: apart.stage.name().into(),
@@ -201,8 +205,8 @@ fn first_of(found: &Differences, run: String) -> Option<FirstDivergence> {
         run: run.clone(),
         reason: apart.reason.clone(),
     };
-    let named = found.named.iter().find(|named| named.status == Status::Fail);
-    let stage = found.stages.iter().find(|stage| stage.status == Status::Fail);
+    let named = differences.named.iter().find(|named| named.status == Status::Fail);
+    let stage = differences.stages.iter().find(|stage| stage.status == Status::Fail);
     match (named, stage) {
         (Some(named), Some(stage)) if named.gradient => Some(of_stage(stage)),
         (Some(named), _) => Some(of_name(named)),

@@ -84,9 +84,9 @@ pub fn trajectory_report(
         place.bring_scalars(attempt)?;
     }
     let holds = |attempt: &&AttemptDir| attempt.path.join(scalars::DIRECTORY).is_dir();
-    let held: Vec<&AttemptDir> = attempts.iter().filter(holds).collect();
-    let attempt = match held.as_slice() {
-        [one] => *one,
+    let attempts_with_scalars: Vec<&AttemptDir> = attempts.iter().filter(holds).collect();
+    let attempt = match attempts_with_scalars.as_slice() {
+        [attempt] => *attempt,
         [] => return Err(ReadError::None { path: place.given(&run) }.into()),
         several => {
             let numbers: Vec<String> = several.iter().map(|a| a.attempt.to_string()).collect();

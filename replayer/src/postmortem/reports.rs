@@ -56,7 +56,7 @@ pub fn full_report(
 }
 
 /// The report of a replay whose tiles others compute, to the same bits.
-pub fn clustered_report(
+pub fn report_on_cluster(
     path: &Path,
     selection: &Selection,
     compare: impl Into<Asked>,
@@ -68,7 +68,7 @@ pub fn clustered_report(
 }
 
 /// The report of a replay whose reference a device computes.
-pub fn devised_report(
+pub fn report_on_device(
     path: &Path,
     selection: &Selection,
     compare: impl Into<Asked>,
@@ -80,7 +80,7 @@ pub fn devised_report(
 }
 
 /// The report of a replay in which a user's kernels take part, on any device.
-pub fn compiled_report(
+pub fn report_with_kernels(
     path: &Path,
     selection: &Selection,
     compare: impl Into<Asked>,

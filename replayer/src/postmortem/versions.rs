@@ -18,7 +18,7 @@ use crate::report::step_checks;
 /// holds, so the tiles stay in this process.
 pub(super) fn report(
     opened: Opened<'_>,
-    held: &[HeldBy],
+    versions_held: &[HeldBy],
     asked: &Asked,
     settings: &Settings<'_>,
 ) -> Result<Report, RunError> {
@@ -29,36 +29,36 @@ pub(super) fn report(
     all.disputed.clone_from(&disputed);
     let settings = &Settings { cluster: None, ..*settings };
     let mut judged: Vec<(HeadStep<'_>, Outcome)> = Vec::new();
-    for one in held {
-        let mut step = Opened { dump: &one.dump, ..opened }.head(settings)?;
-        step.only = Some(one.ranks.clone());
+    for version in versions_held {
+        let mut step = Opened { dump: &version.dump, ..opened }.head(settings)?;
+        step.only = Some(version.ranks.clone());
         let mut outcome = replay_step(opened, &step, &asked.roles, settings)?;
         // What the forward passes of many versions hold would add up.
         outcome.passes = Passes::default();
         judged.push((step, outcome));
     }
-    let Some(whole) = joined(&judged, held, &disputed) else {
+    let Some(whole) = joined(&judged, versions_held, &disputed) else {
         return Ok(opened.report(None));
     };
     let versions = diagnose::Versions::of(&all, &whole).map_err(wrong)?;
-    let mut found: Vec<Found> = Vec::new();
+    let mut causes_of_versions: Vec<Found> = Vec::new();
     let open = |(_, outcome): &&mut (HeadStep<'_>, Outcome)| !versions.explain_all_of(outcome);
     let open: Vec<_> = judged.iter_mut().filter(open).collect();
     let among = open.len() as u64;
     for (step, outcome) in open {
         let of_group = causes(step, outcome, settings.variants, (settings, among));
         for cause in of_group.map_err(wrong)? {
-            if found.iter().all(|known| known.id != cause.id) {
-                found.push(cause);
+            if causes_of_versions.iter().all(|known| known.id != cause.id) {
+                causes_of_versions.push(cause);
             }
         }
     }
-    let mut outcome = joined(&judged, held, &disputed).unwrap_or(whole);
+    let mut outcome = joined(&judged, versions_held, &disputed).unwrap_or(whole);
     let step = judged.swap_remove(0).0;
-    let causes = versions.with(found);
+    let causes = versions.with(causes_of_versions);
     let variants = diagnose::variants(&step, settings.variants).map_err(wrong)?;
     let drawings = settings.draws.then(|| drawings(dump, proof, std::mem::take(&mut outcome.maps)));
-    let found = opened.report(Some((&step, &outcome)));
-    let causes = step_checks::causes(dump, &found.checks, causes);
-    Ok(Report { causes, variants, drawings, ..found })
+    let report = opened.report(Some((&step, &outcome)));
+    let causes = step_checks::causes(dump, &report.checks, causes);
+    Ok(Report { causes, variants, drawings, ..report })
 }

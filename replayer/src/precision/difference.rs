@@ -148,8 +148,8 @@ pub fn differences(
     wanted.extend(best_central.map(|h| (h, Best::No, Best::Predicted)));
     wanted.sort_by(|a, b| b.0.total_cmp(&a.0));
     let (narrow, wide) = (loss.total(&loss.token_losses::<f32>(None)), base(loss));
-    let at = |(step, forward_best, central_best): (f64, Best, Best)| {
-        let found: Vec<[f64; 4]> = directions
+    let errors_at = |(step, forward_best, central_best): (f64, Best, Best)| {
+        let errors_of_directions: Vec<[f64; 4]> = directions
             .iter()
             .zip(&exact)
             .map(|(by, exact)| {
@@ -163,7 +163,9 @@ pub fn differences(
                 ]
             })
             .collect();
-        let error = |which: usize| rms(found.iter().map(|errors| errors[which])) / derivative;
+        let error = |which: usize| {
+            rms(errors_of_directions.iter().map(|errors| errors[which])) / derivative
+        };
         AtStep {
             step,
             forward_f32: error(0),
@@ -175,11 +177,11 @@ pub fn differences(
             central_best,
         }
     };
-    let mut steps: Vec<AtStep> = wanted.into_iter().map(at).collect();
-    if let Some(best) = smallest(&steps, |at| at.forward_f32) {
+    let mut steps: Vec<AtStep> = wanted.into_iter().map(errors_at).collect();
+    if let Some(best) = smallest(&steps, |step| step.forward_f32) {
         steps[best].forward_best = steps[best].forward_best.and_measured();
     }
-    if let Some(best) = smallest(&steps, |at| at.central_f32) {
+    if let Some(best) = smallest(&steps, |step| step.central_f32) {
         steps[best].central_best = steps[best].central_best.and_measured();
     }
     Differences {
@@ -202,24 +204,25 @@ pub fn check(loss: &Loss<'_>, scale: f64, noise: Option<f64>, draw: &mut Draw) -
     let moved: Vec<(Loss<'_>, usize, Direction)> = (0..ELEMENTS.min(loss.tokens.len() * d))
         .map(|_| {
             let (token, column) = (draw.below(loss.tokens.len()), draw.below(d));
-            let mut one = vec![0.0; d];
-            one[column] = 1.0;
-            (loss.alone(token), token, Direction::Q(one))
+            let mut unit = vec![0.0; d];
+            unit[column] = 1.0;
+            (loss.alone(token), token, Direction::Q(unit))
         })
         .collect();
-    let gradient: Vec<f64> = moved.iter().map(|(one, _, by)| one.derivative(by)).collect();
+    let gradient: Vec<f64> = moved.iter().map(|(loss, _, by)| loss.derivative(by)).collect();
     let size = rms(gradient.iter().copied());
     // Only one token's loss changes; those of the others are reused.
-    let at = |(one, token, by): &(Loss<'_>, usize, Direction), step: f64| {
+    let loss_at = |(one, token, by): &(Loss<'_>, usize, Direction), step: f64| {
         let mut losses = narrow.clone();
         losses[*token] = one.token_losses::<f32>(Some((step, by)))[0];
         loss.total(&losses)
     };
     let error = |step: f64| {
-        let differences = moved.iter().map(|one| (at(one, step) - at(one, -step)) / (2.0 * step));
+        let differences =
+            moved.iter().map(|one| (loss_at(one, step) - loss_at(one, -step)) / (2.0 * step));
         rms(differences.zip(&gradient).map(|(found, exact)| found - exact)) / size
     };
-    let third = rms(moved.iter().map(|(one, _, by)| third(&|h| one.at::<f64>(h, by), scale)));
+    let third = rms(moved.iter().map(|(loss, _, by)| third(&|h| loss.at::<f64>(h, by), scale)));
     let best_step = noise.map(|noise| (3.0 * noise / third).cbrt()).filter(|h| *h <= scale);
     let expected = |noise: f64, h: f64| {
         ((noise / h).powi(2) / 2.0 + (h * h * third / 6.0).powi(2)).sqrt() / size
@@ -234,9 +237,9 @@ pub fn check(loss: &Loss<'_>, scale: f64, noise: Option<f64>, draw: &mut Draw) -
     }
 }
 
-fn smallest(steps: &[AtStep], of: impl Fn(&AtStep) -> f64) -> Option<usize> {
-    let finite = (0..steps.len()).filter(|&at| of(&steps[at]).is_finite());
-    finite.min_by(|&a, &b| of(&steps[a]).total_cmp(&of(&steps[b])))
+fn smallest(steps: &[AtStep], error: impl Fn(&AtStep) -> f64) -> Option<usize> {
+    let finite = (0..steps.len()).filter(|&at| error(&steps[at]).is_finite());
+    finite.min_by(|&a, &b| error(&steps[a]).total_cmp(&error(&steps[b])))
 }
 
 impl Best {

@@ -50,13 +50,13 @@ impl<'a> Loss<'a> {
         let all = logits::<F>(&self.head, &self.tokens, moved, self.stored);
         let width = columns(&self.head);
         let valid = self.head.valid_vocab;
-        let one = |(&token, row): (&usize, &[F])| {
+        let loss_of_token = |(&token, row): (&usize, &[F])| {
             let lse = log_sum_exp(row, None);
             let label = label(&self.head, token).expect("tokens have labels");
             let sum = || row[..valid].iter().fold(F::of(0.0), |sum, &z| sum + z);
             self.terms.value(lse, row[label], || sum().over(valid as f64))
         };
-        self.tokens.par_iter().zip(all.par_chunks(width.max(1))).map(one).collect()
+        self.tokens.par_iter().zip(all.par_chunks(width.max(1))).map(loss_of_token).collect()
     }
 
     /// Adds up the tokens' losses in their order.
@@ -76,7 +76,7 @@ impl<'a> Loss<'a> {
         let slopes = slopes(&self.head, &self.tokens, &all, direction);
         let width = columns(&self.head).max(1);
         let rows = all.chunks(width).zip(slopes.chunks(width));
-        let one = |(row, slopes): (&[f64], &[f64]), token: usize| {
+        let slope_of_token = |(row, slopes): (&[f64], &[f64]), token: usize| {
             let lse = log_sum_exp(row, None);
             let label = label(&self.head, token).expect("tokens have labels");
             let mean: f64 = row.iter().zip(slopes).map(|(&z, s)| probability(z, lse) * s).sum();
@@ -87,12 +87,12 @@ impl<'a> Loss<'a> {
                 .value(slope, slopes[label], || all / self.head.valid_vocab as f64)
         };
         let tokens = self.tokens.iter().zip(&self.shares);
-        rows.zip(tokens).map(|(row, (&token, share))| share * one(row, token)).sum()
+        rows.zip(tokens).map(|(row, (&token, share))| share * slope_of_token(row, token)).sum()
     }
 
     /// The loss of a single one of the tokens, with its share.
-    pub fn alone(&self, at: usize) -> Loss<'a> {
-        let (tokens, shares) = (vec![self.tokens[at]], vec![self.shares[at]]);
+    pub fn alone(&self, index: usize) -> Loss<'a> {
+        let (tokens, shares) = (vec![self.tokens[index]], vec![self.shares[index]]);
         Loss { head: self.head, tokens, shares, stored: self.stored, terms: self.terms }
     }
 }
@@ -139,10 +139,10 @@ mod tests {
         let exact = reference::forward(&head, Tiles::default(), &NoProgress);
         let nll = |t: usize| exact.lse[t] - exact.label_logits[t];
         let wanted = (nll(0) + 0.5 * nll(2) + 2.0 * nll(4)) / 3.5;
-        let found = loss.total(&loss.token_losses::<f64>(None));
-        assert!((found - wanted).abs() < 1e-14 * wanted, "{found} {wanted}");
+        let total = loss.total(&loss.token_losses::<f64>(None));
+        assert!((total - wanted).abs() < 1e-14 * wanted, "{total} {wanted}");
         let narrow = loss.total(&loss.token_losses::<f32>(None));
-        assert!(narrow != found && (narrow - wanted).abs() < 1e-5 * wanted, "{narrow}");
+        assert!(narrow != total && (narrow - wanted).abs() < 1e-5 * wanted, "{narrow}");
     }
 
     /// Method: central differences of the f64 loss with a step of 1e-5, which err by about 1e-10.
@@ -162,8 +162,8 @@ mod tests {
             for direction in [Direction::Q(numbers(6, 4 * D)), along_k] {
                 let h = 1e-5;
                 let (up, down) = (loss.at::<f64>(h, &direction), loss.at::<f64>(-h, &direction));
-                let (found, wanted) = (loss.derivative(&direction), (up - down) / (2.0 * h));
-                assert!((found - wanted).abs() < 1e-8 * wanted.abs().max(1e-2), "{found} {wanted}");
+                let (slope, wanted) = (loss.derivative(&direction), (up - down) / (2.0 * h));
+                assert!((slope - wanted).abs() < 1e-8 * wanted.abs().max(1e-2), "{slope} {wanted}");
             }
         }
     }

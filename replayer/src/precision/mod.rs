@@ -75,12 +75,12 @@ pub enum PrecisionError {
         scores: &'static str,
     },
     /// No such microbatch.
-    #[error("the dump holds no microbatch {asked}: choose one of {held} with --microbatch")]
+    #[error("the dump holds no microbatch {asked}: choose one of {recorded} with --microbatch")]
     Microbatch {
         /// The microbatch that was asked for.
         asked: u32,
         /// The microbatches of the dump.
-        held: String,
+        recorded: String,
     },
     /// The loss has no tokens.
     #[error(
@@ -165,8 +165,8 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let inputs = step.inputs(microbatch)?;
     if let Some(wrong) = inputs.wrong_labels() {
         let key = inputs.rows_key.clone();
-        let found = "beside labels that name no class".into();
-        return Err(StepError::Unfit { key, found, wanted: wrong }.into());
+        let reason = "beside labels that name no class".into();
+        return Err(StepError::Unfit { key, found: reason, wanted: wrong }.into());
     }
     let (q, k) = match &inputs.scores {
         Scores::Product { q, k } => (q, k),
@@ -222,11 +222,11 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
 fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>, PrecisionError> {
     let Some(asked) = asked else { return Ok(step.microbatches[0]) };
     match step.microbatches.iter().find(|mb| mb.is_some_and(|mb| mb.0 == asked)) {
-        Some(found) => Ok(*found),
+        Some(microbatch) => Ok(*microbatch),
         None => {
-            let held: Vec<String> =
+            let names: Vec<String> =
                 step.microbatches.iter().map(|mb| replay::microbatch::words(*mb)).collect();
-            Err(PrecisionError::Microbatch { asked, held: held.join(", ") })
+            Err(PrecisionError::Microbatch { asked, recorded: names.join(", ") })
         }
     }
 }
@@ -269,10 +269,10 @@ fn sums(head: &HeadInputs<'_>, tokens: &[usize], stored: Stored) -> Summed {
     let n = logits::columns(head).max(1);
     let mut errors: Vec<Vec<f64>> = vec![Vec::new(); Method::ALL.len()];
     let (mut kept, mut lse_f32) = (Vec::new(), 0.0);
-    for held in tokens.chunks(HELD) {
-        let narrow = logits::logits::<f32>(head, held, None, stored);
-        let wide = logits::logits::<f64>(head, held, None, stored);
-        for ((&token, row), exact_row) in held.iter().zip(narrow.chunks(n)).zip(wide.chunks(n)) {
+    for chunk in tokens.chunks(HELD) {
+        let narrow = logits::logits::<f32>(head, chunk, None, stored);
+        let wide = logits::logits::<f64>(head, chunk, None, stored);
+        for ((&token, row), exact_row) in chunk.iter().zip(narrow.chunks(n)).zip(wide.chunks(n)) {
             let top = max(row);
             let exponentials: Vec<f32> = row.iter().map(|z| libm::expf(z - top)).collect();
             let truth = exact(&exponentials);

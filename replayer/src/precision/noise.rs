@@ -56,7 +56,7 @@ pub fn estimate(values: &[f64]) -> Estimate {
         three[0].1 && high <= AGREE * low
     };
     match levels[..levels.len() - 1].windows(3).find(steady) {
-        Some(found) => Estimate::Noise(found[0].0),
+        Some(levels) => Estimate::Noise(levels[0].0),
         None => Estimate::TooFar,
     }
 }
@@ -71,7 +71,7 @@ pub fn measure(function: impl Fn(f64) -> f64, spacing: f64) -> Option<f64> {
         let values: Vec<f64> =
             (0..POINTS).map(|i| function((i as f64 - middle) * spacing)).collect();
         let factor = match estimate(&values) {
-            Estimate::Noise(found) => return Some(found),
+            Estimate::Noise(noise) => return Some(noise),
             Estimate::TooClose => 10.0,
             Estimate::TooFar => 0.1,
             Estimate::NotFinite => return None,
@@ -102,20 +102,20 @@ mod tests {
             let values: Vec<f64> = (0..POINTS)
                 .map(|i| 3.5 + (1e-3 * i as f64).sin() + sigma * draw.normal())
                 .collect();
-            let Estimate::Noise(found) = estimate(&values) else { panic!("seed {seed}") };
-            assert!((0.25..4.0).contains(&(found / sigma)), "seed {seed}: {found:e}");
+            let Estimate::Noise(noise) = estimate(&values) else { panic!("seed {seed}") };
+            assert!((0.25..4.0).contains(&(noise / sigma)), "seed {seed}: {noise:e}");
         }
     }
 
     #[test]
     fn the_mean_over_many_estimates_is_the_noise() {
-        let one = |seed| {
+        let squared_noise = |seed| {
             let mut draw = Draw::new(seed);
             let values: Vec<f64> = (0..POINTS).map(|_| 3.5 + 1e-7 * draw.normal()).collect();
-            let Estimate::Noise(found) = estimate(&values) else { panic!("seed {seed}") };
-            found * found
+            let Estimate::Noise(noise) = estimate(&values) else { panic!("seed {seed}") };
+            noise * noise
         };
-        let mean = ((0..400).map(one).sum::<f64>() / 400.0).sqrt();
+        let mean = ((0..400).map(squared_noise).sum::<f64>() / 400.0).sqrt();
         assert!((mean / 1e-7 - 1.0).abs() < 0.15, "{mean:e}");
     }
 
@@ -132,9 +132,9 @@ mod tests {
     fn the_distance_of_the_points_is_found_from_a_bad_start() {
         let rounded = |x: f64| f64::from((3.5 + x.sin()) as f32);
         for start in [1e-1, 1e-9] {
-            let found = measure(rounded, start).unwrap();
+            let noise = measure(rounded, start).unwrap();
             // Rounding to f32 at 3.5 has a uniform error of at most half a spacing of 2.4e-7.
-            assert!((0.25..4.0).contains(&(found / (2.4e-7 / 12f64.sqrt()))), "{found:e}");
+            assert!((0.25..4.0).contains(&(noise / (2.4e-7 / 12f64.sqrt()))), "{noise:e}");
         }
     }
 }

@@ -168,8 +168,8 @@ fn two_sum(a: f64, b: f64) -> (f64, f64) {
 }
 
 /// Relative error of a sum against the exact pair; NaN where either is NaN.
-pub fn relative_error(found: f64, (high, low): (f64, f64)) -> f64 {
-    ((found - high) - low).abs() / high.abs()
+pub fn relative_error(computed: f64, (high, low): (f64, f64)) -> f64 {
+    ((computed - high) - low).abs() / high.abs()
 }
 
 #[cfg(test)]
@@ -212,9 +212,9 @@ mod tests {
 
     #[test]
     fn the_pair_holds_what_one_f64_cannot() {
-        let found = exact(&[1.0, 1e-30, 1e-30]);
-        assert_eq!(found.0, 1.0);
-        assert!((found.1 / (2.0 * f64::from(1e-30f32)) - 1.0).abs() < 1e-15);
+        let sum = exact(&[1.0, 1e-30, 1e-30]);
+        assert_eq!(sum.0, 1.0);
+        assert!((sum.1 / (2.0 * f64::from(1e-30f32)) - 1.0).abs() < 1e-15);
     }
 
     #[test]

@@ -51,7 +51,7 @@ impl Added {
         let row = |&row: &usize| row * self.cols..(row + 1) * self.cols;
         let chosen = |all: &[f64]| rows.iter().flat_map(|at| &all[row(at)]).copied().collect();
         let [total, storage, squares] =
-            [&self.total, &self.storage, &self.squares].map(|of| chosen(of));
+            [&self.total, &self.storage, &self.squares].map(|values| chosen(values));
         Added { total, storage, squares, ..*self }
     }
 }
@@ -104,8 +104,8 @@ impl Sum {
             return self;
         };
         let (n, d) = (*rows as usize, *cols as usize);
-        let turned = |of: &[f64]| -> Vec<f64> {
-            (0..d).flat_map(|i| (0..n).map(move |v| v * d + i)).map(|at| of[at]).collect()
+        let turned = |values: &[f64]| -> Vec<f64> {
+            (0..d).flat_map(|i| (0..n).map(move |v| v * d + i)).map(|at| values[at]).collect()
         };
         Sum {
             shape: vec![*cols, *rows],
@@ -155,16 +155,17 @@ impl Sum {
         ranks: &[Rank],
     ) -> Result<bool, StepError> {
         let holders = assemble::holders(step.dump, key);
-        let held: Vec<Rank> = holders.into_iter().filter(|rank| ranks.contains(rank)).collect();
+        let holders_among: Vec<Rank> =
+            holders.into_iter().filter(|rank| ranks.contains(rank)).collect();
         let before = self.count;
-        for &rank in &held {
+        for &rank in &holders_among {
             let parts = assemble::addend_parts(step.dump, key, rank)
                 .map_err(|source| StepError::Assemble { key: key.clone(), source })?;
             parts.iter().try_for_each(|part| self.add(part, 1.0))?;
         }
         // Boxes of one rank do not overlap: each rank adds once to an element that it holds.
-        self.count = before + held.len() as f64;
-        Ok(!held.is_empty())
+        self.count = before + holders_among.len() as f64;
+        Ok(!holders_among.is_empty())
     }
 
     /// Adds a tensor, or one box of it, at its place.
@@ -182,11 +183,11 @@ impl Sum {
         }
         for (row, start) in row_starts(&part.place.0, &self.shape).into_iter().enumerate() {
             for column in 0..values.cols {
-                let at = start + column;
-                let x = values.get_f64(row * values.cols + column) * factor(at);
-                self.total[at] += x;
-                self.squares[at] += x * x;
-                self.storage[at] += stored(precision, x);
+                let element = start + column;
+                let x = values.get_f64(row * values.cols + column) * factor(element);
+                self.total[element] += x;
+                self.squares[element] += x * x;
+                self.storage[element] += stored(precision, x);
             }
         }
         self.count += 1.0;
@@ -203,7 +204,7 @@ pub(crate) type Read = (Option<Microbatch>, Option<Rank>, Vec<f64>);
 pub(crate) fn read(
     step: &HeadStep<'_>,
     microbatches: &[Option<Microbatch>],
-    (stage, own): (Stage, Option<Rank>),
+    (stage, own_rank): (Stage, Option<Rank>),
     summed: bool,
 ) -> Option<Vec<Read>> {
     let local = step.find_reduced(Role::Dk, false).filter(|_| stage == Stage::Reduce && summed);
@@ -215,13 +216,13 @@ pub(crate) fn read(
             .collect::<Option<_>>()?,
     };
     let widened = |tensor: &Tensor| Some(matrix(tensor)?.to_f64());
-    let mut found = Vec::new();
+    let mut addends = Vec::new();
     for (microbatch, key) in sources {
         match step.tensors[key].partial {
-            None => found.push((microbatch, None, widened(&step.assemble(key).ok()?)?)),
+            None => addends.push((microbatch, None, widened(&step.assemble(key).ok()?)?)),
             Some(_) if stage == Stage::Accumulate => {
-                let values = widened(&step.addend(key, &[own?]).ok()?)?;
-                found.push((microbatch, own, values));
+                let values = widened(&step.addend(key, &[own_rank?]).ok()?)?;
+                addends.push((microbatch, own_rank, values));
             }
             Some(_) => {
                 for rank in assemble::holders(step.dump, key) {
@@ -229,12 +230,12 @@ pub(crate) fn read(
                     let mut sum = Sum::new(&step.tensors[key].shape);
                     let only = |of: Option<Rank>| f64::from(u8::from(of == Some(rank)));
                     sum.add_weighted(step, key, &only).ok()?;
-                    found.push((microbatch, Some(rank), sum.total));
+                    addends.push((microbatch, Some(rank), sum.total));
                 }
             }
         }
     }
-    Some(found)
+    Some(addends)
 }
 
 /// Where each row of a box starts in the whole tensor, row-major.

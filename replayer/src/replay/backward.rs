@@ -6,7 +6,7 @@ use backtape::role::Role;
 use super::context::Replay;
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Effort;
 use crate::head::step::StepError;
@@ -15,29 +15,29 @@ use crate::head::{Scores, Stage, Unit};
 impl Replay<'_> {
     pub(super) fn backward(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         state: &ForwardState,
         upstream: &Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Scores::Product { .. } = slice.inputs.scores else {
-            if self.plan.step.find(Role::Dbias, slice.inputs.microbatch).is_some() {
+        let Scores::Product { .. } = microbatch.inputs.scores else {
+            if self.plan.step.find(Role::Dbias, microbatch.inputs.microbatch).is_some() {
                 let why = "recorded, and judged only where the head starts from q and k; dlogits says what it is a sum of";
                 outcome.skip(Stage::Dbias, why);
             }
             return Ok(());
         };
-        let captured = self.judge.captured(slice, unit, outcome)?;
+        let captured = self.judge.captured(microbatch, unit, outcome)?;
         if captured.gradients.is_empty() && self.plan.sums_without_addends.is_none() {
             return Ok(());
         }
         if let Effort::Tokens { count, seed } = self.plan.effort {
             let before = (state, upstream);
-            return self.sampled((slice, unit), before, captured, (count, seed), outcome);
+            return self.sampled((microbatch, unit), before, captured, (count, seed), outcome);
         }
-        let dlogits = self.judge.usable_dlogits(slice, unit)?;
-        self.try_problem(slice, unit, (state, upstream), &mut |problem| {
+        let dlogits = self.judge.usable_dlogits(microbatch, unit)?;
+        self.try_problem(microbatch, unit, (state, upstream), &mut |problem| {
             let mut findings = match self.plan.effort {
                 // Probes see sums over all classes, in which open tokens can't be told apart.
                 Effort::Probes { count, seed }
@@ -45,7 +45,9 @@ impl Replay<'_> {
                 {
                     self.probe(problem, &captured, unit, (count, seed), outcome)
                 }
-                _ => self.walk(problem, &captured, (slice, unit), (state, upstream), outcome)?,
+                _ => {
+                    self.walk(problem, &captured, (microbatch, unit), (state, upstream), outcome)?
+                }
             };
             let mut from_dlogits = Vec::new();
             if let Some(dlogits) = &dlogits {
@@ -60,10 +62,16 @@ impl Replay<'_> {
                 );
                 from_dlogits = stages;
             }
-            let own = captured.all_but(&from_dlogits);
-            let of = (slice, unit);
-            self.plan.note_uncertain_tokens(of, problem, (&captured, &own), &mut findings, outcome);
-            self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
+            let judged_stages = captured.all_but(&from_dlogits);
+            let unit_of_slice = (microbatch, unit);
+            self.plan.note_uncertain_tokens(
+                unit_of_slice,
+                problem,
+                (&captured, &judged_stages),
+                &mut findings,
+                outcome,
+            );
+            self.plan.report(findings, &captured, &microbatch.inputs, unit, outcome);
             Ok(())
         })
     }

@@ -32,13 +32,16 @@ impl Plan<'_> {
         if open.is_empty() {
             return;
         }
-        let far = |one: &&Comparison| {
-            let rounds = one.floor() > 2.0 * F32;
-            one.excess.is_none() && !one.members.is_empty() && rounds && one.ratio() > LOOSE
+        let far = |comparison: &&Comparison| {
+            let rounds = comparison.floor() > 2.0 * F32;
+            comparison.excess.is_none()
+                && !comparison.members.is_empty()
+                && rounds
+                && comparison.ratio() > LOOSE
         };
         outcome.note_closer(|stage| {
-            let found = stage.comparisons.iter().filter(far);
-            let worst = found.max_by(|a, b| by_size(&a.ratio(), &b.ratio()))?;
+            let loose = stage.comparisons.iter().filter(far);
+            let worst = loose.max_by(|a, b| by_size(&a.ratio(), &b.ratio()))?;
             Some(format!(
                 "its error is {:.1} times that of any policy that was emulated, and passes only because {} may be rounded to the inputs' dtype: declare them (tape.head(dtypes=...)) and replay again",
                 worst.ratio(),
@@ -61,8 +64,8 @@ impl Plan<'_> {
             return;
         }
         outcome.note_closer(|stage| {
-            let of = stage.comparisons.iter().filter(|one| !one.members.is_empty());
-            let near = of.map(|one| (one.tally.error(), one.least()));
+            let with_members = stage.comparisons.iter().filter(|comparison| !comparison.members.is_empty());
+            let near = with_members.map(|comparison| (comparison.tally.error(), comparison.least()));
             let near = near.filter(|(error, least)| error * COARSE < *least);
             let (error, least) = near.max_by(|a, b| by_size(&a.1, &b.1))?;
             Some(format!(
@@ -76,7 +79,7 @@ impl Plan<'_> {
 impl Outcome {
     /// Marks each passing stage of which this says something, and keeps what it says.
     fn note_closer(&mut self, says: impl Fn(&StageOutcome) -> Option<String>) {
-        for stage in self.stages.iter_mut().filter(|one| one.status == Status::Pass) {
+        for stage in self.stages.iter_mut().filter(|outcome| outcome.status == Status::Pass) {
             if let Some(why) = says(stage) {
                 stage.status = Status::Warn;
                 self.not_checked.push(NotChecked { what: loosely(stage.stage), why });
@@ -93,9 +96,11 @@ impl Outcome {
     ) {
         self.not_checked.retain(|note| note.what != loosely(stage));
         let outcome = &mut self.stages[stage as usize];
-        let of = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
-        if let Some(one) = outcome.comparisons.iter_mut().find(of) {
-            one.excess = Some(words.into());
+        let is_of_unit = |comparison: &&mut Comparison| {
+            comparison.microbatch == microbatch && comparison.rank == rank
+        };
+        if let Some(comparison) = outcome.comparisons.iter_mut().find(is_of_unit) {
+            comparison.excess = Some(words.into());
         }
         (outcome.status, outcome.reason) = (Status::Fail, words.into());
     }
@@ -107,9 +112,11 @@ impl Outcome {
         (microbatch, rank): (Option<Microbatch>, Option<Rank>),
     ) {
         let outcome = &mut self.stages[stage as usize];
-        let of = |one: &&mut Comparison| one.microbatch == microbatch && one.rank == rank;
-        if let Some(one) = outcome.comparisons.iter_mut().find(of) {
-            one.excess = None;
+        let is_of_unit = |comparison: &&mut Comparison| {
+            comparison.microbatch == microbatch && comparison.rank == rank
+        };
+        if let Some(comparison) = outcome.comparisons.iter_mut().find(is_of_unit) {
+            comparison.excess = None;
         }
         if outcome.failing().next().is_none() {
             outcome.status = Status::Pass;
@@ -129,8 +136,8 @@ fn loosely(stage: Stage) -> String {
 }
 
 /// Rounding points that the job leaves open, by their names in the declaration.
-fn open(of: &Roundings) -> Vec<&'static str> {
-    let (wide, narrow) = (&of.widest, &of.narrowest);
+fn open(roundings: &Roundings) -> Vec<&'static str> {
+    let (wide, narrow) = (&roundings.widest, &roundings.narrowest);
     let fused = wide.path == Path::Fused;
     let points: [(&str, bool, Precision, Precision); 5] = [
         ("logits", true, wide.logits, narrow.logits),

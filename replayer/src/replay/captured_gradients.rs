@@ -18,7 +18,7 @@ use crate::kernels::round::Precision;
 /// One captured gradient.
 pub(super) struct Gradient {
     pub(super) stage: Stage,
-    pub(super) values: Held,
+    pub(super) values: GradientValues,
     /// What it was stored in; `None` for a sum of addends.
     pub(super) stored: Option<Precision>,
     /// What it was rounded to before it was stored in more bits, where its values show
@@ -31,7 +31,7 @@ pub(super) struct Gradient {
 }
 
 /// The values of a captured gradient.
-pub(super) enum Held {
+pub(super) enum GradientValues {
     /// As one tensor.
     Whole(Tensor),
     /// As some rows of one.
@@ -62,22 +62,24 @@ impl Gradient {
     /// Variance of storing some rows, where it is known element by element.
     pub(super) fn storages(&self, rows: Range<usize>, columns: usize) -> &[f64] {
         match &self.values {
-            Held::Summed(added) => &added.storage[rows.start * columns..rows.end * columns],
+            GradientValues::Summed(added) => {
+                &added.storage[rows.start * columns..rows.end * columns]
+            }
             _ => &[],
         }
     }
 
     /// Its rows: of tokens or of the vocabulary.
     pub(super) fn matrix(&self) -> Matrix<'_> {
-        let found = match &self.values {
-            Held::Whole(tensor) => matrix(tensor).expect("checked when it was captured"),
-            Held::Picked(rows) => rows.matrix(),
-            Held::Summed(added) => added.matrix(),
+        let values = match &self.values {
+            GradientValues::Whole(tensor) => matrix(tensor).expect("checked when it was captured"),
+            GradientValues::Picked(rows) => rows.matrix(),
+            GradientValues::Summed(added) => added.matrix(),
         };
         // The bias's `[V]` is a column: one number a row of the vocabulary.
         match self.stage {
-            Stage::Dbias => Matrix { rows: found.len(), cols: 1, ..found },
-            _ => found,
+            Stage::Dbias => Matrix { rows: values.len(), cols: 1, ..values },
+            _ => values,
         }
     }
 
@@ -97,8 +99,8 @@ impl Gradient {
     /// Some of its rows.
     fn picked(&self, rows: &[usize]) -> Gradient {
         let values = match &self.values {
-            Held::Summed(added) => Held::Summed(added.picked(rows)),
-            _ => Held::Picked(Gathered::new(&self.matrix(), rows)),
+            GradientValues::Summed(added) => GradientValues::Summed(added.picked(rows)),
+            _ => GradientValues::Picked(Gathered::new(&self.matrix(), rows)),
         };
         let (stage, stored, source) = (self.stage, self.stored, self.source.clone());
         Gradient { stage, values, stored, rounded: self.rounded, apart: self.apart, source }
@@ -107,39 +109,41 @@ impl Gradient {
     /// Of some elements of a sum of addends: how many these are, and the sums of their squares.
     pub(super) fn squares(&self, elements: Range<usize>) -> Option<Squares> {
         match &self.values {
-            Held::Summed(added) => Some((added.count, added.squares[elements].to_vec())),
-            Held::Whole(_) | Held::Picked(_) => None,
+            GradientValues::Summed(added) => Some((added.count, added.squares[elements].to_vec())),
+            GradientValues::Whole(_) | GradientValues::Picked(_) => None,
         }
     }
 
     /// Variance of storing element `at`, whose value should be `x`.
-    pub(super) fn storage(&self, at: usize, x: f64) -> f64 {
+    pub(super) fn storage(&self, element: usize, x: f64) -> f64 {
         match &self.values {
-            Held::Whole(_) | Held::Picked(_) => stored(self.stored, x) + stored(self.rounded, x),
-            Held::Summed(added) => added.storage[at],
+            GradientValues::Whole(_) | GradientValues::Picked(_) => {
+                stored(self.stored, x) + stored(self.rounded, x)
+            }
+            GradientValues::Summed(added) => added.storage[element],
         }
     }
 
     /// What storing element `at`, which should be `x` and errs within `inner` so far, adds
     /// to it; `again`: as the product with a factor, which was stored before, and the factor
     /// is rounded too, alike for all.
-    pub(super) fn storing(&self, at: usize, x: f64, again: bool, inner: Allowed) -> Allowed {
-        self.storing_joined(at, x, (again, 0.0), inner)
+    pub(super) fn storing(&self, element: usize, x: f64, again: bool, inner: Allowed) -> Allowed {
+        self.storing_joined(element, x, (again, 0.0), inner)
     }
 
     /// The same where ranks joined parts of their own, which brought such a variance.
     pub(super) fn storing_joined(
         &self,
-        at: usize,
+        element: usize,
         x: f64,
         (again, joined): (bool, f64),
         inner: Allowed,
     ) -> Allowed {
         let (times, alike) = if again { (2.0, 1.0) } else { (1.0, 0.0) };
-        let storage = self.storage(at, x) + joined;
+        let storage = self.storage(element, x) + joined;
         let inner = Allowed { shared: inner.shared + alike * storage, ..inner };
         match self.values {
-            Held::Summed(_) => Allowed { own: inner.own + times * storage, ..inner },
+            GradientValues::Summed(_) => Allowed { own: inner.own + times * storage, ..inner },
             _ => {
                 let inner = Allowed { own: inner.own + times * joined, ..inner };
                 Allowance::storing(&self.rounding(), x, times, inner)
@@ -149,15 +153,16 @@ impl Gradient {
 
     /// Whether it is a sum of what was stored in fewer bits than f32, each addend for itself.
     pub(super) fn is_stored_apart(&self) -> bool {
-        let Held::Summed(added) = &self.values else { return false };
-        let [storage, squares] = [&added.storage, &added.squares].map(|of| of.iter().sum::<f64>());
+        let GradientValues::Summed(added) = &self.values else { return false };
+        let [storage, squares] =
+            [&added.storage, &added.squares].map(|values| values.iter().sum::<f64>());
         added.count > 1.0 && storage > F32 * F32 * squares
     }
 
     /// What its elements were rounded to when they were stored, in numbers.
     pub(super) fn rounding(&self) -> Rounding {
-        let of = |to: Option<Precision>| to.map_or(Rounding::default(), Rounding::to);
-        of(self.stored).and(of(self.rounded))
+        let rounding_to = |to: Option<Precision>| to.map_or(Rounding::default(), Rounding::to);
+        rounding_to(self.stored).and(rounding_to(self.rounded))
     }
 }
 
@@ -185,26 +190,26 @@ impl Captured {
 
     /// All gradients, those of k and of the bias at some classes only.
     pub(super) fn with_classes(mut self, classes: &[usize]) -> Captured {
-        for one in self.gradients.iter_mut().filter(|one| one.stage.is_of_k()) {
-            *one = one.picked(classes);
+        for gradient in self.gradients.iter_mut().filter(|gradient| gradient.stage.is_of_k()) {
+            *gradient = gradient.picked(classes);
         }
         self
     }
 
     /// Bytes of all values.
     pub(super) fn bytes(&self) -> usize {
-        let of = |gradient: &Gradient| match &gradient.values {
-            Held::Whole(tensor) => tensor.bytes().len(),
-            Held::Picked(_) => gradient.matrix().len() * size_of::<f32>(),
-            Held::Summed(added) => 3 * added.total.len() * size_of::<f64>(),
+        let bytes_of = |gradient: &Gradient| match &gradient.values {
+            GradientValues::Whole(tensor) => tensor.bytes().len(),
+            GradientValues::Picked(_) => gradient.matrix().len() * size_of::<f32>(),
+            GradientValues::Summed(added) => 3 * added.total.len() * size_of::<f64>(),
         };
-        self.gradients.iter().map(of).sum()
+        self.gradients.iter().map(bytes_of).sum()
     }
 
     /// The stages of all that are not among these.
     pub(super) fn all_but(&self, others: &[Stage]) -> Vec<Stage> {
-        let own = self.gradients.iter().map(|gradient| gradient.stage);
-        own.filter(|stage| !others.contains(stage)).collect()
+        let stages = self.gradients.iter().map(|gradient| gradient.stage);
+        stages.filter(|stage| !others.contains(stage)).collect()
     }
 
     pub(super) fn stage(&self, stage: Stage) -> Option<&Gradient> {
@@ -213,7 +218,7 @@ impl Captured {
 
     /// Both captured parts of some rows, when both are there.
     pub(super) fn parts(&self, stages: &[Stage; 3], rows: Range<usize>) -> Option<Parts> {
-        let (one, other) = self.stage(stages[0]).zip(self.stage(stages[1]))?;
+        let (lse_part, other) = self.stage(stages[0]).zip(self.stage(stages[1]))?;
         let wide = |gradient: &Gradient| {
             let part = rows_of(&gradient.matrix(), rows.clone());
             let first = rows.start * part.cols;
@@ -222,7 +227,7 @@ impl Captured {
             let storage = values.iter().enumerate().map(storage).collect::<Vec<f64>>();
             (values, storage, gradient.squares(first..first + part.len()))
         };
-        let ((lse, mut storage, a), (label, more, b)) = (wide(one), wide(other));
+        let ((lse, mut storage, a), (label, more, b)) = (wide(lse_part), wide(other));
         storage.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
         Some(Parts { lse, label, storage, squares: a.zip(b) })
     }
@@ -231,14 +236,14 @@ impl Captured {
 impl Parts {
     /// The job may have added the parts before it rounded them to what was
     /// captured, or after.
-    pub(super) fn allowed(&self, joined: &Joined, at: usize) -> Allowed {
-        let own = self.storage[at];
+    pub(super) fn allowed(&self, joined: &Joined, element: usize) -> Allowed {
+        let own = self.storage[element];
         let joined = match &self.squares {
             // Each rank has added its own parts.
             Some(((n, lse), (m, label))) if n.max(*m) > 1.0 => {
-                joined.of_addends(n.max(*m), [lse[at], label[at]])
+                joined.of_addends(n.max(*m), [lse[element], label[element]])
             }
-            _ => joined.of(self.lse[at], self.label[at]),
+            _ => joined.of(self.lse[element], self.label[element]),
         };
         joined + Allowed { own, ..Allowed::default() }
     }
@@ -263,10 +268,10 @@ pub(super) fn reference_of(
 pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
     let pick = |gradient: &Gradient| {
         let values = match &gradient.values {
-            Held::Whole(_) | Held::Picked(_) => {
-                Held::Picked(Gathered::new(&gradient.matrix(), rows))
+            GradientValues::Whole(_) | GradientValues::Picked(_) => {
+                GradientValues::Picked(Gathered::new(&gradient.matrix(), rows))
             }
-            Held::Summed(added) => Held::Summed(added.picked(rows)),
+            GradientValues::Summed(added) => GradientValues::Summed(added.picked(rows)),
         };
         let (stage, stored, source) = (gradient.stage, gradient.stored, gradient.source.clone());
         let (rounded, apart) = (gradient.rounded, gradient.apart);
@@ -277,9 +282,9 @@ pub(super) fn picked(captured: &Captured, rows: &[usize]) -> Captured {
 
 /// Squared error of emulated values once they are stored as what was captured is.
 pub(super) fn error_energy(values: &[f64], reference: &[f64], stored: Option<Precision>) -> f64 {
-    let one = |(&x, r): (&f64, &f64)| {
+    let squared_error = |(&x, r): (&f64, &f64)| {
         let x = stored.map_or(x, |precision| precision.round64(x));
         (x - r).powi(2)
     };
-    values.iter().zip(reference).map(one).sum()
+    values.iter().zip(reference).map(squared_error).sum()
 }

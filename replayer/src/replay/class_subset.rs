@@ -21,7 +21,7 @@ impl OfClasses {
             _ => IGNORED,
         };
         let read = head.reads.map(|reads| {
-            let scores = reads.scores.map(|(of, _)| columns_of(&of, classes));
+            let scores = reads.scores.map(|(matrix, _)| columns_of(&matrix, classes));
             (Gathered::new(&reads.k, classes), scores)
         });
         OfClasses {
@@ -35,20 +35,21 @@ impl OfClasses {
     }
 
     /// The head that they were taken from, over these classes alone.
-    pub(super) fn head<'h>(&'h self, of: &HeadInputs<'h>) -> HeadInputs<'h> {
-        let reads = of.reads.zip(self.read.as_ref()).map(|(reads, (k, scores))| {
+    pub(super) fn head<'h>(&'h self, head: &HeadInputs<'h>) -> HeadInputs<'h> {
+        let reads = head.reads.zip(self.read.as_ref()).map(|(reads, (k, scores))| {
             let values = scores.as_deref().map(Values::F64);
-            let (rows, cols) = (of.q.rows, self.count);
+            let (rows, cols) = (head.q.rows, self.count);
             let scores = values.map(|values| (Matrix { rows, cols, values }, 0));
             Reads { k: k.matrix(), scores, ..reads }
         });
         let (k, labels, bias) = (self.k.matrix(), &self.labels[..], self.bias.as_deref());
-        HeadInputs { k, labels, valid_vocab: self.valid_vocab, bias, reads, ..*of }
+        HeadInputs { k, labels, valid_vocab: self.valid_vocab, bias, reads, ..*head }
     }
 }
 
 /// Some columns of a matrix, widened.
-fn columns_of(of: &Matrix<'_>, columns: &[usize]) -> Vec<f64> {
-    let row = |row: usize| columns.iter().map(move |column| of.get_f64(row * of.cols + column));
-    (0..of.rows).flat_map(row).collect()
+fn columns_of(matrix: &Matrix<'_>, columns: &[usize]) -> Vec<f64> {
+    let row =
+        |row: usize| columns.iter().map(move |column| matrix.get_f64(row * matrix.cols + column));
+    (0..matrix.rows).flat_map(row).collect()
 }

@@ -13,7 +13,7 @@ use super::captured_gradients::Captured;
 use super::findings::Findings;
 use super::gathered_rows::Gathered;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::problem::Problem;
@@ -49,14 +49,14 @@ impl Plan<'_> {
         let of_size = Matrix { values: Values::F64(&sizes), ..q.matrix() };
         let labels: Vec<u32> = rows.iter().map(|&row| head.labels[row]).collect();
         let scores = head.reads.and_then(|reads| reads.scores);
-        let scores = scores.map(|(of, first)| (Gathered::new(&of, &rows), first));
-        let scores = scores.as_ref().map(|(of, first)| (of.matrix(), *first));
+        let scores = scores.map(|(matrix, first)| (Gathered::new(&matrix, &rows), first));
+        let scores = scores.as_ref().map(|(gathered, first)| (gathered.matrix(), *first));
         let k = head.reads.map_or(head.k, |reads| reads.k);
         let reads = Some(Reads { q: read.matrix(), k, q_product: false, k_product: false, scores });
         let head = HeadInputs { q: of_size, labels: &labels, copies: None, reads, ..*head };
         let [of_lse, label, smooth] = &problem.of_unsure;
-        let of = [pick(of_lse), pick(label), pick(smooth)];
-        let cotangents = Cotangents { lse: &of[0], label: &of[1], smooth: &of[2] };
+        let values = [pick(of_lse), pick(label), pick(smooth)];
+        let cotangents = Cotangents { lse: &values[0], label: &values[1], smooth: &values[2] };
         let noise = &problem.noise;
         let mut dq = reference::Backward::zeros(&head, noise);
         let mut sums = DkSums::zeros(&head, noise, self.tiles);
@@ -64,23 +64,24 @@ impl Plan<'_> {
         let (given, progress): (_, &dyn Progress) = ((&lse[..], &cotangents, noise), &NoProgress);
         let walking = (self.tiles, Keep::Dk, progress);
         reference::backward_onto((&mut dq, &mut sums), (&head, 0), given, walking);
-        let found = Slab::completed(problem, (&head, range), sums);
-        slab.take_uncertain(&found);
+        let bounds_slab = Slab::completed(problem, (&head, range), sums);
+        slab.take_uncertain(&bounds_slab);
     }
 
     /// The same of dlogits: true where no row of them can be judged.
     pub(super) fn note_uncertain_rows(
         &self,
-        slice: &Slice,
+        head_microbatch: &HeadMicrobatch,
         upstream: &Upstream,
         outcome: &mut Outcome,
     ) -> bool {
-        let (tokens, microbatch) = (slice.inputs.tokens(), slice.inputs.microbatch);
+        let (tokens, microbatch) =
+            (head_microbatch.inputs.tokens(), head_microbatch.inputs.microbatch);
         let open: Vec<usize> = (0..tokens).filter(|&t| upstream.is_uncertain(t)).collect();
         if open.is_empty() {
             return false;
         }
-        let (stage, why) = (Stage::Dlogits, said(&open, tokens));
+        let (stage, why) = (Stage::Dlogits, why_unknown(&open, tokens));
         if open.len() == tokens {
             outcome.leave(stage, microbatch, why);
             return true;
@@ -94,7 +95,7 @@ impl Plan<'_> {
     /// none at all.
     pub(super) fn note_uncertain_tokens(
         &self,
-        (slice, unit): (&Slice, &Unit),
+        (head_microbatch, unit): (&HeadMicrobatch, &Unit),
         problem: &Problem<'_>,
         (captured, stages): (&Captured, &[Stage]),
         findings: &mut Findings,
@@ -105,18 +106,20 @@ impl Plan<'_> {
         if open.is_empty() {
             return;
         }
-        let microbatch = slice.inputs.microbatch;
-        let why = said(&open, unit.rows.len());
-        let of = super::microbatch::words(microbatch);
-        for gradient in captured.gradients.iter().filter(|one| stages.contains(&one.stage)) {
+        let microbatch = head_microbatch.inputs.microbatch;
+        let why = why_unknown(&open, unit.rows.len());
+        let name = super::microbatch::words(microbatch);
+        for gradient in
+            captured.gradients.iter().filter(|gradient| stages.contains(&gradient.stage))
+        {
             let stage = gradient.stage;
             let all = open.len() == unit.rows.len();
             match findings.uncertain_share(stage) {
                 _ if stage.is_of_q() && !all => {
-                    outcome.narrow(stage, format!("rows of {stage} of {of}"), why.clone());
+                    outcome.narrow(stage, format!("rows of {stage} of {name}"), why.clone());
                 }
                 Some(share) if stage.is_of_k() && share < MOST => {
-                    let what = format!("{:.2} % of the norm of {stage} of {of}", 100.0 * share);
+                    let what = format!("{:.2} % of the norm of {stage} of {name}", 100.0 * share);
                     outcome.narrow(stage, what, why.clone());
                 }
                 // Made of captured parts, none of which is missing.
@@ -131,10 +134,10 @@ impl Plan<'_> {
 }
 
 /// Why the gradients of some tokens are not known.
-fn said(open: &[usize], of: usize) -> String {
+fn why_unknown(open: &[usize], count: usize) -> String {
     let (n, named) = (open.len(), named(open));
     format!(
-        "the ratios of {n} of {of} tokens ({named}) lie within rounding of a clip bound, so that their gradients may be there or not: record dlogprobs to have them judged"
+        "the ratios of {n} of {count} tokens ({named}) lie within rounding of a clip bound, so that their gradients may be there or not: record dlogprobs to have them judged"
     )
 }
 

@@ -42,10 +42,10 @@ pub(super) fn shared_by_tokens(
 }
 
 /// Of no numbers both are 0.
-fn mean_and_variance(tokens: &[usize], of: impl Fn(usize) -> f64) -> (f64, f64) {
+fn mean_and_variance(tokens: &[usize], value: impl Fn(usize) -> f64) -> (f64, f64) {
     let n = (tokens.len() as f64).max(1.0);
-    let mean = tokens.iter().map(|&t| of(t)).sum::<f64>() / n;
-    (mean, tokens.iter().map(|&t| (of(t) - mean).powi(2)).sum::<f64>() / n)
+    let mean = tokens.iter().map(|&t| value(t)).sum::<f64>() / n;
+    (mean, tokens.iter().map(|&t| (value(t) - mean).powi(2)).sum::<f64>() / n)
 }
 
 #[cfg(test)]
@@ -63,8 +63,8 @@ mod tests {
         let k = |v: usize| 10f32.powi(-(v as i32) / 3) * (1.0 + v as f32 * 0.1);
         let k: Vec<f32> = (0..classes * depth).map(|i| k(i / depth)).collect();
         let bias: Vec<f64> = (0..classes).map(|v| 1.0 + v as f64).collect();
-        let of = |rows, values| Matrix { rows, cols: depth, values };
-        let (q, k) = (of(tokens, Values::F32(&q)), of(classes, Values::F32(&k)));
+        let matrix = |rows, values| Matrix { rows, cols: depth, values };
+        let (q, k) = (matrix(tokens, Values::F32(&q)), matrix(classes, Values::F32(&k)));
         let labels = vec![IGNORED; tokens];
         let head = HeadInputs { bias: Some(&bias), ..HeadInputs::plain(q, k, &labels, classes) };
         let lse = vec![30.0; tokens];

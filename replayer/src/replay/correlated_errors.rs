@@ -73,11 +73,11 @@ pub(super) fn one_sided_error(sum: Sum, addends: &[f64]) -> f64 {
             *passed.entry(partial.abs().log2().floor() as i32).or_default() += 1;
         }
     }
-    let of = |(exponent, count): (i32, usize)| {
+    let error_of_binade = |(exponent, count): (i32, usize)| {
         let spacing = 2.0 * u * f64::from(exponent).exp2();
         if spacing > 0.0 { count as f64 * mean_error(addends, spacing) } else { 0.0 }
     };
-    passed.into_iter().map(of).sum()
+    passed.into_iter().map(error_of_binade).sum()
 }
 
 /// The addends' mean error of rounding to multiples of a spacing, beyond what it is by
@@ -112,7 +112,7 @@ pub(super) fn of_label_addends(
     let chosen: Vec<usize> = counted.into_iter().step_by(step).collect();
     let each: Vec<MeanError> = chosen.par_iter().with_min_len(16).map(of_token).collect();
     let mut all = MeanError::default();
-    each.iter().for_each(|one| all.join(one));
+    each.iter().for_each(|errors| all.join(errors));
     all.most()
 }
 
@@ -131,23 +131,23 @@ pub(super) struct MeanError {
 impl MeanError {
     /// Of these numbers.
     pub(super) fn of(numbers: impl Iterator<Item = f64>, to: Precision) -> MeanError {
-        let mut found = MeanError::default();
+        let mut errors = MeanError::default();
         for x in numbers {
             for (shift, (error, squares)) in
-                [-LAST_BITS, 0.0, LAST_BITS].into_iter().zip(&mut found.sums)
+                [-LAST_BITS, 0.0, LAST_BITS].into_iter().zip(&mut errors.sums)
             {
                 let x = x * (1.0 + shift);
                 *error += (to.round64(x) - x) * x;
                 *squares += x * x;
             }
         }
-        found
+        errors
     }
 
     /// Adds other numbers.
     pub(super) fn join(&mut self, other: &MeanError) {
-        for (sum, of) in self.sums.iter_mut().zip(&other.sums) {
-            *sum = (sum.0 + of.0, sum.1 + of.1);
+        for (sum, more) in self.sums.iter_mut().zip(&other.sums) {
+            *sum = (sum.0 + more.0, sum.1 + more.1);
         }
     }
 
@@ -199,14 +199,14 @@ mod tests {
         for draw in 0..300 {
             let (first, second) = (uniform() + 10.5, uniform() + 10.5);
             let spread = [0.0, 1e-6, 1e-4, 1e-2][draw % 4];
-            let one = |at: usize, uniform: &mut dyn FnMut() -> f64| {
+            let addend = |at: usize, uniform: &mut dyn FnMut() -> f64| {
                 let base = if draw % 3 == 0 && at.is_multiple_of(2) { second } else { first };
                 (base + spread * uniform()) as f32
             };
-            let addends: Vec<f32> = (0..5000).map(|at| one(at, &mut uniform)).collect();
-            let of = wide(&addends);
-            let random = sequential_variance(Sum::NATIVE, &of).sqrt();
-            let side = one_sided_error(Sum::NATIVE, &of);
+            let addends: Vec<f32> = (0..5000).map(|at| addend(at, &mut uniform)).collect();
+            let wide_addends = wide(&addends);
+            let random = sequential_variance(Sum::NATIVE, &wide_addends).sqrt();
+            let side = one_sided_error(Sum::NATIVE, &wide_addends);
             let error = error(&addends);
             assert!(error < side + 5.0 * random, "draw {draw}: {error} {side} {random}");
             beyond += usize::from(error > 5.0 * random);
@@ -224,9 +224,9 @@ mod tests {
             let values: Vec<f32> = (0..distinct).map(|_| uniform() as f32 + 1.0).collect();
             let addends: Vec<f32> =
                 (0..distinct * copies).map(|at| values[at % distinct]).collect();
-            let of = wide(&addends);
-            let (n, total) = (of.len() as f64, of.iter().sum::<f64>());
-            let squares: f64 = of.iter().map(|x| x * x).sum();
+            let wide_addends = wide(&addends);
+            let (n, total) = (wide_addends.len() as f64, wide_addends.iter().sum::<f64>());
+            let squares: f64 = wide_addends.iter().map(|x| x * x).sum();
             let apart = Sum::NATIVE.variance(n, total, squares);
             let (label_total, label_squares) = summed_by(Sum::NATIVE, n);
             let copied = Sum::NATIVE.unit() * n;
@@ -262,13 +262,18 @@ mod tests {
         let rows: Vec<Vec<f64>> = (0..500)
             .map(|_| (0..64).map(|_| Precision::Bf16.round64(uniform())).collect())
             .collect();
-        let of = |tokens: f64| {
+        let error_for = |tokens: f64| {
             let g = vec![1.0 / tokens; rows.len()];
             of_label_addends(Precision::Bf16, &g, |t| rows[t].clone())
         };
         let u = Precision::Bf16.unit_roundoff();
-        assert!((of(1023.0) / (0.25 * u) - 1.0).abs() < 0.05, "{}", of(1023.0) / u);
-        assert!(of(1000.0) < 0.05 * u && of(1024.0) < 1e-3 * u, "{} {}", of(1000.0), of(1024.0));
+        assert!((error_for(1023.0) / (0.25 * u) - 1.0).abs() < 0.05, "{}", error_for(1023.0) / u);
+        assert!(
+            error_for(1000.0) < 0.05 * u && error_for(1024.0) < 1e-3 * u,
+            "{} {}",
+            error_for(1000.0),
+            error_for(1024.0)
+        );
     }
 
     /// Goal: what is no number, and sums that change their sign at every step, end at once.
@@ -286,9 +291,9 @@ mod tests {
         let mut uniform = uniform();
         for _ in 0..50 {
             let addends: Vec<f32> = (0..5000).map(|_| uniform() as f32 + 10.0).collect();
-            let of = wide(&addends);
-            let side = one_sided_error(Sum::NATIVE, &of);
-            assert!(side < sequential_variance(Sum::NATIVE, &of).sqrt(), "{side}");
+            let wide_addends = wide(&addends);
+            let side = one_sided_error(Sum::NATIVE, &wide_addends);
+            assert!(side < sequential_variance(Sum::NATIVE, &wide_addends).sqrt(), "{side}");
         }
     }
 
@@ -316,8 +321,8 @@ mod tests {
         let (mut squared, mut known, mut unknown) = (0.0, 0.0, 0.0);
         for _ in 0..400 {
             let (mut base, mut addends) = (0.0, Vec::new());
-            for at in 0..1200 {
-                base = if at % 40 == 0 { uniform() } else { base };
+            for index in 0..1200 {
+                base = if index % 40 == 0 { uniform() } else { base };
                 addends.push((base + 0.1 * uniform()) as f32);
             }
             let wide = wide(&addends);

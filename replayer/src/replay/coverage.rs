@@ -43,5 +43,9 @@ pub struct Coverage {
 
 /// The stages of some roles.
 pub(super) fn stages_of(roles: &[Role]) -> BTreeSet<Stage> {
-    roles.iter().filter_map(|&role| Stage::of_role(role)).filter(|one| !one.is_input()).collect()
+    roles
+        .iter()
+        .filter_map(|&role| Stage::of_role(role))
+        .filter(|stage| !stage.is_input())
+        .collect()
 }

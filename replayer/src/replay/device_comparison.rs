@@ -25,7 +25,7 @@ impl Judge<'_> {
     /// The same of dk: what ranks rounded of their own parts, and what is allowed of a dk that was
     /// recorded as a sum alone, is told from the sums, which are then needed here.
     pub(super) fn compares_dk_there(&self, problem: &Problem<'_>, captured: &Captured) -> bool {
-        let told = captured.of(&Stage::OF_K).any(|of| of.apart.is_some())
+        let told = captured.of(&Stage::OF_K).any(|gradient| gradient.apart.is_some())
             || self.plan.kept_without_addends(problem.head.k.len()).is_some();
         self.compares_there(problem) && !told
     }
@@ -44,11 +44,14 @@ impl Judge<'_> {
         let side = rows_of(&problem.head.k, slab.range.clone());
         let forced = captured.parts(&Stage::OF_K, 0..0).is_some();
         let mut looked = Looked::new();
-        for gradient in captured.of(&Stage::OF_K).filter(|of| of.stage != Stage::Dk || !forced) {
+        for gradient in
+            captured.of(&Stage::OF_K).filter(|gradient| gradient.stage != Stage::Dk || !forced)
+        {
             let allowances = self.of_dk(problem, slab, gradient.stage);
-            let of = (gradient, slab.range.clone(), self.joined_by_ranks(slab, captured, gradient));
-            let found = compare_there(of, allowances, (label, side), bound, kept)?;
-            looked.push((gradient.stage, found));
+            let compared =
+                (gradient, slab.range.clone(), self.joined_by_ranks(slab, captured, gradient));
+            let comparison = compare_there(compared, allowances, (label, side), bound, kept)?;
+            looked.push((gradient.stage, comparison));
         }
         Ok(looked)
     }
@@ -66,11 +69,14 @@ impl Judge<'_> {
         let bound = self.bound(tokens, d).element;
         let forced = captured.parts(&Stage::OF_Q, 0..0).is_some();
         let mut looked = Looked::new();
-        for gradient in captured.of(&Stage::OF_Q).filter(|of| of.stage != Stage::Dq || !forced) {
+        for gradient in
+            captured.of(&Stage::OF_Q).filter(|gradient| gradient.stage != Stage::Dq || !forced)
+        {
             let allowances = self.of_dq(problem, (dq, problem.head.copies), gradient.stage);
-            let of = (gradient, 0..tokens, Vec::new());
-            let found = compare_there(of, allowances, (label, problem.head.q), bound, kept)?;
-            looked.push((gradient.stage, found));
+            let compared = (gradient, 0..tokens, Vec::new());
+            let comparison =
+                compare_there(compared, allowances, (label, problem.head.q), bound, kept)?;
+            looked.push((gradient.stage, comparison));
         }
         Ok(looked)
     }

@@ -13,7 +13,7 @@ use super::maps::Drawn;
 use super::problem::Problem;
 use super::rounding_variance::rounded;
 use super::slab::Slab;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, ONE_ROUNDING, Rows};
 use crate::head::Stage;
 use crate::head::step::rows_of;
@@ -46,23 +46,23 @@ impl Judge<'_> {
             let (factor, again) = self.factor(problem, stage);
             let allowances = self.of_dk(problem, slab, stage);
             let joined = self.joined_by_ranks(slab, captured, gradient);
-            let at_stage = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+            let at_stage = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
             let class = |row: usize| match &slab.classes {
                 Some(classes) => classes[row],
                 None => slab.range.start + row,
             };
             let allowed = |row: usize, column: usize, x: f64| {
-                let at = row * d + column;
+                let element = row * d + column;
                 let inner = match &parts {
-                    Some(parts) if forced => parts.allowed(&adding, at),
-                    _ => allowances.of(row, column, &slab.sums(&problem.head, at)),
+                    Some(parts) if forced => parts.allowed(&adding, element),
+                    _ => allowances.of(row, column, &slab.sums(&problem.head, element)),
                 };
-                let lost = if forced { 0.0 } else { slab.lost(stage, at) };
+                let lost = if forced { 0.0 } else { slab.lost(stage, element) };
                 let noise = self.world.noise(at_stage, class(row), column);
                 let (own, certain) = (inner.own + noise, inner.certain + lost);
                 let inner = Allowed { own, certain, ..inner }.times(factor);
-                let joined = joined.get(at).copied().unwrap_or(0.0);
-                gradient.storing_joined(first + at, x, (again, joined), inner)
+                let joined = joined.get(element).copied().unwrap_or(0.0);
+                gradient.storing_joined(first + element, x, (again, joined), inner)
             };
             let index = |row: usize| (slab.range.start + row) as u64;
             let captured = rows_of(&gradient.matrix(), slab.range.clone());
@@ -102,16 +102,18 @@ impl Judge<'_> {
             return slab.rounded_by_ranks(to);
         }
         let elements = slab.range.start * slab.columns()..slab.range.end * slab.columns();
-        let squares = |of: &Gradient| of.squares(elements.clone()).filter(|(n, _)| *n > 1.0);
+        let squares =
+            |gradient: &Gradient| gradient.squares(elements.clone()).filter(|(n, _)| *n > 1.0);
         let sum =
             (gradient.stage == Stage::Dk && !self.plan.whole_entries).then(|| squares(gradient));
         let Some((n, both)) = sum.flatten() else { return Vec::new() };
         let label = captured.stage(Stage::DkLabel).and_then(squares);
         let joined = self.adding();
-        let each = |(at, &both): (usize, &f64)| {
-            let hits = f64::from(slab.hits[at / slab.columns()]);
+        let each = |(index, &both): (usize, &f64)| {
+            let hits = f64::from(slab.hits[index / slab.columns()]);
             // By Cauchy and Schwarz, of the sums of some tokens' addends each.
-            let label = label.as_ref().map_or(hits * slab.label_sq[at], |(_, of)| of[at]);
+            let label =
+                label.as_ref().map_or(hits * slab.label_sq[index], |(_, values)| values[index]);
             // (a + b)² <= 2 (a² + b²), of what is left when the label part is taken off.
             let dense = if label == 0.0 { both } else { 2.0 * (both + label) };
             joined.of_addends(n, [dense, label]).own
@@ -135,14 +137,14 @@ impl Judge<'_> {
         let range: Vec<usize> = slab.range.clone().collect();
         let rows = slab.classes.as_deref().unwrap_or(&range);
         let columns = values.len() / rows.len().max(1);
-        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let place = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
         if let Some((_, emulated)) = emulated {
-            self.put_emulated((at, rows), emulated, &mut values);
+            self.put_emulated((place, rows), emulated, &mut values);
             values.iter_mut().for_each(|x| *x = store(x));
         }
-        let factor = self.world.scale(at);
+        let factor = self.world.scale(place);
         scale(&mut values, factor);
-        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { place, rows, columns, values: &mut values });
         values
     }
 

@@ -6,7 +6,7 @@ use backtape::placement::Reduction;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::plan::Plan;
 use crate::assemble::{self, Tensor};
 use crate::head::step::{StepError, addends_of_elements};
@@ -14,12 +14,12 @@ use crate::head::step::{StepError, addends_of_elements};
 impl Plan<'_> {
     /// What a sum over microbatches is divided by; `Err` when the dump holds fewer
     /// than the job had.
-    pub(super) fn divisor(&self, slices: &[Slice]) -> Result<f64, String> {
+    pub(super) fn divisor(&self, microbatches: &[HeadMicrobatch]) -> Result<f64, String> {
         if let Some(missing) = self.step.lacking.microbatches().first() {
             return Err(missing.clone());
         }
         Ok(match self.step.options.microbatch_reduction {
-            MicrobatchReduction::Mean => slices.len().max(1) as f64,
+            MicrobatchReduction::Mean => microbatches.len().max(1) as f64,
             MicrobatchReduction::Sum => 1.0,
         })
     }
@@ -43,8 +43,10 @@ impl Plan<'_> {
 
     /// What the reduction over ranks divides by: where dk's addends make up a mean, their number,
     /// of which ranks that cut dk hold one together.
-    pub(super) fn ranks_averaged(&self, slices: &[Slice]) -> f64 {
-        let first = slices.first().and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
+    pub(super) fn ranks_averaged(&self, microbatches: &[HeadMicrobatch]) -> f64 {
+        let first = microbatches
+            .first()
+            .and_then(|microbatch| self.step.find(Role::Dk, microbatch.inputs.microbatch));
         match first.map(|key| (key, self.step.tensors[key].partial)) {
             Some((key, Some(Reduction::Mean))) => {
                 let most = addends_of_elements(self.step, key).into_iter().max();

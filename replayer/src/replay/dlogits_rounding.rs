@@ -36,7 +36,9 @@ impl SharedErrors {
         [finest, coarsest]: [Precision; 2],
         g: &[f64],
     ) -> SharedErrors {
-        let finer = |one: Precision, than: Precision| one.unit_roundoff() < than.unit_roundoff();
+        let finer = |precision: Precision, than: Precision| {
+            precision.unit_roundoff() < than.unit_roundoff()
+        };
         let again = finer(stored, coarsest).then(|| SharedErrors::rounded(entries, coarsest, g));
         let before = finer(finest, stored) && !stored.keeps_f32();
         let before = before.then(|| SharedErrors::stored(entries, stored));
@@ -50,8 +52,8 @@ impl SharedErrors {
     fn stored(entries: &Matrix<'_>, format: Precision) -> SharedErrors {
         let mut energies = vec![0.0f64; 1 << (31 - UNUSED)];
         for entry in (0..entries.len()).map(|at| entries.get_f64(at)) {
-            let of = (entry.abs() as f32).to_bits() >> UNUSED;
-            energies[of as usize] += entry * entry;
+            let bin = (entry.abs() as f32).to_bits() >> UNUSED;
+            energies[bin as usize] += entry * entry;
         }
         let all: f64 = energies.iter().sum();
         if !(all > 0.0) || !all.is_finite() {
@@ -72,17 +74,17 @@ impl SharedErrors {
         };
         let each: Vec<MeanError> = (0..entries.rows).into_par_iter().map(of_token).collect();
         let (mut groups, mut all) = (BTreeMap::<u64, MeanError>::new(), MeanError::default());
-        for (g, one) in g.iter().zip(&each) {
-            groups.entry(g.to_bits()).or_default().join(one);
-            all.join(one);
+        for (g, errors) in g.iter().zip(&each) {
+            groups.entry(g.to_bits()).or_default().join(errors);
+            all.join(errors);
         }
         let (error, squares) = all.sums();
         if !(squares > 0.0) || !squares.is_finite() {
             return SharedErrors::default();
         }
-        let apart = |of: &MeanError| {
-            let (own, energy) = of.sums();
-            ((own - error / squares * energy) / squares).powi(2)
+        let apart = |errors: &MeanError| {
+            let (error_sum, energy) = errors.sums();
+            ((error_sum - error / squares * energy) / squares).powi(2)
         };
         // What is lost below the format's range is no rounding, and not allowed here.
         let certain = all.most().min(to.unit_roundoff());
@@ -122,40 +124,40 @@ mod tests {
     fn entries_that_are_nearly_one_number_err_by_what_that_errs() {
         let g = 1.0 / 351.0;
         let entries: Vec<f64> = (0..64).map(|i| g * (1.0 - 1e-5 * f64::from(i % 7))).collect();
-        let found = alike(&entries, 32, &[g; 32]);
-        assert!((found.certain / error(g) - 1.0).abs() < 0.05, "{found:?}");
-        assert_eq!(found.shared, 0.0);
+        let errors = alike(&entries, 32, &[g; 32]);
+        assert!((errors.certain / error(g) - 1.0).abs() < 0.05, "{errors:?}");
+        assert_eq!(errors.shared, 0.0);
     }
 
     #[test]
     fn of_two_numbers_whose_errors_cancel_the_mean_may_go_to_either_side() {
         // Between two neighbours of bf16, a quarter above the lower and a quarter below the upper.
         let (low, high) = (1.0 + 0.25 / 128.0, 1.0 + 0.75 / 128.0);
-        let found = alike(&[low, high], 2, &[low, high]);
+        let errors = alike(&[low, high], 2, &[low, high]);
         let mean = error(low) / 2.0;
-        assert!(found.certain < 0.02 * mean, "{found:?}");
-        assert!((found.shared.sqrt() / (2f64.sqrt() * mean) - 1.0).abs() < 0.02, "{found:?}");
+        assert!(errors.certain < 0.02 * mean, "{errors:?}");
+        assert!((errors.shared.sqrt() / (2f64.sqrt() * mean) - 1.0).abs() < 0.02, "{errors:?}");
     }
 
     #[test]
     fn where_all_lie_at_a_tie_the_last_bits_decide() {
         let tie = 1.0 + 0.5 / 128.0;
-        let found = alike(&[tie; 8], 4, &[1.0; 4]);
-        assert!((found.certain / error(tie) - 1.0).abs() < 0.01, "{found:?}");
+        let errors = alike(&[tie; 8], 4, &[1.0; 4]);
+        assert!((errors.certain / error(tie) - 1.0).abs() < 0.01, "{errors:?}");
     }
 
     #[test]
     fn of_one_value_that_was_stored_in_few_bits_all_may_have_erred_alike() {
-        let found = stored(&[0.5, -0.5, 0.5], Precision::F32);
-        assert_eq!((found.certain, found.shared), (BF16, 0.0));
+        let errors = stored(&[0.5, -0.5, 0.5], Precision::F32);
+        assert_eq!((errors.certain, errors.shared), (BF16, 0.0));
         assert_eq!(
             stored(&[0.5; 3], Precision::Bf16),
             SharedErrors::default(),
             "the job's own are those"
         );
         let many: Vec<f64> = (0..128).map(|i| 1.0 + f64::from(i) / 128.0).collect();
-        let found = stored(&many, Precision::F32);
-        assert!(found.certain < 0.02 * BF16 && found.shared.sqrt() < 0.06 * BF16, "{found:?}");
+        let errors = stored(&many, Precision::F32);
+        assert!(errors.certain < 0.02 * BF16 && errors.shared.sqrt() < 0.06 * BF16, "{errors:?}");
     }
 
     #[test]

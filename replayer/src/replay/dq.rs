@@ -8,7 +8,7 @@ use super::judge::Judge;
 use super::label_counts::tokens_of_label;
 use super::maps::Drawn;
 use super::problem::Problem;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, Rows};
 use crate::head::{Stage, Unit};
 
@@ -26,15 +26,15 @@ impl Judge<'_> {
         let emulated = state.instead.as_ref().map(|parts| member_values(parts, stage));
         let store = |&x: &f64| gradient.stored.map_or(x, |precision| precision.round64(x));
         let mut values = exact;
-        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let place = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
         let (rows, columns) = (&unit.rows[..], problem.head.q.cols);
         if let Some(emulated) = emulated.filter(|values| !values.is_empty() && !forced) {
-            self.put_emulated((at, rows), emulated, &mut values);
+            self.put_emulated((place, rows), emulated, &mut values);
             values.iter_mut().for_each(|x| *x = store(x));
         }
-        let factor = self.world.scale(at);
+        let factor = self.world.scale(place);
         values.iter_mut().for_each(|x| *x *= factor);
-        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { place, rows, columns, values: &mut values });
         values
     }
 
@@ -71,14 +71,14 @@ impl Judge<'_> {
             };
             let allowances = self.of_dq(problem, (dq, None), stage);
             let allowed = |row: usize, column: usize, x: f64| {
-                let at = row * d + column;
+                let element = row * d + column;
                 let inner = match &parts {
-                    Some(parts) if forced => parts.allowed(&adding, at),
-                    _ => allowances.of(row, column, &dq_sums(dq, &problem.head, at)),
+                    Some(parts) if forced => parts.allowed(&adding, element),
+                    _ => allowances.of(row, column, &dq_sums(dq, &problem.head, element)),
                 };
-                let certain = inner.certain + lost.get(at).copied().unwrap_or(0.0);
+                let certain = inner.certain + lost.get(element).copied().unwrap_or(0.0);
                 let inner = Allowed { certain, ..inner }.times(factor);
-                gradient.storing(at, x, again, inner)
+                gradient.storing(element, x, again, inner)
             };
             let index = |row: usize| unit.rows[row] as u64;
             let copies = problem.head.copies;

@@ -5,10 +5,10 @@ use rayon::prelude::*;
 /// Elements that one thread adds at a time.
 const MANY: usize = 1 << 14;
 
-pub(super) fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {
-    match one.len() < MANY {
-        true => one.iter().zip(other).map(|(a, b)| a + b).collect(),
-        false => one.par_iter().zip(other).with_min_len(MANY).map(|(a, b)| a + b).collect(),
+pub(super) fn sum(left: &[f64], other: &[f64]) -> Vec<f64> {
+    match left.len() < MANY {
+        true => left.iter().zip(other).map(|(a, b)| a + b).collect(),
+        false => left.par_iter().zip(other).with_min_len(MANY).map(|(a, b)| a + b).collect(),
     }
 }
 
@@ -29,6 +29,6 @@ pub(super) fn add(total: &mut [f64], part: &[f64]) {
 }
 
 /// How far two emulations lie apart, element by element.
-pub(super) fn distance(one: &[f64], other: &[f64]) -> Vec<f64> {
-    one.iter().zip(other).map(|(a, b)| (a - b).abs()).collect()
+pub(super) fn distance(left: &[f64], other: &[f64]) -> Vec<f64> {
+    left.iter().zip(other).map(|(a, b)| (a - b).abs()).collect()
 }

@@ -37,7 +37,7 @@ pub struct Estimated<'a> {
     lse: &'a [f64],
     cotangents: Cotangents<'a, f64>,
     /// Dense entry in the label's column, and the whole entry there; zeros where ignored.
-    own: Vec<(f64, f64)>,
+    label_entries: Vec<(f64, f64)>,
 }
 
 /// Some rows of dk, `[rows, D]`.
@@ -65,7 +65,7 @@ impl<'a> Estimated<'a> {
         cotangents: Cotangents<'a, f64>,
     ) -> Estimated<'a> {
         let depth = head.q.cols;
-        let own = |token: usize| match head.labels[token] {
+        let label_entry = |token: usize| match head.labels[token] {
             IGNORED => (0.0, 0.0),
             label => {
                 let label = label as usize;
@@ -79,8 +79,8 @@ impl<'a> Estimated<'a> {
                 (slope * dense, slope * (dense + cotangents.label[token]))
             }
         };
-        let own = (0..head.q.rows).map(own).collect();
-        Estimated { head, lse, cotangents, own }
+        let label_entries = (0..head.q.rows).map(label_entry).collect();
+        Estimated { head, lse, cotangents, label_entries }
     }
 
     /// Estimates dk slab by slab: `on_rows` gets the rows of dk in order.
@@ -100,9 +100,9 @@ impl<'a> Estimated<'a> {
             let tokens: Vec<usize> = stratum.drawn.iter().map(|&at| sample.rows[at]).collect();
             let (sum, squares) = self.sums(&tokens, &rows, by);
             let spread = Spread::of(stratum.population, tokens.len());
-            for at in 0..value.len() {
-                value[at] += spread.weight * sum[at];
-                variance[at] += spread.variance(sum[at], squares[at]);
+            for element in 0..value.len() {
+                value[element] += spread.weight * sum[element];
+                variance[element] += spread.variance(sum[element], squares[element]);
             }
         }
         for (token, entry) in self.labelled(&rows) {
@@ -117,7 +117,7 @@ impl<'a> Estimated<'a> {
     /// Tokens whose label lies in these rows, with the whole entry there.
     fn labelled(&self, rows: &Range<usize>) -> impl Iterator<Item = (usize, f64)> {
         let inside = |&token: &usize| rows.contains(&(self.head.labels[token] as usize));
-        (0..self.head.q.rows).filter(inside).map(|token| (token, self.own[token].1))
+        (0..self.head.q.rows).filter(inside).map(|token| (token, self.label_entries[token].1))
     }
 
     /// Sum and sum of squares over these tokens of the terms of rows that are not the
@@ -147,17 +147,17 @@ impl<'a> Estimated<'a> {
             &noise,
             (tiles, Keep::Both, by),
             &mut |block| {
-                let at = block.rows.start * depth..block.rows.end * depth;
-                sum[at.clone()].copy_from_slice(&block.dk_lse);
-                squares[at].copy_from_slice(&block.dk_lse_sq);
+                let span = block.rows.start * depth..block.rows.end * depth;
+                sum[span.clone()].copy_from_slice(&block.dk_lse);
+                squares[span].copy_from_slice(&block.dk_lse_sq);
             },
         );
         for (&token, &label) in tokens.iter().zip(&inside).filter(|(_, label)| **label != IGNORED) {
             for d in 0..depth {
-                let term = self.own[token].0 * self.head.q.get_f64(token * depth + d);
-                let at = label as usize * depth + d;
-                sum[at] -= term;
-                squares[at] = (squares[at] - term * term).max(0.0);
+                let term = self.label_entries[token].0 * self.head.q.get_f64(token * depth + d);
+                let element = label as usize * depth + d;
+                sum[element] -= term;
+                squares[element] = (squares[element] - term * term).max(0.0);
             }
         }
         (sum, squares)
@@ -168,12 +168,12 @@ impl<'a> Estimated<'a> {
         let (mut error, mut size, mut variance, mut nonfinite) = (0.0, 0.0, 0.0, 0);
         self.dk(sample, by, &mut |estimate| {
             let slab = rows_of(captured, estimate.rows.clone());
-            for at in 0..slab.len() {
-                let value = slab.get_f64(at);
+            for element in 0..slab.len() {
+                let value = slab.get_f64(element);
                 nonfinite += usize::from(!value.is_finite());
-                error += (value - estimate.value[at]).powi(2);
-                variance += estimate.variance[at];
-                size += estimate.value[at].powi(2);
+                error += (value - estimate.value[element]).powi(2);
+                variance += estimate.variance[element];
+                size += estimate.value[element].powi(2);
             }
         });
         let over = |x: f64, y: f64| if x == 0.0 { 0.0 } else { x / y };
@@ -195,8 +195,9 @@ impl<'a> Estimated<'a> {
         let scalars = self.along(captured, sample);
         let (mut estimate, mut variance) = (0.0, 0.0);
         for stratum in sample.strata.iter().filter(|stratum| !stratum.ignored) {
-            let own = || stratum.drawn.iter().map(|&at| scalars[at]);
-            let (sum, squares) = (own().sum::<f64>(), own().map(|x| x * x).sum::<f64>());
+            let scalars_drawn = || stratum.drawn.iter().map(|&at| scalars[at]);
+            let (sum, squares) =
+                (scalars_drawn().sum::<f64>(), scalars_drawn().map(|x| x * x).sum::<f64>());
             let spread = Spread::of(stratum.population, stratum.drawn.len());
             estimate += spread.weight * sum;
             variance += spread.variance(sum, squares);

@@ -85,26 +85,26 @@ impl Findings {
 
 /// The list of a stage, made where there is none.
 fn entry<T>(lists: &mut Vec<(Stage, Vec<T>)>, stage: Stage) -> &mut Vec<T> {
-    let at = lists.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
+    let index = lists.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
         lists.push((stage, Vec::new()));
         lists.len() - 1
     });
-    &mut lists[at].1
+    &mut lists[index].1
 }
 
 impl Findings {
     /// Notes the worst elements of some rows, where that is asked for.
-    pub(super) fn draw<F>(&mut self, draw: Option<Draw>, of: &Drawn<'_, F>)
+    pub(super) fn draw<F>(&mut self, draw: Option<Draw>, drawn: &Drawn<'_, F>)
     where
         F: Fn(usize, usize, f64) -> Allowed + Sync,
     {
         let Some(draw) = draw else { return };
-        let found = self.charts.iter().position(|(stage, _)| *stage == of.stage);
-        let at = found.unwrap_or_else(|| {
-            let shape = (of.all, of.rows.captured.cols);
-            self.charts.push((of.stage, Chart::new(shape, draw.most(of.stage))));
+        let position = self.charts.iter().position(|(stage, _)| *stage == drawn.stage);
+        let index = position.unwrap_or_else(|| {
+            let shape = (drawn.all, drawn.rows.captured.cols);
+            self.charts.push((drawn.stage, Chart::new(shape, draw.most(drawn.stage))));
             self.charts.len() - 1
         });
-        self.charts[at].1.add(of.first, of.rows, of.allowed, of.bound);
+        self.charts[index].1.add(drawn.first, drawn.rows, drawn.allowed, drawn.bound);
     }
 }

@@ -8,7 +8,7 @@ use super::elementwise::sum;
 use super::findings::Findings;
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::plausible_policies::Member;
 use super::problem::Problem;
 use super::sampled_floors::{DrawnRows, Floors};
@@ -73,7 +73,7 @@ impl Replay<'_> {
     /// Emulates the drawn tokens' rows of dq, and ends with the errors of all rows.
     pub(super) fn finish_floors(
         &self,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         before: (&ForwardState, &Upstream),
         members: &[Member],
         (exact, captured): (&Backward, &Captured),
@@ -85,10 +85,10 @@ impl Replay<'_> {
         let drawn = Unit { ranks: unit.ranks.clone(), rows };
         let depth = floors.depth;
         let judged = |stage: &Stage| *stage != Stage::Dq || !forced;
-        self.try_problem(slice, &drawn, before, &mut |problem| {
+        self.try_problem(microbatch, &drawn, before, &mut |problem| {
             for (number, member) in members.iter().enumerate() {
                 let upstream = (&problem.lse[..], &problem.cotangents());
-                let found = self.executor.policy_backward(
+                let gradients = self.executor.policy_backward(
                     &member.policy,
                     &problem.head,
                     upstream,
@@ -96,17 +96,17 @@ impl Replay<'_> {
                 )?;
                 for gradient in captured.of(&Stage::OF_Q).filter(|gradient| judged(&gradient.stage))
                 {
-                    let values = member_values(&found, gradient.stage);
+                    let values = member_values(&gradients, gradient.stage);
                     let mut energy = 0.0;
-                    for (row, (&at, weight)) in values
+                    for (row, (&sampled_row, weight)) in values
                         .chunks(depth)
                         .zip(floors.tokens.rows.iter().zip(&floors.tokens.weights))
                     {
-                        let at = at * depth..(at + 1) * depth;
+                        let span = sampled_row * depth..(sampled_row + 1) * depth;
                         let reference = match gradient.stage {
-                            Stage::DqLse => exact.dq_lse[at].to_vec(),
-                            Stage::DqLabel => exact.dq_label[at].to_vec(),
-                            _ => sum(&exact.dq_lse[at.clone()], &exact.dq_label[at]),
+                            Stage::DqLse => exact.dq_lse[span].to_vec(),
+                            Stage::DqLabel => exact.dq_label[span].to_vec(),
+                            _ => sum(&exact.dq_lse[span.clone()], &exact.dq_label[span]),
                         };
                         energy += weight * error_energy(row, &reference, gradient.stored);
                     }
@@ -131,11 +131,11 @@ impl Replay<'_> {
 /// thousands, and then few tokens hold nearly all of dq's error.
 fn sizes(problem: &Problem<'_>, confidence: &[f64]) -> Vec<f64> {
     let cotangents = problem.cotangents();
-    let of = |(token, &p): (usize, &f64)| {
-        let own = cotangents.of_token(token);
-        own.entry(p, true).powi(2) + own.dense(1.0 - p).powi(2)
+    let size_of_token = |(token, &p): (usize, &f64)| {
+        let cotangent = cotangents.of_token(token);
+        cotangent.entry(p, true).powi(2) + cotangent.dense(1.0 - p).powi(2)
     };
-    confidence.iter().enumerate().map(of).collect()
+    confidence.iter().enumerate().map(size_of_token).collect()
 }
 
 /// The classes that stand for all, by how often they are labels.
@@ -155,6 +155,6 @@ pub(super) fn rows((elements, least): (usize, usize), head: &HeadInputs<'_>) -> 
 
 /// Share of the work over all rows that so many tokens and classes take.
 fn share((tokens, classes): (usize, usize), head: &HeadInputs<'_>) -> f64 {
-    let of = |part: usize, all: usize| part.min(all) as f64 / all.max(1) as f64;
-    of(tokens, head.q.rows) + of(classes, head.k.rows)
+    let share_of = |part: usize, all: usize| part.min(all) as f64 / all.max(1) as f64;
+    share_of(tokens, head.q.rows) + share_of(classes, head.k.rows)
 }

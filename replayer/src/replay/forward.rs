@@ -10,7 +10,7 @@ use super::comparison::MemberError;
 use super::context::Replay;
 use super::correlated_errors::nearly_equal;
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::operation_variance::{LabelSize, TokenSize};
 use super::outcome::{Outcome, Status};
 use super::plan::Plan;
@@ -18,7 +18,7 @@ use super::plausible_policies::members;
 use super::qk_products::Products;
 use super::rounding_variance::{CONFIDENT, relative, share_of_equal_roundings, stored};
 use super::token_column::{Column, Expected, Tokens};
-use super::world::{At, Expectation, Pass};
+use super::world::{Expectation, Pass, StagePlace};
 use crate::head::roundings::precision_of;
 use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
@@ -73,15 +73,15 @@ struct Emulated {
 impl Replay<'_> {
     pub(super) fn forward(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         outcome: &mut Outcome,
     ) -> Result<ForwardState, StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         self.plan.check_inputs(inputs, outcome);
         let column = |stage: Stage, outcome: &mut Outcome| {
             let role = stage.role().expect("columns have roles");
-            let found = self.judge.column(role, slice);
-            outcome.spared(found, (&[stage], inputs.microbatch)).map(Option::flatten)
+            let column = self.judge.column(role, microbatch);
+            outcome.spared(column, (&[stage], inputs.microbatch)).map(Option::flatten)
         };
         let logprobs = column(Stage::Logprobs, outcome)?;
         let Some(head) = inputs.head(self.plan.step) else {
@@ -89,18 +89,18 @@ impl Replay<'_> {
             return Ok(ForwardState::of_logprobs(&captured));
         };
         let mut products = self.executor.room_for_products(&head, inputs);
-        let (exact, mut variance) = self.reference_columns(slice, &head, &mut products)?;
+        let (exact, mut variance) = self.reference_columns(microbatch, &head, &mut products)?;
         self.judge.world.lse(Pass::Forward, inputs, &mut variance.lse.values);
         self.judge.expect_column(Stage::Lse, inputs, &mut variance.lse.values);
         self.judge.expect_column(Stage::LabelLogits, inputs, &mut variance.label.values);
-        for (stage, of) in
+        for (stage, column) in
             [(Stage::Lse, &mut variance.lse), (Stage::LabelLogits, &mut variance.label)]
         {
-            of.certain = self.judge.world.ties(stage, inputs).unwrap_or_default();
+            column.certain = self.judge.world.ties(stage, inputs).unwrap_or_default();
         }
         let captured = (column(Stage::Lse, outcome)?, column(Stage::LabelLogits, outcome)?);
         let emulated = self.emulate(
-            slice,
+            microbatch,
             &head,
             !self.plan.trial && (captured.0.is_some() || captured.1.is_some()),
         )?;
@@ -111,15 +111,16 @@ impl Replay<'_> {
             let Some(captured) = captured.as_ref().filter(|_| self.plan.wants(stage)) else {
                 continue;
             };
-            let error = |one: &Emulated| {
-                let values = if stage == Stage::Lse { &one.lse } else { &one.label };
+            let error = |emulated: &Emulated| {
+                let values = if stage == Stage::Lse { &emulated.lse } else { &emulated.label };
                 let pairs = values.iter().zip(&expected.values);
                 let energy = pairs.map(|(x, r)| (x - r).powi(2)).sum();
-                MemberError { name: one.name.clone(), energy }
+                MemberError { name: emulated.name.clone(), energy }
             };
             let members = emulated.iter().map(error).collect();
-            let of = if stage == Stage::Lse { Tokens::All } else { Tokens::Followed };
-            outcome.add(stage, self.judge.judge_column(inputs, captured, expected, of, members));
+            let tokens = if stage == Stage::Lse { Tokens::All } else { Tokens::Followed };
+            outcome
+                .add(stage, self.judge.judge_column(inputs, captured, expected, tokens, members));
         }
         let trusts = |stage| self.judge.world.trusts(stage, inputs.microbatch);
         let (lse, label) = captured;
@@ -131,9 +132,10 @@ impl Replay<'_> {
         self.judge.world.lse(Pass::Backward, inputs, &mut state.lse);
         if let Some(captured) = &logprobs {
             if self.plan.wants(Stage::Logprobs) {
-                let (of, expected) = (Tokens::Followed, &state.logprobs);
-                let found = self.judge.judge_column(inputs, captured, expected, of, Vec::new());
-                outcome.add(Stage::Logprobs, found);
+                let (tokens, expected) = (Tokens::Followed, &state.logprobs);
+                let comparison =
+                    self.judge.judge_column(inputs, captured, expected, tokens, Vec::new());
+                outcome.add(Stage::Logprobs, comparison);
             }
             if trusts(Stage::Logprobs) {
                 state.logprobs = captured_expectation(captured);
@@ -147,8 +149,8 @@ impl Judge<'_> {
     /// What the world makes of one number a token.
     fn expect_column(&self, stage: Stage, inputs: &MicrobatchInputs, values: &mut [f64]) {
         let rows: Vec<usize> = (0..values.len()).collect();
-        let at = At { stage, microbatch: inputs.microbatch, rank: None };
-        self.world.expected(&mut Expectation { at, rows: &rows, columns: 1, values });
+        let place = StagePlace { stage, microbatch: inputs.microbatch, rank: None };
+        self.world.expected(&mut Expectation { place, rows: &rows, columns: 1, values });
     }
 }
 
@@ -192,7 +194,7 @@ impl Plan<'_> {
             (Stage::OldLogprobs, Role::OldLogprobs),
             (Stage::RefLogprobs, Role::RefLogprobs),
         ] {
-            if self.step.held(role, inputs.microbatch).is_some() {
+            if self.step.recorded(role, inputs.microbatch).is_some() {
                 outcome.pass(stage, "read");
             }
         }
@@ -204,14 +206,14 @@ impl Replay<'_> {
     /// captured and are not the head's input.
     fn reference_columns(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
         products: &mut Products,
     ) -> Result<(reference::Forward, Variances), StepError> {
-        let exact = self.executor.forward(slice, head, products)?;
+        let exact = self.executor.forward(microbatch, head, products)?;
         let variance = self.judge.variances(head, &exact);
-        let captured = self.plan.step.find(Role::Logits, slice.inputs.microbatch);
-        let trusted = self.judge.world.trusts(Stage::Logits, slice.inputs.microbatch);
+        let captured = self.plan.step.find(Role::Logits, microbatch.inputs.microbatch);
+        let trusted = self.judge.world.trusts(Stage::Logits, microbatch.inputs.microbatch);
         let forced =
             captured.filter(|_| head.given.is_none() && self.plan.wants(Stage::Logits) && trusted);
         let Some(key) = forced else { return Ok((exact, variance)) };
@@ -294,7 +296,8 @@ impl Judge<'_> {
         let (alike, classes) = (self.transform_scale(), head.valid_vocab.max(1) as f64);
         let moved = exact.lse.iter().zip(&exact.row_max);
         let moved = moved.map(|(lse, max)| alike * max.abs().max(lse.abs() + classes.ln()).powi(2));
-        let moved = moved.zip(self.equal_logits(exact, classes)).map(|(one, other)| one + other);
+        let moved =
+            moved.zip(self.equal_logits(exact, classes)).map(|(value, other)| value + other);
         let labels = exact.label_logits.iter().map(|x| alike * x * x);
         let (moved, labels) = (moved.collect(), labels.collect());
         Variances {
@@ -318,7 +321,7 @@ impl Replay<'_> {
     /// lse and label logits of the members that round the logits most differently.
     fn emulate(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
         needed: bool,
     ) -> Result<Vec<Emulated>, StepError> {
@@ -326,7 +329,7 @@ impl Replay<'_> {
         let last = all.len() - 1;
         let ends = all.into_iter().enumerate().filter(|(at, _)| *at == 0 || *at == last);
         let run = |(at, member): (usize, super::plausible_policies::Member)| {
-            let (lse, label) = self.executor.emulated_forward(slice, head, (at, &member))?;
+            let (lse, label) = self.executor.emulated_forward(microbatch, head, (at, &member))?;
             Ok(Emulated { name: member.name, lse, label })
         };
         ends.filter(|_| needed).map(run).collect()
@@ -379,8 +382,9 @@ impl Judge<'_> {
             (a - b, label.variance[t] + lse.variance[t] + relative(compute, a.abs() + b.abs()))
         });
         let (values, between) = logprobs.unzip();
-        let root =
-            |of: &Expected, t: usize| of.shared.get(t).map_or(0.0, |variance| variance.sqrt());
+        let root = |expected: &Expected, t: usize| {
+            expected.shared.get(t).map_or(0.0, |variance| variance.sqrt())
+        };
         let both = (0..lse.values.len()).map(|t| (root(&lse, t) + root(&label, t)).powi(2));
         let both = both.collect();
         ForwardState {
@@ -406,8 +410,8 @@ impl Judge<'_> {
 impl ForwardState {
     /// Probability of the label of each of a unit's tokens.
     pub(super) fn confidence(&self, unit: &Unit) -> Vec<f64> {
-        let of = |&t: &usize| probability(self.label.values[t], self.lse[t]);
-        unit.rows.iter().map(of).collect()
+        let probability_of = |&t: &usize| probability(self.label.values[t], self.lse[t]);
+        unit.rows.iter().map(probability_of).collect()
     }
 
     /// A head that starts from log-probabilities: nothing before them is known.

@@ -10,11 +10,11 @@ use super::findings::Findings;
 use super::gathered_rows::Gathered;
 use super::judge::Judge;
 use super::maps::Drawn;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::problem::Problem;
 use super::rounding_variance::{carried, relative};
 use super::slab::column_squares;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, rows_of, unfit};
@@ -56,8 +56,8 @@ struct Operands {
 }
 
 impl Operands {
-    fn head<'h>(&'h self, of: &HeadInputs<'h>) -> HeadInputs<'h> {
-        HeadInputs { q: self.q.matrix(), k: self.k.matrix(), ..*of }
+    fn head<'h>(&'h self, head: &HeadInputs<'h>) -> HeadInputs<'h> {
+        HeadInputs { q: self.q.matrix(), k: self.k.matrix(), ..*head }
     }
 }
 
@@ -74,9 +74,9 @@ impl Wide {
 }
 
 /// A matrix whose values are rounded to a format.
-fn narrowed(of: &Matrix<'_>, precision: Precision) -> Wide {
-    let values = (0..of.len()).map(|at| precision.round64(of.get_f64(at))).collect();
-    Wide { rows: of.rows, cols: of.cols, values }
+fn narrowed(matrix: &Matrix<'_>, precision: Precision) -> Wide {
+    let values = (0..matrix.len()).map(|at| precision.round64(matrix.get_f64(at))).collect();
+    Wide { rows: matrix.rows, cols: matrix.cols, values }
 }
 
 /// The format of few bits that holds all of these entries exactly, whatever they are stored in: a
@@ -93,26 +93,30 @@ impl Judge<'_> {
     /// The same; none where what was captured cannot be used, which is said where it is judged.
     pub(super) fn usable_dlogits(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
     ) -> Result<Option<Dlogits>, StepError> {
-        match self.dlogits(slice, unit) {
+        match self.dlogits(microbatch, unit) {
             Err(error) if error.is_of_dump() => Ok(None),
-            found => found,
+            dlogits => dlogits,
         }
     }
 
     /// The dlogits that the unit's products should be made of, if they were captured.
-    pub(super) fn dlogits(&self, slice: &Slice, unit: &Unit) -> Result<Option<Dlogits>, StepError> {
+    pub(super) fn dlogits(
+        &self,
+        microbatch: &HeadMicrobatch,
+        unit: &Unit,
+    ) -> Result<Option<Dlogits>, StepError> {
         // A fused path never forms them: what it recorded was made for the record.
         let formed = self.plan.roundings.widest.path != Path::Fused;
-        let key = self.plan.step.find(Role::Dlogits, slice.inputs.microbatch);
-        let trusted = self.world.trusts(Stage::Dlogits, slice.inputs.microbatch);
+        let key = self.plan.step.find(Role::Dlogits, microbatch.inputs.microbatch);
+        let trusted = self.world.trusts(Stage::Dlogits, microbatch.inputs.microbatch);
         let Some(key) = key.filter(|_| formed && self.plan.wants(Stage::Dlogits) && trusted) else {
             return Ok(None);
         };
         let tensor = self.plan.step.assemble(key)?;
-        let whole = matrix(&tensor).filter(|m| m.rows == slice.inputs.tokens());
+        let whole = matrix(&tensor).filter(|m| m.rows == microbatch.inputs.tokens());
         let whole = whole.ok_or_else(|| unfit(&tensor, "floats of shape [..., V]"))?;
         let values = Gathered::new(&whole, &unit.rows);
         let stored = match precision_of(tensor.dtype) {
@@ -134,17 +138,17 @@ impl Replay<'_> {
     ) {
         use Stage::{Dbias, Dk, Dq};
         let (t, v) = (problem.head.q.rows, problem.head.valid_vocab);
-        let at = At { stage: Dq, microbatch: problem.microbatch, rank: problem.rank };
-        let whole = unit.rows.iter().all(|&row| self.judge.world.emulates(at, row));
+        let place = StagePlace { stage: Dq, microbatch: problem.microbatch, rank: problem.rank };
+        let whole = unit.rows.iter().all(|&row| self.judge.world.emulates(place, row));
         let policy =
             self.judge.world.policy_of(&self.plan.roundings, problem.unit()).filter(|_| whole);
-        let supposed = policy.map(|(of, _)| Operands {
-            entries: narrowed(&dlogits.values.matrix(), of.dlogits),
-            q: narrowed(&problem.head.q, of.input),
-            k: narrowed(&problem.head.k, of.input),
+        let supposed = policy.map(|(policy, _)| Operands {
+            entries: narrowed(&dlogits.values.matrix(), policy.dlogits),
+            q: narrowed(&problem.head.q, policy.input),
+            k: narrowed(&problem.head.k, policy.input),
         });
         let (entries, head): (Matrix<'_>, HeadInputs<'_>) = match &supposed {
-            Some(of) => (of.entries.matrix(), of.head(&problem.head)),
+            Some(operands) => (operands.entries.matrix(), operands.head(&problem.head)),
             None => (dlogits.values.matrix(), problem.head),
         };
         let formats = [self.plan.roundings.narrowest.dlogits, self.plan.roundings.widest.dlogits];
@@ -213,11 +217,11 @@ impl Judge<'_> {
         exact: &[f64],
     ) -> Vec<f64> {
         let mut values = exact.to_vec();
-        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let place = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
         let columns = values.len() / rows.len().max(1);
-        let factor = self.world.scale(at);
+        let factor = self.world.scale(place);
         values.iter_mut().for_each(|x| *x *= factor);
-        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { place, rows, columns, values: &mut values });
         values
     }
 
@@ -247,9 +251,9 @@ impl Judge<'_> {
         let length = product.length as f64;
         let (factor, again) = product.factor;
         let allowed = |row: usize, column: usize, supposed: f64| {
-            let at = row * columns + column;
+            let element = row * columns + column;
             let x = if factor == 0.0 { 0.0 } else { supposed / factor };
-            let squares = product.squares[at];
+            let squares = product.squares[element];
             let joined = self.joined(parts, product.tokens && path == Path::Chunked, x, squares);
             // The label's entry is the largest: met first, every later sum carries it.
             let label = carried(sum, length, squares);
@@ -261,13 +265,14 @@ impl Judge<'_> {
             let shared = self.narrowing() * squares + product.alike.shared * x * x;
             let certain = product.alike.certain * x.abs();
             let inner = Allowed { own, shared, certain, ..Allowed::default() }.times(factor);
-            gradient.storing(product.first * columns + at, supposed, again, inner)
+            gradient.storing(product.first * columns + element, supposed, again, inner)
         };
         let captured = rows_of(&whole, product.first..product.first + rows);
         let place = |row: usize| index(product.first + row);
         let bound = self.bound(whole.rows, columns);
-        let one = |row: usize| copies.map_or(1.0, |copies| copies[row]);
-        let compared = Rows { captured, reference: product.values, index: &place, repeats: &one };
+        let repeats = |row: usize| copies.map_or(1.0, |copies| copies[row]);
+        let compared =
+            Rows { captured, reference: product.values, index: &place, repeats: &repeats };
         let stage = gradient.stage;
         let mut tally = Tally::of(&compared, allowed, &bound);
         if let Some(stored) = gradient.stored {

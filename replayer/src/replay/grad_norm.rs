@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::addends::Sum;
 use super::label_counts::hits;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::norm_shares::{Cut, GradNorm, Share, gradients, reported};
 use super::outcome::{NotChecked, Outcome};
 use super::plan::Plan;
@@ -24,30 +24,35 @@ use crate::kernels::round::Precision;
 
 impl Plan<'_> {
     /// grad_norm as reported, recomputed, and as it would be with the reference dk.
-    pub(super) fn norm(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+    pub(super) fn norm(
+        &self,
+        microbatches: &[HeadMicrobatch],
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
         let mut norm = GradNorm { captured: reported(self.step)?, ..GradNorm::default() };
         let gradients = gradients(self.step);
         let mut squares = SumsOfSquares::default();
         for key in &gradients {
             let tensor = self.step.assemble(key)?;
-            matrix(&tensor).iter().for_each(|of| squares.add(of, norm.captured.is_some()));
+            matrix(&tensor).iter().for_each(|matrix| squares.add(matrix, norm.captured.is_some()));
         }
         if !gradients.is_empty() {
             norm.recomputed = Some(squares.exact.sqrt());
             norm.gradients = gradients.iter().map(|key| key.to_string()).collect();
             norm.reported_as = norm.captured.map(|reported| squares.says(reported));
         }
-        let told = slices.iter().all(|slice| slice.blocked.is_none());
+        let told = microbatches.iter().all(|microbatch| microbatch.blocked.is_none());
         let whole = told && self.step.lacking.is_nothing();
         let reduced = self.step.find_reduced(Role::Dk, true).filter(|_| whole);
         let reference = outcome.reference_dk.take();
-        let divisor = self.divisor(slices).map(|divisor| divisor * self.ranks_averaged(slices));
+        let divisor =
+            self.divisor(microbatches).map(|divisor| divisor * self.ranks_averaged(microbatches));
         if let (Some(key), Some(reference), Ok(divisor)) = (reduced, reference, divisor) {
             let tensor = self.step.oriented(key, None)?;
             let captured = matrix(&tensor).filter(|m| m.len() == reference.sums[0].total.len());
             if let Some(captured) = captured {
                 let divisor = divisor * reference.averaged;
-                self.gap(&mut norm, slices, captured, (reference, divisor))?;
+                self.gap(&mut norm, microbatches, captured, (reference, divisor))?;
             }
         }
         if self.wants(Stage::GradNorm) && norm.captured.is_some() {
@@ -63,7 +68,7 @@ impl Plan<'_> {
     pub(super) fn gap(
         &self,
         norm: &mut GradNorm,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         captured: Matrix<'_>,
         (mut reference, divisor): (ReferenceDk, f64),
     ) -> Result<(), StepError> {
@@ -80,8 +85,8 @@ impl Plan<'_> {
         norm.floor = Some((whole * whole - ours + emulated).max(0.0).sqrt() - with_reference);
         norm.gap = Some(gap);
         let cut = Cut { ours: captured, theirs: &exact, norms: whole + with_reference, gap };
-        norm.shares = cut.by_place(&hits(slices, captured.rows), self.roundings.tiles.vocab);
-        norm.shares.extend(self.by_addend(&cut, slices, reference.addends, divisor)?);
+        norm.shares = cut.by_place(&hits(microbatches, captured.rows), self.roundings.tiles.vocab);
+        norm.shares.extend(self.by_addend(&cut, microbatches, reference.addends, divisor)?);
         Ok(())
     }
 
@@ -89,15 +94,15 @@ impl Plan<'_> {
     fn by_addend(
         &self,
         cut: &Cut<'_>,
-        slices: &[Slice],
+        head_microbatches: &[HeadMicrobatch],
         addends: Vec<Addend>,
         divisor: f64,
     ) -> Result<Vec<Share>, StepError> {
-        let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+        let units: usize = head_microbatches.iter().map(|microbatch| microbatch.units.len()).sum();
         if addends.len() != units || units < 2 {
             return Ok(Vec::new());
         }
-        let mut found: Vec<(Option<Microbatch>, Vec<Rank>, f64)> = Vec::new();
+        let mut gaps: Vec<(Option<Microbatch>, Vec<Rank>, f64)> = Vec::new();
         for addend in addends {
             let Some(key) = self.step.find(Role::Dk, addend.microbatch) else {
                 return Ok(Vec::new());
@@ -114,13 +119,13 @@ impl Plan<'_> {
             let along = captured.iter().zip(&addend.reference).zip(cut.both());
             let along: f64 =
                 along.map(|((c, r), (ours, theirs))| (c - r) / divisor * (ours + theirs)).sum();
-            found.push((addend.microbatch, addend.ranks, along / cut.norms));
+            gaps.push((addend.microbatch, addend.ranks, along / cut.norms));
         }
         let mut shares = Vec::new();
-        let ranks = found.iter().map(|(_, ranks, gap)| (name_of_ranks(ranks), *gap));
+        let ranks = gaps.iter().map(|(_, ranks, gap)| (name_of_ranks(ranks), *gap));
         shares.extend(cut.grouped("rank", ranks));
         let microbatches =
-            found.iter().filter_map(|(mb, _, gap)| Some((mb.as_ref()?.to_string(), *gap)));
+            gaps.iter().filter_map(|(mb, _, gap)| Some((mb.as_ref()?.to_string(), *gap)));
         shares.extend(cut.grouped("microbatch", microbatches));
         Ok(shares)
     }
@@ -143,8 +148,8 @@ impl SumsOfSquares {
     /// Adds a gradient; one after the other in few bits only where that is asked for.
     fn add(&mut self, values: &Matrix<'_>, in_few_bits: bool) {
         self.exact += values.energy();
-        for at in 0..if in_few_bits { values.len() } else { 0 } {
-            let x = values.get_f64(at) as f32;
+        for element in 0..if in_few_bits { values.len() } else { 0 } {
+            let x = values.get_f64(element) as f32;
             self.f32 += x * x;
             self.bf16 = Precision::Bf16.round(self.bf16 + Precision::Bf16.round(x * x));
         }

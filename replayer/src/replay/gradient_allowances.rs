@@ -222,9 +222,9 @@ impl Slab {
 }
 
 /// Of dq (0) or of dk (1): a label part that was captured is none of whole entries.
-fn label_bias(problem: &Problem<'_>, of: usize, parts: i64) -> f64 {
-    let own = problem.label_bias[of];
-    if parts == LABEL { own } else { own.max(problem.whole_bias) }
+fn label_bias(problem: &Problem<'_>, token: usize, parts: i64) -> f64 {
+    let bias = problem.label_bias[token];
+    if parts == LABEL { bias } else { bias.max(problem.whole_bias) }
 }
 
 /// What was summed for an element of dq.

@@ -50,7 +50,7 @@ impl Replay<'_> {
         let gradients: Vec<_> = of_unit.of(&Stage::OF_Q).chain(captured.of(&Stage::OF_K)).collect();
         let gradients: Vec<_> = gradients
             .into_iter()
-            .filter(|one| !added(one.stage) && !label.contains(&one.stage))
+            .filter(|gradient| !added(gradient.stage) && !label.contains(&gradient.stage))
             .collect();
         let storages: Vec<Box<dyn Fn(usize, f64) -> f64 + Sync>> = gradients
             .iter()
@@ -80,9 +80,9 @@ impl Replay<'_> {
             (self.plan.tiles, self.executor.progress(), self.plan.comparisons);
         let plan = probe::Plan { probes, seed, comparisons, tiles, progress };
         let (stages, slopes) = probe::check(&backward, &probed, &self.judge.model(problem), &plan);
-        for found in stages {
-            outcome.reached(found.stage, found.reach);
-            findings.merge(found.stage, found.tally, found.bound);
+        for probed in stages {
+            outcome.reached(probed.stage, probed.reach);
+            findings.merge(probed.stage, probed.tally, probed.bound);
         }
         self.judge.judge_labels(problem, captured, unit, &slopes, &mut findings);
         findings
@@ -147,9 +147,9 @@ impl Judge<'_> {
         let adding = self.adding();
         let reference = super::elementwise::sum(&parts.lse, &parts.label);
         let allowed = |row: usize, column: usize, x: f64| {
-            let at = row * values.cols + column;
-            let inner = parts.allowed(&adding, at);
-            Allowed { own: inner.own + gradient.storage(at, x), ..inner }
+            let element = row * values.cols + column;
+            let inner = parts.allowed(&adding, element);
+            Allowed { own: inner.own + gradient.storage(element, x), ..inner }
         };
         let bound = self.bound(values.rows, values.cols);
         let rows = Rows { captured: values, reference: &reference, index, repeats: &once };

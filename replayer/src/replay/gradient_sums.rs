@@ -13,11 +13,11 @@ use super::addends::Sum;
 use super::comparison::Comparison;
 use super::context::Replay;
 use super::maps::Drawn;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::rounding_variance::{rounded, stored};
 use super::summation_votes::Whole;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::assemble::Tensor;
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::head::Stage;
@@ -38,35 +38,44 @@ struct Judged<'a> {
 impl Replay<'_> {
     pub(super) fn judge_sums_and_norm(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        self.sums(slices, outcome)?;
-        if slices.iter().any(|slice| self.plan.step.judged(&slice.inputs).is_some()) {
+        self.sums(microbatches, outcome)?;
+        if microbatches.iter().any(|microbatch| self.plan.step.judged(&microbatch.inputs).is_some())
+        {
             let why = "ranks hold several versions of what the gradients are computed from";
             outcome.leave(Stage::GradNorm, None, why);
             return Ok(());
         }
-        let norm = self.plan.norm(slices, outcome);
+        let norm = self.plan.norm(microbatches, outcome);
         outcome.spared(norm, (&[Stage::GradNorm], None)).map(|_| ())
     }
 
     /// The sums over microbatches and over ranks.
-    pub(super) fn sums(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
-        let several = slices.iter().any(|slice| slice.inputs.microbatch.is_some());
+    pub(super) fn sums(
+        &self,
+        microbatches: &[HeadMicrobatch],
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
+        let several = microbatches.iter().any(|microbatch| microbatch.inputs.microbatch.is_some());
         if several && self.plan.wants(Stage::Accumulate) {
-            let found = self.accumulate(slices, outcome);
-            outcome.spared(found, (&[Stage::Accumulate], None))?;
+            let result = self.accumulate(microbatches, outcome);
+            outcome.spared(result, (&[Stage::Accumulate], None))?;
         }
         if self.plan.wants(Stage::Reduce) {
-            let found = self.reduce(slices, outcome);
-            outcome.spared(found, (&[Stage::Reduce], None))?;
+            let result = self.reduce(microbatches, outcome);
+            outcome.spared(result, (&[Stage::Reduce], None))?;
         }
         Ok(())
     }
 
     /// dk without microbatch, before the reduction: the sum over microbatches.
-    fn accumulate(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+    fn accumulate(
+        &self,
+        head_microbatches: &[HeadMicrobatch],
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
         let stage = Stage::Accumulate;
         let Some(key) = self.plan.step.find_reduced(Role::Dk, false) else {
             let why =
@@ -74,20 +83,25 @@ impl Replay<'_> {
             outcome.skip(stage, why);
             return Ok(());
         };
-        let divisor = match self.plan.divisor(slices) {
+        let divisor = match self.plan.divisor(head_microbatches) {
             Ok(divisor) => divisor,
             Err(why) => {
                 outcome.skip(stage, why);
                 return Ok(());
             }
         };
-        let of = |slice: &Slice| {
-            let microbatch = slice.inputs.microbatch;
+        let addend_of = |head_microbatch: &HeadMicrobatch| {
+            let microbatch = head_microbatch.inputs.microbatch;
             self.plan.step.find(Role::Dk, microbatch).map(|key| (microbatch, key))
         };
-        let Some(addends) = slices.iter().map(of).collect::<Option<Vec<_>>>() else {
+        let Some(addends) = head_microbatches.iter().map(addend_of).collect::<Option<Vec<_>>>()
+        else {
             let why = "dk of some microbatch was not captured";
-            return self.judge.judge_sum_without_addends(slices, (stage, key, why), outcome);
+            return self.judge.judge_sum_without_addends(
+                head_microbatches,
+                (stage, key, why),
+                outcome,
+            );
         };
         for rank in self.plan.holders(key) {
             let tensor = match self.plan.held_by(key, rank) {
@@ -117,13 +131,17 @@ impl Replay<'_> {
             })?;
             let captured = &tensor;
             let judged = Judged { stage, key, rank, captured, addends: &addends, divisor };
-            self.judge_sum(slices, judged, outcome)?;
+            self.judge_sum(head_microbatches, judged, outcome)?;
         }
         Ok(())
     }
 
     /// dk after the reduction: the sum over ranks and microbatches.
-    fn reduce(&self, slices: &[Slice], outcome: &mut Outcome) -> Result<(), StepError> {
+    fn reduce(
+        &self,
+        microbatches: &[HeadMicrobatch],
+        outcome: &mut Outcome,
+    ) -> Result<(), StepError> {
         let stage = Stage::Reduce;
         let Some(key) = self.plan.step.find_reduced(Role::Dk, true) else {
             outcome.skip(stage, "dk after the reduction over ranks was not captured");
@@ -133,29 +151,35 @@ impl Replay<'_> {
         let captured = &tensor;
         if let Some(local) = self.plan.step.find_reduced(Role::Dk, false) {
             let partial = self.plan.step.tensors[local].partial.is_some();
-            let added = |slice: &Slice| self.plan.step.each_added(local, &slice.inputs);
-            if let Some(why) = slices.iter().find_map(|s| added(s).err()).filter(|_| partial) {
+            let added =
+                |microbatch: &HeadMicrobatch| self.plan.step.each_added(local, &microbatch.inputs);
+            if let Some(why) = microbatches.iter().find_map(|s| added(s).err()).filter(|_| partial)
+            {
                 outcome.skip(stage, why);
                 return Ok(());
             }
             let addends = &self.weighted(&tensor.shape, &[(None, local)])?;
-            let found = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
-            return self.judge_sum(slices, found, outcome);
+            let judged = Judged { stage, key, rank: None, captured, addends, divisor: 1.0 };
+            return self.judge_sum(microbatches, judged, outcome);
         }
         let mut parts = Vec::new();
-        for slice in slices {
-            let part = self.plan.step.find(Role::Dk, slice.inputs.microbatch);
+        for microbatch in microbatches {
+            let part = self.plan.step.find(Role::Dk, microbatch.inputs.microbatch);
             let Some(part) = part.filter(|part| *part != key) else {
                 let why = "dk before the reduction was not captured";
-                return self.judge.judge_sum_without_addends(slices, (stage, key, why), outcome);
+                return self.judge.judge_sum_without_addends(
+                    microbatches,
+                    (stage, key, why),
+                    outcome,
+                );
             };
-            parts.push((slice.inputs.microbatch, part));
+            parts.push((microbatch.inputs.microbatch, part));
         }
         let addends = &self.weighted(&tensor.shape, &parts)?;
-        match self.plan.divisor(slices) {
+        match self.plan.divisor(microbatches) {
             Ok(divisor) => {
-                let found = Judged { stage, key, rank: None, captured, addends, divisor };
-                self.judge_sum(slices, found, outcome)?;
+                let judged = Judged { stage, key, rank: None, captured, addends, divisor };
+                self.judge_sum(microbatches, judged, outcome)?;
             }
             Err(why) => outcome.skip(stage, why),
         }
@@ -170,8 +194,8 @@ impl Replay<'_> {
     ) -> Result<Arc<Sum>, StepError> {
         let stage = Stage::Reduce;
         let of_part = |&(microbatch, key): &(Option<Microbatch>, &TensorKey)| {
-            let of = |rank| self.judge.world.weight(stage, microbatch, rank);
-            self.plan.holders(key).into_iter().map(of).collect::<Vec<f64>>()
+            let weight_of = |rank| self.judge.world.weight(stage, microbatch, rank);
+            self.plan.holders(key).into_iter().map(weight_of).collect::<Vec<f64>>()
         };
         let weights: Vec<Vec<f64>> = parts.iter().map(of_part).collect();
         self.executor.sum(&(stage, weights), &mut || {
@@ -186,7 +210,7 @@ impl Replay<'_> {
 
     fn judge_sum(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         judged: Judged<'_>,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
@@ -197,17 +221,17 @@ impl Replay<'_> {
         };
         let wide: Vec<f64> = addends.total.iter().map(|x| x / divisor).collect();
         let whole = Whole { stage, rank, captured, shape: &tensor.shape, wide: &wide };
-        let chained = self.judge.chained(slices, &whole)?;
+        let chained = self.judge.chained(microbatches, &whole)?;
         let in_chains = chained.is_some();
         let mut reference = chained.unwrap_or_else(|| wide.clone());
         let every: Vec<usize> = (0..captured.rows).collect();
-        let at = At { stage, microbatch: None, rank };
-        let factor = self.judge.world.scale(at);
+        let place = StagePlace { stage, microbatch: None, rank };
+        let factor = self.judge.world.scale(place);
         reference.iter_mut().for_each(|x| *x *= factor);
         let divisor = divisor / factor;
-        let judged_at = at;
+        let judged_at = place;
         let (rows, columns, values) = (&every[..], captured.cols, &mut reference[..]);
-        self.judge.world.expected(&mut Expectation { at, rows, columns, values });
+        self.judge.world.expected(&mut Expectation { place, rows, columns, values });
         let (precision, reduce) = (precision_of(tensor.dtype), self.plan.roundings.reduce);
         let bound = self.judge.bound(captured.rows, captured.cols);
         let columns = captured.cols;
@@ -215,9 +239,9 @@ impl Replay<'_> {
         // A mean over three multiplies all by one rounded third.
         let constant = addends.rounds || super::elementwise::rounds(divisor);
         let allowed = |row: usize, column: usize, x: f64| {
-            let at = row * columns + column;
-            let sum = sum.variance(addends.count, addends.total[at], addends.squares[at]);
-            let inner = (sum + addends.storage[at]) / (divisor * divisor);
+            let element = row * columns + column;
+            let sum = sum.variance(addends.count, addends.total[element], addends.squares[element]);
+            let inner = (sum + addends.storage[element]) / (divisor * divisor);
             let noise = self.judge.world.noise(judged_at, row, column);
             let own = inner + rounded(reduce, x) + noise;
             let again = super::elementwise::rounds(factor);
@@ -231,23 +255,24 @@ impl Replay<'_> {
             Comparison::new(None, rank, key.to_string(), tally, &bound)
         };
         let which = (stage, rank, divisor, &self.plan.roundings, bound);
-        let of = (addends, &reference[..]);
-        let mut found = self.executor.comparison(&which, of, &mut judge);
+        let sum_and_expected = (addends, &reference[..]);
+        let mut comparison = self.executor.comparison(&which, sum_and_expected, &mut judge);
         let (first, all) = (0, captured.rows);
         let (rows, allowed) = (&rows, &allowed);
         let chart = self.plan.chart(&Drawn { stage, first, all, rows, allowed, bound: &bound });
-        if found.excess.is_none() {
+        if comparison.excess.is_none() {
             // What a hypothesis says of the sum is what one rounding of it is a rounding of.
             let wide = if in_chains { &wide } else { &reference };
-            found.excess = self.judge.chain_excess(slices, &Whole { wide, ..whole }, &bound)?;
+            comparison.excess =
+                self.judge.chain_excess(microbatches, &Whole { wide, ..whole }, &bound)?;
         }
-        if found.excess.is_some() && self.plan.step.options.declared.tied_embedding {
+        if comparison.excess.is_some() && self.plan.step.options.declared.tied_embedding {
             // The lookup's part may have been added after the addends were recorded.
             let why = "tied_embedding=True: the sum is not that of the recorded dk; it may hold the input embedding's part, which the head does not know";
             outcome.skip(stage, why);
             return Ok(());
         }
-        outcome.add(stage, found);
+        outcome.add(stage, comparison);
         if let Some(chart) = chart {
             self.plan.take_chart(stage, chart, (None, rank), outcome);
         }

@@ -3,7 +3,7 @@
 use super::elementwise::rounds;
 use super::plan::Plan;
 use super::problem::Problem;
-use super::world::{At, World};
+use super::world::{StagePlace, World};
 use crate::compare::Bound;
 use crate::head::Stage;
 
@@ -25,21 +25,21 @@ impl Judge<'_> {
 
     /// The world's factor of a stage, and whether its product is rounded.
     pub(super) fn factor(&self, problem: &Problem<'_>, stage: Stage) -> (f64, bool) {
-        let at = At { stage, microbatch: problem.microbatch, rank: problem.rank };
-        let factor = self.world.scale(at);
+        let place = StagePlace { stage, microbatch: problem.microbatch, rank: problem.rank };
+        let factor = self.world.scale(place);
         (factor, rounds(factor))
     }
 
     /// Puts what a policy gives in the place of the rows that the world means by it.
     pub(super) fn put_emulated(
         &self,
-        (at, rows): (At, &[usize]),
+        (place, rows): (StagePlace, &[usize]),
         emulated: &[f64],
         values: &mut [f64],
     ) {
         let width = (values.len() / rows.len().max(1)).max(1);
         for ((to, from), &row) in values.chunks_mut(width).zip(emulated.chunks(width)).zip(rows) {
-            if self.world.emulates(at, row) {
+            if self.world.emulates(place, row) {
                 to.copy_from_slice(from);
             }
         }

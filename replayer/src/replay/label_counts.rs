@@ -1,6 +1,6 @@
 //! How often rows of the vocabulary are labels.
 
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use crate::kernels::matrix::IGNORED;
 
 /// For each token, how many tokens have its label.
@@ -11,9 +11,9 @@ pub(super) fn tokens_of_label(labels: &[u32]) -> Vec<f64> {
 }
 
 /// Label hits of every row of k, over all microbatches.
-pub(super) fn hits(slices: &[Slice], rows: usize) -> Vec<u32> {
+pub(super) fn hits(microbatches: &[HeadMicrobatch], rows: usize) -> Vec<u32> {
     let mut hits = vec![0; rows];
-    for &label in slices.iter().flat_map(|slice| &slice.inputs.labels) {
+    for &label in microbatches.iter().flat_map(|microbatch| &microbatch.inputs.labels) {
         if label != IGNORED && (label as usize) < rows {
             hits[label as usize] += 1;
         }

@@ -5,11 +5,11 @@ use backtape::role::Role;
 
 use super::forward::ForwardState;
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::rounding_variance::relative;
 use super::token_column::{Expected, Tokens};
-use super::world::{At, Expectation, Read};
+use super::world::{Expectation, Read, StagePlace};
 use crate::head::step::StepError;
 use crate::head::units::share;
 use crate::head::{MicrobatchInputs, Stage};
@@ -57,52 +57,53 @@ impl Judge<'_> {
     /// `g` of every token, unit by unit (a rank's own denominator is its unit's).
     pub(super) fn upstream(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
         outcome: &mut Outcome,
     ) -> Result<Upstream, StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let tokens = inputs.tokens();
         let zeros = || vec![0.0; tokens];
-        let mut found = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
+        let mut upstream = Upstream { g: zeros(), variance: zeros(), certain: zeros() };
         if self.plan.step.is_policy_loss() {
-            self.policy_upstream(slice, state, &mut found, outcome)?;
-            let declared = found.g.clone();
-            self.world.upstream(inputs, &mut found.g);
-            found.keep_errors_of(&declared);
-            return Ok(found);
+            self.policy_upstream(microbatch, state, &mut upstream, outcome)?;
+            let declared = upstream.g.clone();
+            self.world.upstream(inputs, &mut upstream.g);
+            upstream.keep_errors_of(&declared);
+            return Ok(upstream);
         }
-        for (unit, denominator) in &slice.denominators {
+        for (unit, denominator) in &microbatch.denominators {
             for &t in unit.rows.iter().filter(|&&t| inputs.labels[t] != IGNORED) {
                 let weight = inputs.weights[t] * inputs.cotangent[t];
-                found.g[t] = self.plan.step.options.cotangent * share(weight, *denominator);
+                upstream.g[t] = self.plan.step.options.cotangent * share(weight, *denominator);
             }
         }
-        self.world.upstream(inputs, &mut found.g);
-        Ok(found)
+        self.world.upstream(inputs, &mut upstream.g);
+        Ok(upstream)
     }
 
     /// The policy loss of the microbatch: its gradient by each log-probability.
     fn policy_upstream(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
-        found: &mut Upstream,
+        upstream: &mut Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
-        let (exact, expected) = self.policy_gradient(slice, state)?;
-        let at = At { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
-        let mut supposed = expected.clone().times(self.world.scale(at));
+        let inputs = &microbatch.inputs;
+        let (exact, expected) = self.policy_gradient(microbatch, state)?;
+        let place =
+            StagePlace { stage: Stage::Dlogprobs, microbatch: inputs.microbatch, rank: None };
+        let mut supposed = expected.clone().times(self.world.scale(place));
         let (rows, values) = ((0..inputs.tokens()).collect::<Vec<_>>(), &mut supposed.values[..]);
-        self.world.expected(&mut Expectation { at, rows: &rows, columns: 1, values });
-        let captured = self.column(Role::Dlogprobs, slice);
+        self.world.expected(&mut Expectation { place, rows: &rows, columns: 1, values });
+        let captured = self.column(Role::Dlogprobs, microbatch);
         let captured =
             outcome.spared(captured, (&[Stage::Dlogprobs], inputs.microbatch))?.flatten();
         if let Some(captured) = captured.as_ref().filter(|_| self.plan.wants(Stage::Dlogprobs)) {
-            let found =
+            let comparison =
                 self.judge_column(inputs, captured, &supposed, Tokens::Labelled, Vec::new());
-            outcome.add(Stage::Dlogprobs, found);
+            outcome.add(Stage::Dlogprobs, comparison);
         }
         let captured = captured.filter(|_| self.world.trusts(Stage::Dlogprobs, inputs.microbatch));
         for t in 0..inputs.tokens() {
@@ -110,21 +111,21 @@ impl Judge<'_> {
                 Some(column) => column.at(t),
                 None => (expected.values[t], expected.variance[t]),
             };
-            found.g[t] = -dlogp;
+            upstream.g[t] = -dlogp;
             let squared = dlogp * dlogp;
-            found.variance[t] = if squared > 0.0 { variance / squared } else { 0.0 };
+            upstream.variance[t] = if squared > 0.0 { variance / squared } else { 0.0 };
             let jumps = captured.is_none() && exact.at_kink[t];
-            found.certain[t] = if jumps { expected.certain[t] } else { 0.0 };
+            upstream.certain[t] = if jumps { expected.certain[t] } else { 0.0 };
         }
-        self.policy_loss_value(slice, &exact, &expected, state, outcome)
+        self.policy_loss_value(microbatch, &exact, &expected, state, outcome)
     }
 
     pub(super) fn policy_gradient(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
     ) -> Result<(PolicyLoss, Expected), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let (tokens, mb) = (inputs.tokens(), inputs.microbatch);
         let options = self.plan.step.options.grpo.as_ref().expect("a policy loss has its options");
         let need = |role| {
@@ -138,9 +139,9 @@ impl Judge<'_> {
         let mut reference =
             if options.kl_beta == 0.0 { None } else { Some(need(Role::RefLogprobs)?) };
         self.world.policy_column(Role::Advantages, inputs, &mut advantages);
-        for (of, column) in [(Role::OldLogprobs, &mut old), (Role::RefLogprobs, &mut reference)] {
+        for (role, column) in [(Role::OldLogprobs, &mut old), (Role::RefLogprobs, &mut reference)] {
             if let Some(values) = column {
-                self.world.policy_column(of, inputs, values);
+                self.world.policy_column(role, inputs, values);
             }
         }
         let counted = |t: usize| if inputs.labels[t] == IGNORED { 0.0 } else { inputs.weights[t] };
@@ -151,9 +152,9 @@ impl Judge<'_> {
         let zeros = || vec![0.0; tokens];
         let mut exact = PolicyLoss { terms: zeros(), dlogp: zeros(), at_kink: vec![false; tokens] };
         let mut divided = zeros();
-        for (unit, denominator) in &slice.denominators {
+        for (unit, denominator) in &microbatch.denominators {
             // The tokens of other denominators are masked, and stay zero.
-            let own = masked(&weights, &unit.rows);
+            let own_weights = masked(&weights, &unit.rows);
             let part = policy_loss(
                 options,
                 &PolicyInputs {
@@ -161,7 +162,7 @@ impl Judge<'_> {
                     old: old.as_deref(),
                     advantages: &advantages,
                     reference: reference.as_deref(),
-                    weights: &own,
+                    weights: &own_weights,
                     sequences: &sequences,
                     denominator: *denominator,
                     kink_tolerance,
@@ -196,7 +197,7 @@ impl Judge<'_> {
 
     fn policy_loss_value(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         exact: &PolicyLoss,
         gradient: &Expected,
         state: &ForwardState,
@@ -211,27 +212,27 @@ impl Judge<'_> {
                 + relative(8.0 * compute, exact.terms[t].abs() + slope)
         });
         let terms = Expected::new(exact.terms.clone(), variance.collect());
-        self.judge_loss(slice, &terms, outcome)
+        self.judge_loss(microbatch, &terms, outcome)
     }
 
     /// The loss of the microbatch from captured lse and label logits:
     /// `w (lse - (1-s) z_y - s/K Σz + λ lse²) / denominator`.
     pub(super) fn loss(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         if self.plan.step.is_policy_loss()
-            || !self.plan.holds_loss(slice)
+            || !self.plan.holds_loss(microbatch)
             || !self.plan.wants(Stage::Loss)
         {
             return Ok(());
         }
-        let of = self.plan.step.options.reported_loss(inputs.valid_vocab);
-        let (s, lambda, k) = (of.smoothing, of.z_loss, inputs.valid_vocab as f64);
-        let divided = divisors(slice);
+        let loss = self.plan.step.options.reported_loss(inputs.valid_vocab);
+        let (s, lambda, k) = (loss.smoothing, loss.z_loss, inputs.valid_vocab as f64);
+        let divided = divisors(microbatch);
         let noise = self.term_noise(inputs.head(self.plan.step).map_or(0, |head| head.q.cols));
         let compute = self.plan.roundings.compute();
         let mean = |t: usize| state.logit_sum[t] / k.max(1.0);
@@ -252,7 +253,7 @@ impl Judge<'_> {
             let (total, squares) = (state.logit_sum[t], state.logit_squares[t]);
             let sum =
                 self.plan.roundings.widest.sums.lse.variance(k, total, squares) / (k * k).max(1.0);
-            let variance = of.by_lse(lse).powi(2) * state.lse_variance[t]
+            let variance = loss.by_lse(lse).powi(2) * state.lse_variance[t]
                 + (1.0 - s).powi(2) * state.label.variance[t]
                 + s * s * (logits + sum)
                 + relative(2.0 * compute, size);
@@ -272,32 +273,32 @@ impl Judge<'_> {
         });
         let shared = shared.collect();
         let certain = (0..inputs.tokens()).map(|t| {
-            let of = |ties: &[f64]| ties.get(t).copied().unwrap_or(0.0);
-            let read = of(&state.lse_ties) + of(&state.label.certain);
+            let tie = |ties: &[f64]| ties.get(t).copied().unwrap_or(0.0);
+            let read = tie(&state.lse_ties) + tie(&state.label.certain);
             // What the world says of a loss counts what it reads.
-            weight(t).abs() * if ties.is_empty() { read } else { of(&ties) }
+            weight(t).abs() * if ties.is_empty() { read } else { tie(&ties) }
         });
         let certain = certain.collect();
         let terms = Expected { shared, certain, ..Expected::new(values, variance) };
-        self.judge_loss(slice, &terms, outcome)
+        self.judge_loss(microbatch, &terms, outcome)
     }
 
     /// The loss of every token before weights, `[T]`: `lse - (1-s) z_y - s/K Σz + λ lse²`.
     pub(super) fn nll(&self, inputs: &MicrobatchInputs, state: &ForwardState) -> Vec<f64> {
         let loss = self.plan.step.options.reported_loss(inputs.valid_vocab);
         let classes = inputs.valid_vocab.max(1) as f64;
-        let of = |t: usize| {
+        let value = |t: usize| {
             let (lse, label) = (state.loss_lse[t], state.label.values[t]);
             loss.value(lse, label, || state.logit_sum[t] / classes)
         };
-        (0..inputs.tokens()).map(of).collect()
+        (0..inputs.tokens()).map(value).collect()
     }
 }
 
 /// What the loss of each token is divided by, `[T]`.
-pub(super) fn divisors(slice: &Slice) -> Vec<f64> {
-    let mut divided = vec![1.0; slice.inputs.tokens()];
-    for (unit, denominator) in &slice.denominators {
+pub(super) fn divisors(microbatch: &HeadMicrobatch) -> Vec<f64> {
+    let mut divided = vec![1.0; microbatch.inputs.tokens()];
+    for (unit, denominator) in &microbatch.denominators {
         unit.rows.iter().for_each(|&t| divided[t] = *denominator);
     }
     divided
@@ -305,7 +306,7 @@ pub(super) fn divisors(slice: &Slice) -> Vec<f64> {
 
 /// The weights of some tokens, 0 for all others.
 fn masked(weights: &[f64], rows: &[usize]) -> Vec<f64> {
-    let mut own = vec![0.0; weights.len()];
-    rows.iter().for_each(|&t| own[t] = weights[t]);
-    own
+    let mut masked = vec![0.0; weights.len()];
+    rows.iter().for_each(|&t| masked[t] = weights[t]);
+    masked
 }

@@ -11,12 +11,12 @@ use super::comparison::Comparison;
 use super::correlated_errors::{one_sided_error, sequential_variance};
 use super::expected_loss::{LossTotals, Total};
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::rounding_variance::{relative, stored};
 use super::token_column::{Expected, Tokens};
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
@@ -30,37 +30,37 @@ struct Place<'a> {
     rank: Option<Rank>,
     key: &'a TensorKey,
     /// Losses that are judged beside it.
-    of: usize,
+    losses: usize,
 }
 
 impl Judge<'_> {
     /// The recorded loss against the tokens' terms, or their sums.
     pub(super) fn judge_loss(
         &self,
-        slice: &Slice,
+        head_microbatch: &HeadMicrobatch,
         terms: &Expected,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let microbatch = slice.inputs.microbatch;
-        if !self.plan.wants(Stage::Loss) || !self.plan.holds_loss(slice) {
+        let microbatch = head_microbatch.inputs.microbatch;
+        if !self.plan.wants(Stage::Loss) || !self.plan.holds_loss(head_microbatch) {
             return Ok(());
         }
-        let held = |role| self.plan.step.find(role, microbatch).is_some();
-        let captured = held(Role::Lse) && held(Role::LabelLogits);
-        if !captured && self.plan.step.judged(&slice.inputs).is_some() {
+        let is_recorded = |role| self.plan.step.find(role, microbatch).is_some();
+        let captured = is_recorded(Role::Lse) && is_recorded(Role::LabelLogits);
+        if !captured && self.plan.step.judged(&head_microbatch.inputs).is_some() {
             let why = "ranks hold several versions of what it is computed from: record lse and label_logits to have it judged";
             outcome.leave(Stage::Loss, microbatch, why);
             return Ok(());
         }
-        let at = At { stage: Stage::Loss, microbatch, rank: None };
-        let terms = terms.clone().times(self.world.scale(at));
-        let totals = self.totals(slice, &terms);
+        let place = StagePlace { stage: Stage::Loss, microbatch, rank: None };
+        let terms = terms.clone().times(self.world.scale(place));
+        let totals = self.totals(head_microbatch, &terms);
         if let Some(key) = self.plan.step.find(Role::Loss, microbatch) {
-            let found = match self.plan.step.options.reduction {
-                LossReduction::None => self.judge_losses(slice, &terms, outcome),
+            let result = match self.plan.step.options.reduction {
+                LossReduction::None => self.judge_losses(head_microbatch, &terms, outcome),
                 _ => self.judge_totals(key, microbatch, &totals, outcome),
             };
-            outcome.spared(found, (&[Stage::Loss], microbatch))?;
+            outcome.spared(result, (&[Stage::Loss], microbatch))?;
         }
         outcome.losses.push(totals);
         Ok(())
@@ -69,8 +69,8 @@ impl Judge<'_> {
 
 impl Plan<'_> {
     /// Whether a loss of the microbatch, or of the step, was recorded.
-    pub(super) fn holds_loss(&self, slice: &Slice) -> bool {
-        self.step.held(Role::Loss, slice.inputs.microbatch).is_some()
+    pub(super) fn holds_loss(&self, microbatch: &HeadMicrobatch) -> bool {
+        self.step.recorded(Role::Loss, microbatch.inputs.microbatch).is_some()
     }
 }
 
@@ -79,32 +79,32 @@ impl Judge<'_> {
     /// as the head declares it.
     pub(super) fn step_loss(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let several = slices.iter().all(|slice| slice.inputs.microbatch.is_some());
+        let several = microbatches.iter().all(|microbatch| microbatch.inputs.microbatch.is_some());
         let Some(key) = self.plan.step.find(Role::Loss, None).filter(|_| several) else {
             return Ok(());
         };
         if !self.plan.wants(Stage::Loss) {
             return Ok(());
         }
-        let found = self.judge_step_loss(slices, key, outcome);
-        outcome.spared(found, (&[Stage::Loss], None)).map(|_| ())
+        let result = self.judge_step_loss(microbatches, key, outcome);
+        outcome.spared(result, (&[Stage::Loss], None)).map(|_| ())
     }
 
     fn judge_step_loss(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         key: &TensorKey,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let losses = std::mem::take(&mut outcome.losses);
-        let ready = match self.plan.divisor(slices) {
+        let ready = match self.plan.divisor(microbatches) {
             _ if self.plan.step.options.reduction == LossReduction::None => {
                 Err("reduction=none: the loss of a step is no sum that the head declares".into())
             }
-            _ if losses.len() != slices.len() => {
+            _ if losses.len() != microbatches.len() => {
                 Err("the loss of some microbatch could not be worked out".to_string())
             }
             divisor => divisor,
@@ -124,13 +124,14 @@ impl Judge<'_> {
     /// The loss of each token.
     fn judge_losses(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         terms: &Expected,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Some(captured) = self.column(Role::Loss, slice)? else { return Ok(()) };
-        let found = self.judge_column(&slice.inputs, &captured, terms, Tokens::All, Vec::new());
-        outcome.add(Stage::Loss, found);
+        let Some(captured) = self.column(Role::Loss, microbatch)? else { return Ok(()) };
+        let comparison =
+            self.judge_column(&microbatch.inputs, &captured, terms, Tokens::All, Vec::new());
+        outcome.add(Stage::Loss, comparison);
         Ok(())
     }
 
@@ -143,7 +144,7 @@ impl Judge<'_> {
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
         let by_rank = self.plan.step.options.scope.ranks != Ranks::All;
-        let place = Place { microbatch, rank: None, key, of: 1 };
+        let place = Place { microbatch, rank: None, key, losses: 1 };
         let several = totals.by_rank.as_ref().map_or(true, |ranks| ranks.len() > 1);
         let Some(reduction) = self.plan.step.tensors[key].partial else {
             if by_rank && several {
@@ -173,11 +174,11 @@ impl Judge<'_> {
                 return Ok(());
             }
         };
-        for (of, total) in ranks {
-            let tensor = self.plan.step.addend(key, of)?;
+        for (holders, total) in ranks {
+            let tensor = self.plan.step.addend(key, holders)?;
             let captured = one_float(&tensor)?;
             let storage = totals.stores * stored(precision_of(tensor.dtype), total.value);
-            let place = Place { rank: of.first().copied(), of: ranks.len(), ..place };
+            let place = Place { rank: holders.first().copied(), losses: ranks.len(), ..place };
             self.judge_total(place, captured, (total, storage), outcome);
         }
         Ok(())
@@ -186,8 +187,8 @@ impl Judge<'_> {
 
 impl Plan<'_> {
     fn no_float(&self, key: &TensorKey) -> StepError {
-        let found = format!("of shape {:?}", self.step.tensors[key].shape);
-        StepError::Unfit { key: key.clone(), found, wanted: "one float".into() }
+        let shape = format!("of shape {:?}", self.step.tensors[key].shape);
+        StepError::Unfit { key: key.clone(), found: shape, wanted: "one float".into() }
     }
 }
 
@@ -200,7 +201,7 @@ impl Judge<'_> {
         outcome: &mut Outcome,
     ) {
         let bound = self.bound(1, 1);
-        let share = Bound::new(self.plan.comparisons * place.of, 1, 1);
+        let share = Bound::new(self.plan.comparisons * place.losses, 1, 1);
         let bound = Bound { nan_is_meant: bound.nan_is_meant, measured: bound.measured, ..share };
         let rows = Rows {
             captured: Matrix { rows: 1, cols: 1, values: Values::F64(&[captured]) },
@@ -220,16 +221,16 @@ impl Judge<'_> {
     }
 
     /// The loss over all tokens, and over each rank's.
-    fn totals(&self, slice: &Slice, terms: &Expected) -> LossTotals {
-        let inputs = &slice.inputs;
+    fn totals(&self, microbatch: &HeadMicrobatch, terms: &Expected) -> LossTotals {
+        let inputs = &microbatch.inputs;
         let all: Vec<usize> = (0..inputs.tokens()).collect();
         let ranks = self.plan.step.rank_rows(inputs);
         let of_ranks = |units: Vec<crate::head::Unit>| {
-            let one = |unit: crate::head::Unit| {
+            let total_of = |unit: crate::head::Unit| {
                 let total = self.total(inputs, terms, (&unit.rows, unit.rank()));
                 (unit.ranks, total)
             };
-            units.into_iter().map(one).collect()
+            units.into_iter().map(total_of).collect()
         };
         LossTotals {
             microbatch: inputs.microbatch,
@@ -246,19 +247,19 @@ impl Judge<'_> {
         terms: &Expected,
         (rows, rank): (&[usize], Option<Rank>),
     ) -> Total {
-        let of = |values: &[f64]| -> Vec<f64> {
+        let select = |values: &[f64]| -> Vec<f64> {
             rows.iter().filter_map(|&t| values.get(t)).copied().collect()
         };
-        let (values, copies) = (of(&terms.values), of(&inputs.copies));
-        let at = At { stage: Stage::Loss, microbatch: inputs.microbatch, rank };
+        let (values, copies) = (select(&terms.values), select(&inputs.copies));
+        let place = StagePlace { stage: Stage::Loss, microbatch: inputs.microbatch, rank };
         let mut value = [values.iter().sum::<f64>()];
         let (first, single) = (&[0][..], &mut value[..]);
-        self.world.expected(&mut Expectation { at, rows: first, columns: 1, values: single });
+        self.world.expected(&mut Expectation { place, rows: first, columns: 1, values: single });
         let [total] = value;
         let squares: f64 = values.iter().map(|x| x * x).sum();
         let sum = self.plan.roundings.widest.sums.lse;
         // Tokens that are copies err alike: m equal errors of variance a sum to m² a.
-        let variances = of(&terms.variance);
+        let variances = select(&terms.variance);
         let errs = variances.iter().zip(&copies).map(|(own, copies)| copies * own);
         // So do the additions of equal addends.
         let most = copies.iter().copied().fold(1.0, f64::max);
@@ -270,8 +271,8 @@ impl Judge<'_> {
             + most * sum.variance(values.len() as f64, total, squares).max(in_order)
             + relative(2.0 * self.plan.roundings.compute(), total);
         // One constant moves all terms the same way: amplitudes add.
-        let shared = of(&terms.shared).iter().map(|v| v.sqrt()).sum();
-        let certain = of(&terms.certain).iter().sum::<f64>() + one_sided_error(sum, &counted);
+        let shared = select(&terms.shared).iter().map(|v| v.sqrt()).sum();
+        let certain = select(&terms.certain).iter().sum::<f64>() + one_sided_error(sum, &counted);
         Total { value: total, own, shared, certain }
     }
 
@@ -282,10 +283,10 @@ impl Judge<'_> {
         divisor: f64,
     ) -> Result<LossTotals, StepError> {
         let mut whole = Vec::new();
-        for of in losses {
-            whole.push(self.captured_total(of)?.unwrap_or(of.whole));
+        for totals in losses {
+            whole.push(self.captured_total(totals)?.unwrap_or(totals.whole));
         }
-        let every = losses.iter().map(|of| of.by_rank.as_ref().map_err(Clone::clone));
+        let every = losses.iter().map(|totals| totals.by_rank.as_ref().map_err(Clone::clone));
         let by_rank = every.collect::<Result<Vec<_>, String>>().and_then(|every| {
             let Some(first) = every.first() else { return Ok(Vec::new()) };
             let same = every.iter().all(|ranks| {
@@ -294,21 +295,21 @@ impl Judge<'_> {
             if !same {
                 return Err("other ranks share tokens in each microbatch".to_string());
             }
-            let of = |at: usize| {
-                let each: Vec<Total> = every.iter().map(|ranks| ranks[at].1).collect();
-                (first[at].0.clone(), self.added(&each, divisor))
+            let added_at = |index: usize| {
+                let each: Vec<Total> = every.iter().map(|ranks| ranks[index].1).collect();
+                (first[index].0.clone(), self.added(&each, divisor))
             };
-            Ok((0..first.len()).map(of).collect())
+            Ok((0..first.len()).map(added_at).collect())
         });
         let (whole, stores) = (self.added(&whole, divisor), losses.len() as f64 + 1.0);
         Ok(LossTotals { microbatch: None, whole, by_rank, stores })
     }
 
     /// The loss of a microbatch as one number that was captured, and may be believed.
-    fn captured_total(&self, of: &LossTotals) -> Result<Option<Total>, StepError> {
-        let key = self.plan.step.find(Role::Loss, of.microbatch);
+    fn captured_total(&self, losses: &LossTotals) -> Result<Option<Total>, StepError> {
+        let key = self.plan.step.find(Role::Loss, losses.microbatch);
         let whole = key.filter(|key| self.plan.step.tensors[*key].partial.is_none());
-        let trusted = self.world.trusts(Stage::Loss, of.microbatch);
+        let trusted = self.world.trusts(Stage::Loss, losses.microbatch);
         let Some(key) =
             whole.filter(|_| trusted && self.plan.step.options.scope.ranks == Ranks::All)
         else {
@@ -322,15 +323,15 @@ impl Judge<'_> {
     }
 
     /// A sum or a mean of losses, each addition rounded.
-    fn added(&self, of: &[Total], divisor: f64) -> Total {
-        let sum = |part: fn(&Total) -> f64| of.iter().map(part).sum::<f64>();
-        let size = sum(|one| one.value.abs());
-        let additions = relative(self.plan.roundings.compute() * (of.len() as f64 + 1.0), size);
+    fn added(&self, totals: &[Total], divisor: f64) -> Total {
+        let sum = |part: fn(&Total) -> f64| totals.iter().map(part).sum::<f64>();
+        let size = sum(|total| total.value.abs());
+        let additions = relative(self.plan.roundings.compute() * (totals.len() as f64 + 1.0), size);
         Total {
-            value: sum(|one| one.value) / divisor,
-            own: (sum(|one| one.own) + additions) / (divisor * divisor),
-            shared: sum(|one| one.shared) / divisor,
-            certain: sum(|one| one.certain) / divisor,
+            value: sum(|total| total.value) / divisor,
+            own: (sum(|total| total.own) + additions) / (divisor * divisor),
+            shared: sum(|total| total.shared) / divisor,
+            certain: sum(|total| total.certain) / divisor,
         }
     }
 }

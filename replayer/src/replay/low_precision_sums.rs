@@ -6,7 +6,7 @@ use backtape::identity::Rank;
 use backtape::role::Role;
 
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::plan::Plan;
 use super::summation_votes::{Votes, Whole};
 use super::world::Chain;
@@ -21,21 +21,24 @@ const NARROW: [Precision; 2] = [Precision::Bf16, Precision::F16];
 impl Judge<'_> {
     /// The chains of the world, if it has one that bears on a stage.
     fn supposed_chains(&self, stage: Stage) -> Option<[Option<Chain>; 2]> {
-        let [own, ranks] = Stage::SUMS.map(|of| self.world.chain(of));
-        let bears =
-            if stage == Stage::Reduce { own.is_some() || ranks.is_some() } else { own.is_some() };
-        bears.then_some([own, ranks])
+        let [microbatches, ranks] = Stage::SUMS.map(|stage| self.world.chain(stage));
+        let bears = if stage == Stage::Reduce {
+            microbatches.is_some() || ranks.is_some()
+        } else {
+            microbatches.is_some()
+        };
+        bears.then_some([microbatches, ranks])
     }
 
     /// What the world's chains make of a sum; `None` where it has none, or where the
     /// addends are not whole tensors.
     pub(super) fn chained(
         &self,
-        slices: &[Slice],
-        of: &Whole<'_>,
+        microbatches: &[HeadMicrobatch],
+        whole: &Whole<'_>,
     ) -> Result<Option<Vec<f64>>, StepError> {
-        match self.supposed_chains(of.stage) {
-            Some(chains) => self.plan.chain(slices, of, chains),
+        match self.supposed_chains(whole.stage) {
+            Some(chains) => self.plan.chain(microbatches, whole, chains),
             None => Ok(None),
         }
     }
@@ -44,31 +47,34 @@ impl Judge<'_> {
     /// why it is not theirs.
     pub(super) fn chain_excess(
         &self,
-        slices: &[Slice],
-        of: &Whole<'_>,
+        microbatches: &[HeadMicrobatch],
+        whole: &Whole<'_>,
         bound: &Bound,
     ) -> Result<Option<String>, StepError> {
         if self.plan.roundings.reduce.unit_roundoff() > crate::head::roundings::F32 {
             return Ok(None); // It declares as much.
         }
         let lies = |precision: Precision| {
-            let at = |at: usize| of.captured.get_f64(at);
-            (0..of.captured.len()).all(|i| !at(i).is_finite() || precision.round64(at(i)) == at(i))
+            let value = |i: usize| whole.captured.get_f64(i);
+            (0..whole.captured.len())
+                .all(|i| !value(i).is_finite() || precision.round64(value(i)) == value(i))
         };
         let narrow = |chain: Option<Chain>| chain.map(|chain| chain.precision);
-        if let Some(chains) = self.supposed_chains(of.stage) {
+        if let Some(chains) = self.supposed_chains(whole.stage) {
             let precision = chains.into_iter().find_map(narrow).unwrap_or(Precision::F32);
-            let Some(chained) = self.plan.chain(slices, of, chains)? else { return Ok(None) };
-            let votes = Votes::of(&of.captured, of.wide, &chained, precision);
+            let Some(chained) = self.plan.chain(microbatches, whole, chains)? else {
+                return Ok(None);
+            };
+            let votes = Votes::of(&whole.captured, whole.wide, &chained, precision);
             let why = "the sum is not that of partial sums in few bits";
             return Ok((!votes.is_chained(bound)).then(|| why.into()));
         }
         // Numbers of bf16 are mostly numbers of f16 too, and not the other way round.
         let narrowest = NARROW.into_iter().find(|&precision| lies(precision));
         if let Some(precision) = narrowest {
-            for chains in likely(of.stage, precision) {
-                let Some(chained) = self.plan.chain(slices, of, chains)? else { continue };
-                let votes = Votes::of(&of.captured, of.wide, &chained, precision);
+            for chains in likely(whole.stage, precision) {
+                let Some(chained) = self.plan.chain(microbatches, whole, chains)? else { continue };
+                let votes = Votes::of(&whole.captured, whole.wide, &chained, precision);
                 if votes.is_chained(bound) {
                     let Votes { chained, rounded_once } = votes;
                     return Ok(Some(format!(
@@ -78,7 +84,8 @@ impl Judge<'_> {
                 }
             }
         }
-        Ok(narrowest.and_then(|precision| self.plan.in_another_order(slices, of, precision)))
+        Ok(narrowest
+            .and_then(|precision| self.plan.in_another_order(microbatches, whole, precision)))
     }
 }
 
@@ -87,23 +94,32 @@ impl Plan<'_> {
     /// ranks'.
     fn chain(
         &self,
-        slices: &[Slice],
-        of: &Whole<'_>,
-        [own, ranks]: [Option<Chain>; 2],
+        head_microbatches: &[HeadMicrobatch],
+        whole: &Whole<'_>,
+        [microbatches, ranks]: [Option<Chain>; 2],
     ) -> Result<Option<Vec<f64>>, StepError> {
-        if of.stage == Stage::Accumulate {
-            return self.over_microbatches(slices, of.rank, of.shape, own);
+        if whole.stage == Stage::Accumulate {
+            return self.over_microbatches(
+                head_microbatches,
+                whole.rank,
+                whole.shape,
+                microbatches,
+            );
         }
         let local = self.step.find_reduced(Role::Dk, false);
-        let first = slices.first().and_then(|one| self.step.find(Role::Dk, one.inputs.microbatch));
+        let first = head_microbatches
+            .first()
+            .and_then(|microbatch| self.step.find(Role::Dk, microbatch.inputs.microbatch));
         let Some(key) = local.or(first) else { return Ok(None) };
         let mut sum = Running::new(ranks, 1.0);
         let mut holders = self.holders(key);
         sum.order(&mut holders);
         for rank in holders {
             let addend = match local {
-                Some(local) => self.addend_of(local, rank, of.shape)?,
-                None => self.over_microbatches(slices, rank, of.shape, own)?,
+                Some(local) => self.addend_of(local, rank, whole.shape)?,
+                None => {
+                    self.over_microbatches(head_microbatches, rank, whole.shape, microbatches)?
+                }
             };
             match addend {
                 Some(addend) => sum.add(addend),
@@ -116,17 +132,17 @@ impl Plan<'_> {
     /// One rank's sum over microbatches, divided as declared.
     fn over_microbatches(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         rank: Option<Rank>,
         shape: &[u64],
         chain: Option<Chain>,
     ) -> Result<Option<Vec<f64>>, StepError> {
-        let Ok(divisor) = self.divisor(slices) else { return Ok(None) };
+        let Ok(divisor) = self.divisor(microbatches) else { return Ok(None) };
         let mut sum = Running::new(chain, divisor);
-        let mut slices: Vec<&Slice> = slices.iter().collect();
-        sum.order(&mut slices);
-        for slice in slices {
-            let Some(key) = self.step.find(Role::Dk, slice.inputs.microbatch) else {
+        let mut microbatches: Vec<&HeadMicrobatch> = microbatches.iter().collect();
+        sum.order(&mut microbatches);
+        for microbatch in microbatches {
+            let Some(key) = self.step.find(Role::Dk, microbatch.inputs.microbatch) else {
                 return Ok(None);
             };
             match self.addend_of(key, rank, shape)? {
@@ -151,7 +167,7 @@ impl Plan<'_> {
 
 /// What jobs do that sum in few bits: over microbatches, over ranks, over both.
 fn likely(stage: Stage, precision: Precision) -> Vec<[Option<Chain>; 2]> {
-    let of = |rounds_addends: bool| {
+    let chains = |rounds_addends: bool| {
         let chain =
             Some(Chain { precision, descending: false, divides_first: false, rounds_addends });
         match stage {
@@ -159,7 +175,7 @@ fn likely(stage: Stage, precision: Precision) -> Vec<[Option<Chain>; 2]> {
             _ => vec![[chain, None], [None, chain], [chain, chain]],
         }
     };
-    [of(true), of(false)].concat()
+    [chains(true), chains(false)].concat()
 }
 
 /// A sum of addends over a divisor; without a chain in f64.
@@ -221,7 +237,7 @@ mod tests {
     fn added(mut each: Vec<Vec<f64>>, chain: Option<Chain>, divisor: f64) -> Vec<f64> {
         let mut sum = Running::new(chain, divisor);
         sum.order(&mut each);
-        each.into_iter().for_each(|one| sum.add(one));
+        each.into_iter().for_each(|values| sum.add(values));
         sum.finish()
     }
 
@@ -255,7 +271,7 @@ mod tests {
     fn an_addition_is_made_in_f32_before_its_sum_is_rounded_to_few_bits() {
         // Half a step of bf16 above 1, and something that f32 loses beside 1: a tie, to even.
         let each = vec![vec![1.0], vec![2f64.powi(-8) + 2f64.powi(-40)]];
-        let chain = chain(false, false).map(|of| Chain { rounds_addends: false, ..of });
+        let chain = chain(false, false).map(|chain| Chain { rounds_addends: false, ..chain });
         assert_eq!(added(each, chain, 1.0), [1.0]);
     }
 
@@ -275,7 +291,7 @@ mod tests {
         let exact: Vec<Vec<f64>> = (0..5).map(|_| (0..n).map(|_| normal()).collect()).collect();
         let half = |x: &f64| Precision::Bf16.round64(*x);
         let stored: Vec<Vec<f64>> =
-            exact.iter().map(|one| one.iter().map(half).collect()).collect();
+            exact.iter().map(|values| values.iter().map(half).collect()).collect();
         let wide = added(stored.clone(), None, 1.0);
         let narrow = added(stored, chain(false, false), 1.0);
         let bound = Bound::new(20, 100, n);

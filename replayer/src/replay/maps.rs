@@ -7,7 +7,7 @@
 
 use backtape::identity::{Microbatch, Rank};
 
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use crate::compare::{Bound, Chart, Rows};
 use crate::head::Stage;
 
@@ -55,8 +55,14 @@ pub(super) struct Draw {
 }
 
 impl Draw {
-    pub(super) fn new(slices: &[Slice]) -> Draw {
-        Draw { strips: slices.iter().map(|slice| slice.units.len()).sum::<usize>().max(1) }
+    pub(super) fn new(microbatches: &[HeadMicrobatch]) -> Draw {
+        Draw {
+            strips: microbatches
+                .iter()
+                .map(|microbatch| microbatch.units.len())
+                .sum::<usize>()
+                .max(1),
+        }
     }
 
     pub(super) fn most(self, stage: Stage) -> (usize, usize) {
@@ -83,8 +89,8 @@ impl Map {
         let like = self.strips.iter_mut().find(|strip| strip.chart.shape == chart.shape);
         match like.filter(|_| !self.of_tokens) {
             Some(strip) => {
-                let of = strip.sources.len() as u32;
-                strip.chart.merge(&chart, of);
+                let source_index = strip.sources.len() as u32;
+                strip.chart.merge(&chart, source_index);
                 strip.sources.push(source);
             }
             None => self.strips.push(Strip { sources: vec![source], chart }),
@@ -97,13 +103,13 @@ impl Map {
     /// Drops the strip whose worst element is the least, the last of equals.
     fn drop_least(&mut self) {
         let mut least = self.strips.len() - 1;
-        for at in (0..least).rev() {
-            let pair = (self.strips[least].chart.worst(), self.strips[at].chart.worst());
+        for index in (0..least).rev() {
+            let pair = (self.strips[least].chart.worst(), self.strips[index].chart.worst());
             let less = match pair {
                 (Some(least), Some(this)) => least.is_worse_than(this),
                 (least, this) => least.is_some() && this.is_none(),
             };
-            least = if less { at } else { least };
+            least = if less { index } else { least };
         }
         self.strips.remove(least);
         self.left_out += 1;
@@ -118,7 +124,7 @@ mod tests {
     fn strip(score: f64) -> Chart {
         let mut chart = Chart::new((10, 4), (2, 2));
         let worst = Worst { index: (0, 0), captured: 1.0, reference: 0.0, score };
-        chart.cells[0] = Some(Cell { worst, elements: 1, exceeding: 0, nonfinite: 0, of: 0 });
+        chart.cells[0] = Some(Cell { worst, elements: 1, exceeding: 0, nonfinite: 0, source: 0 });
         chart
     }
 
@@ -146,6 +152,6 @@ mod tests {
         (0..5).for_each(|n| map.take(strip(f64::from(n)), (None, Some(Rank(n)))));
         map.take(Chart::new((9, 4), (2, 2)), (None, None));
         assert_eq!((map.strips.len(), map.strips[0].sources.len()), (2, 5));
-        assert_eq!(map.strips[0].chart.worst().unwrap().of, 4);
+        assert_eq!(map.strips[0].chart.worst().unwrap().source, 4);
     }
 }

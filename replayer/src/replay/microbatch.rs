@@ -7,7 +7,7 @@ use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Scores, Unit};
 
 /// A microbatch with its units.
-pub(crate) struct Slice {
+pub(crate) struct HeadMicrobatch {
     pub(super) inputs: MicrobatchInputs,
     pub(super) units: Vec<Unit>,
     /// Tokens by what their loss is divided by.
@@ -19,18 +19,18 @@ pub(crate) struct Slice {
 /// How the inputs of a microbatch are gathered.
 type Gather<'a> = fn(&HeadStep<'a>, Option<Microbatch>) -> Result<MicrobatchInputs, StepError>;
 
-impl Slice {
+impl HeadMicrobatch {
     /// True when nothing of it can be computed.
     pub(super) fn is_lost(&self) -> bool {
         matches!(self.inputs.scores, Scores::Lost(_))
     }
 }
 
-pub(super) fn slices<'a>(
+pub(super) fn head_microbatches<'a>(
     step: &HeadStep<'a>,
     world: &dyn World,
     gather: Gather<'a>,
-) -> Result<Vec<Slice>, StepError> {
+) -> Result<Vec<HeadMicrobatch>, StepError> {
     let gather = |&microbatch: &Option<Microbatch>| {
         let mut inputs = gather(step, microbatch)?;
         world.inputs(step, &mut inputs);
@@ -39,22 +39,22 @@ pub(super) fn slices<'a>(
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(gather).collect::<Result<_, StepError>>()?;
     let all: Vec<&MicrobatchInputs> = inputs.iter().collect();
-    let counted = |one: &MicrobatchInputs| {
-        if matches!(one.scores, Scores::Lost(_)) {
+    let counted = |inputs: &MicrobatchInputs| {
+        if matches!(inputs.scores, Scores::Lost(_)) {
             return Ok(Vec::new());
         }
-        let found = step.denominators(&all, one).map_err(|why| StepError::Unfit {
-            key: one.rows_key.clone(),
+        let counted = step.denominators(&all, inputs).map_err(|why| StepError::Unfit {
+            key: inputs.rows_key.clone(),
             found: "of ranks that cannot be counted as declared".into(),
             wanted: format!("tokens counted over {}: {why}", step.options.scope),
         });
-        found.map(|mut found| {
-            world.denominators(step, &all, one, &mut found);
-            found
+        counted.map(|mut denominators| {
+            world.denominators(step, &all, inputs, &mut denominators);
+            denominators
         })
     };
     let counted: Vec<_> = inputs.iter().map(counted).collect::<Result<_, _>>()?;
-    let slice = |(inputs, denominators): (MicrobatchInputs, Vec<(Unit, f64)>)| {
+    let microbatch = |(inputs, denominators): (MicrobatchInputs, Vec<(Unit, f64)>)| {
         let (units, blocked) = match step.units(&inputs) {
             _ if matches!(inputs.scores, Scores::Lost(_)) => (Vec::new(), None),
             Ok(units) => (units, None),
@@ -64,9 +64,9 @@ pub(super) fn slices<'a>(
                 (vec![Unit { ranks: Vec::new(), rows }], Some(why))
             }
         };
-        Slice { inputs, units, denominators, blocked }
+        HeadMicrobatch { inputs, units, denominators, blocked }
     };
-    Ok(inputs.into_iter().zip(counted).map(slice).collect())
+    Ok(inputs.into_iter().zip(counted).map(microbatch).collect())
 }
 
 /// A microbatch as words.

@@ -3,7 +3,7 @@
 use super::context::Replay;
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use crate::head::step::StepError;
 use crate::head::{Stage, Unit};
@@ -32,24 +32,24 @@ impl Replay<'_> {
     /// of the dump costs the stages that need it.
     pub(super) fn microbatch(
         &self,
-        slice: &Slice,
+        head_microbatch: &HeadMicrobatch,
         outcome: &mut Outcome,
         backward: &mut EachUnit<'_>,
     ) -> Result<(), StepError> {
-        let microbatch = slice.inputs.microbatch;
-        let state = self.forward(slice, outcome);
+        let microbatch = head_microbatch.inputs.microbatch;
+        let state = self.forward(head_microbatch, outcome);
         let all = Stage::ALL.iter().copied().filter(|stage| !stage.is_input());
         let all: Vec<Stage> = all.collect();
         let Some(state) = outcome.spared(state, (&all, microbatch))? else { return Ok(()) };
-        let upstream = self.judge.upstream(slice, &state, outcome);
+        let upstream = self.judge.upstream(head_microbatch, &state, outcome);
         let Some(upstream) = outcome.spared(upstream, (AFTER_FORWARD, microbatch))? else {
             return Ok(());
         };
-        self.judge.loss(slice, &state, outcome)?;
-        self.plane(slice, &state, &upstream, outcome)?;
-        for unit in &slice.units {
-            let found = backward(unit, (&state, &upstream), outcome);
-            outcome.spared(found, (&AFTER_FORWARD[4..], microbatch))?;
+        self.judge.loss(head_microbatch, &state, outcome)?;
+        self.plane(head_microbatch, &state, &upstream, outcome)?;
+        for unit in &head_microbatch.units {
+            let result = backward(unit, (&state, &upstream), outcome);
+            outcome.spared(result, (&AFTER_FORWARD[4..], microbatch))?;
         }
         Ok(())
     }

@@ -100,7 +100,7 @@ use executor::Executor;
 use executor::pass_cache::PassCache;
 use judge::Judge;
 use maps::Draw;
-use microbatch::slices;
+use microbatch::head_microbatches;
 use outcome::{Outcome, Passes};
 use plan::Plan;
 use reference_dk::SumsWithoutAddends;
@@ -130,12 +130,12 @@ pub struct Request<'a> {
 /// Replays a step. An error means that no stage could be judged at all.
 pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, StepError> {
     let world = &Declared;
-    let slices = slices(step, world, HeadStep::what_is_left)?;
+    let microbatches = head_microbatches(step, world, HeadStep::what_is_left)?;
     let wanted = wanted(step, request.compare)?;
-    let roundings = Roundings::plausible(&step.options, slices[0].inputs.dtype(step))?;
-    let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+    let roundings = Roundings::plausible(&step.options, microbatches[0].inputs.dtype(step))?;
+    let units: usize = microbatches.iter().map(|microbatch| microbatch.units.len()).sum();
     let whole_entries = rounding_variance::rounds_whole_entries(step, &roundings);
-    let sums_without_addends = SumsWithoutAddends::of(step, &slices, &wanted, &roundings);
+    let sums_without_addends = SumsWithoutAddends::of(step, &microbatches, &wanted, &roundings);
     let plan = Plan {
         step,
         whole_entries,
@@ -145,27 +145,27 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
         tiles: Tiles::default(),
         effort: request.effort,
         sums_without_addends,
-        draw: request.draws.then(|| Draw::new(&slices)),
+        draw: request.draws.then(|| Draw::new(&microbatches)),
         trial: false,
     };
     let passes = Arc::<PassCache>::default();
     let others = (request.cluster, request.device);
     let executor = Executor::of_replay(&plan, others, &passes, request.progress);
     let replay = Replay { plan: &plan, executor, judge: Judge { plan: &plan, world } };
-    let work = replay.work(&slices, replay.plan.effort);
+    let work = replay.work(&microbatches, replay.plan.effort);
     (request.total)(work);
     let mut outcome = Outcome::new(&replay.plan.wanted, &step.lacking);
     outcome.work = work;
     outcome.multiplied = replay.executor.multiplied();
-    for slice in slices.iter().filter(|slice| !slice.is_lost()) {
-        replay.microbatch(slice, &mut outcome, &mut |unit, (state, upstream), outcome| {
-            replay.backward(slice, unit, state, upstream, outcome)
+    for microbatch in microbatches.iter().filter(|microbatch| !microbatch.is_lost()) {
+        replay.microbatch(microbatch, &mut outcome, &mut |unit, (state, upstream), outcome| {
+            replay.backward(microbatch, unit, state, upstream, outcome)
         })?;
     }
-    replay.judge.step_loss(&slices, &mut outcome)?;
-    replay.note_effort(&slices, &mut outcome);
-    replay.judge_sums_and_norm(&slices, &mut outcome)?;
-    unit_report::note_hits(&slices, &mut outcome);
+    replay.judge.step_loss(&microbatches, &mut outcome)?;
+    replay.note_effort(&microbatches, &mut outcome);
+    replay.judge_sums_and_norm(&microbatches, &mut outcome)?;
+    unit_report::note_hits(&microbatches, &mut outcome);
     outcome.set_aside_unjudged();
     outcome.finish(step, &coverage::stages_of(request.compare));
     replay.plan.note_wide_bounds(&mut outcome);
@@ -177,8 +177,8 @@ pub fn replay(step: &HeadStep<'_>, request: &Request<'_>) -> Result<Outcome, Ste
 
 /// The captured stages that serve the comparison; refuses a role that is not there.
 fn wanted(step: &HeadStep<'_>, compare: &[Role]) -> Result<BTreeSet<Stage>, StepError> {
-    let held = |role: Role| step.dump.tensors().values().any(|info| info.role == Some(role));
-    if let Some(&role) = compare.iter().find(|&&role| !held(role)) {
+    let is_recorded = |role: Role| step.dump.tensors().values().any(|info| info.role == Some(role));
+    if let Some(&role) = compare.iter().find(|&&role| !is_recorded(role)) {
         return Err(step.missing(role, None));
     }
     let serves = |stage: Stage| {

@@ -63,9 +63,9 @@ pub(super) struct Cut<'a> {
 }
 
 impl Cut<'_> {
-    fn share(&self, kind: &'static str, of: String, gap: f64) -> Share {
+    fn share(&self, kind: &'static str, name: String, gap: f64) -> Share {
         let share = if self.gap == 0.0 { 0.0 } else { gap / self.gap };
-        Share { kind, of, gap, share }
+        Share { kind, of: name, gap, share }
     }
 
     /// The elements of both.
@@ -166,11 +166,11 @@ pub(super) fn reported(step: &HeadStep<'_>) -> Result<Option<f64>, StepError> {
 /// Gradients of parameters as the optimizer gets them: the head's own, and every
 /// tensor without a role that was captured after the reduction.
 pub(super) fn gradients<'s>(step: &'s HeadStep<'_>) -> Vec<&'s TensorKey> {
-    let of = |(key, info): &(&TensorKey, &crate::dump::TensorInfo)| {
+    let is_gradient = |(key, info): &(&TensorKey, &crate::dump::TensorInfo)| {
         let last = key.microbatch.is_none() && info.partial.is_none();
         let of_head = matches!(info.role, Some(Role::Dk | Role::Dbias));
         let of_others = info.role.is_none() && key.when == Some(When::PostReduce);
         last && info.dtype.is_float() && (of_head && key.when != Some(When::PreReduce) || of_others)
     };
-    step.tensors.iter().filter(of).map(|(key, _)| key).collect()
+    step.tensors.iter().filter(is_gradient).map(|(key, _)| key).collect()
 }

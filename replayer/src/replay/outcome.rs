@@ -140,7 +140,8 @@ impl StageOutcome {
     /// The smallest faults that every one of its comparisons would have shown, where it passes.
     pub fn seen_from(&self) -> Option<SeenFrom> {
         let passes = matches!(self.status, Status::Pass | Status::Warn);
-        let all: Option<Vec<SeenFrom>> = self.comparisons.iter().map(|one| one.seen_from).collect();
+        let all: Option<Vec<SeenFrom>> =
+            self.comparisons.iter().map(|comparison| comparison.seen_from).collect();
         all.filter(|_| passes)?.into_iter().reduce(SeenFrom::in_both)
     }
 
@@ -213,18 +214,19 @@ impl Outcome {
 
     /// Drops comparisons that tell nothing, and says so.
     pub(super) fn set_aside_unjudged(&mut self) {
-        for at in 0..self.stages.len() {
-            let stage = self.stages[at].stage;
+        for index in 0..self.stages.len() {
+            let stage = self.stages[index].stage;
             let narrowed = self.coverage.narrowed.contains(&stage);
-            let mut all = std::mem::take(&mut self.stages[at].comparisons);
-            for one in all.iter_mut().filter(|one| narrowed && one.is_empty()) {
-                one.unjudged.get_or_insert_with(|| ONLY_ZEROS.into());
+            let mut all = std::mem::take(&mut self.stages[index].comparisons);
+            for comparison in all.iter_mut().filter(|comparison| narrowed && comparison.is_empty())
+            {
+                comparison.unjudged.get_or_insert_with(|| ONLY_ZEROS.into());
             }
             let (told, nothing): (Vec<Comparison>, Vec<Comparison>) =
-                all.into_iter().partition(|one| one.unjudged.is_none());
-            self.stages[at].comparisons = told;
-            for one in nothing {
-                self.leave(stage, one.microbatch, one.unjudged.unwrap_or_default());
+                all.into_iter().partition(|comparison| comparison.unjudged.is_none());
+            self.stages[index].comparisons = told;
+            for comparison in nothing {
+                self.leave(stage, comparison.microbatch, comparison.unjudged.unwrap_or_default());
             }
         }
     }
@@ -252,18 +254,18 @@ impl Outcome {
 
     /// Notes what a sample says of a stage in one more unit: evidence, no verdict.
     /// Values that are no numbers are no question of sampling.
-    pub(super) fn estimated(&mut self, stage: Stage, found: Sampled) {
+    pub(super) fn estimated(&mut self, stage: Stage, sampled: Sampled) {
         if self.lacking.withholds_some(stage).is_some() {
             return;
         }
-        if found.nonfinite > 0 {
-            let words = format!("{} values of {stage} are not finite", found.nonfinite);
+        if sampled.nonfinite > 0 {
+            let words = format!("{} values of {stage} are not finite", sampled.nonfinite);
             return self.fail(stage, words);
         }
         match self.estimates.iter_mut().find(|(of, _)| *of == stage) {
-            Some((_, worst)) if by_size(&found.off(), &worst.off()).is_gt() => *worst = found,
+            Some((_, worst)) if by_size(&sampled.off(), &worst.off()).is_gt() => *worst = sampled,
             Some(_) => {}
-            None => self.estimates.push((stage, found)),
+            None => self.estimates.push((stage, sampled)),
         }
     }
 
@@ -294,11 +296,11 @@ impl Outcome {
     /// have no verdict, and all others go on.
     pub(super) fn spared<T>(
         &mut self,
-        found: Result<T, StepError>,
+        result: Result<T, StepError>,
         (stages, microbatch): (&[Stage], Option<Microbatch>),
     ) -> Result<Option<T>, StepError> {
-        match found {
-            Ok(found) => Ok(Some(found)),
+        match result {
+            Ok(value) => Ok(Some(value)),
             Err(error) if error.is_of_dump() => {
                 let why = error.to_string();
                 stages.iter().for_each(|&stage| self.leave(stage, microbatch, why.clone()));

@@ -12,14 +12,14 @@ use super::elementwise::distance;
 use super::executor::plane::{CapturedPlane, JudgedSpan, Plane, SpanUpstream, Stored, place_tile};
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::plane_span::Span;
 use super::plausible_policies::{Member, members};
 use super::rounding_ties::near_ties;
 use super::tasks::task::PlanePart;
-use super::world::{At, UnitTokens};
+use super::world::{StagePlace, UnitTokens};
 use crate::compare::{RowTally, Tally};
 use crate::device::PlaneComparison;
 use crate::head::step::StepError;
@@ -31,12 +31,12 @@ impl Replay<'_> {
     /// Judges what was captured of the plane.
     pub(super) fn plane(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         state: &ForwardState,
         upstream: &Upstream,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let Some(head) = inputs.head(self.plan.step) else { return Ok(()) };
         for stage in [Stage::Logits, Stage::Logprobs, Stage::Dlogits] {
             let role = stage.role().expect("all three have one");
@@ -54,8 +54,8 @@ impl Replay<'_> {
                 continue;
             }
             let before = (state, upstream);
-            let found = self.judge_plane((stage, key), (slice, &head), before, outcome);
-            outcome.spared(found, (&[stage], inputs.microbatch))?;
+            let result = self.judge_plane((stage, key), (microbatch, &head), before, outcome);
+            outcome.spared(result, (&[stage], inputs.microbatch))?;
         }
         Ok(())
     }
@@ -63,11 +63,11 @@ impl Replay<'_> {
     fn judge_plane(
         &self,
         (stage, key): (Stage, &TensorKey),
-        (slice, head): (&Slice, &HeadInputs<'_>),
+        (microbatch, head): (&HeadMicrobatch, &HeadInputs<'_>),
         (state, upstream): (&ForwardState, &Upstream),
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let all: Vec<usize> = (0..inputs.tokens()).collect();
         let (lse, g) = (&state.lse[..], &upstream.g[..]);
         let tokens = UnitTokens { inputs, rows: &all, lse, g, rank: None };
@@ -77,22 +77,23 @@ impl Replay<'_> {
         let mut energies: Vec<MemberError> = Vec::new();
         let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &g_smooth };
         let before = (state, upstream);
-        let of = |tokens: Range<usize>| self.plan.plane_part((stage, key), inputs, before, tokens);
+        let part_of =
+            |tokens: Range<usize>| self.plan.plane_part((stage, key), inputs, before, tokens);
         let mut put = |(found, part): JudgedSpan| {
             tally.merge(found);
             self.plan.add_energies(&mut energies, &part);
         };
         let upstream_of_all = SpanUpstream { head: *head, lse, cotangents };
-        let plane = CapturedPlane { key, slice, upstream: upstream_of_all };
+        let plane = CapturedPlane { key, microbatch, upstream: upstream_of_all };
         let mut judge = |part: &PlanePart, upstream: SpanUpstream<'_>, captured: Stored<'_>| {
             self.judge_plane_part(stage, part, upstream, captured)
         };
-        self.executor.planes(&plane, &of, &mut judge, &mut put)?;
-        if stage == Stage::Dlogits && self.plan.note_uncertain_rows(slice, upstream, outcome) {
+        self.executor.planes(&plane, &part_of, &mut judge, &mut put)?;
+        if stage == Stage::Dlogits && self.plan.note_uncertain_rows(microbatch, upstream, outcome) {
             return Ok(());
         }
-        let found = Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound);
-        outcome.add(stage, Comparison { members: energies, ..found });
+        let comparison = Comparison::new(inputs.microbatch, None, key.to_string(), tally, &bound);
+        outcome.add(stage, Comparison { members: energies, ..comparison });
         Ok(())
     }
 }
@@ -106,8 +107,8 @@ impl Plan<'_> {
         (state, upstream): (&ForwardState, &Upstream),
         tokens: Range<usize>,
     ) -> PlanePart {
-        let of = |values: &[f64]| values[tokens.clone()].to_vec();
-        let mut scale = of(&state.scale);
+        let select = |values: &[f64]| values[tokens.clone()].to_vec();
+        let mut scale = select(&state.scale);
         if stage == Stage::Dlogits {
             let g = &upstream.variance[tokens.clone()];
             scale.iter_mut().zip(g).for_each(|(scale, g)| *scale += g);
@@ -118,7 +119,7 @@ impl Plan<'_> {
         PlanePart {
             stage: stage as usize,
             microbatch: inputs.microbatch.map(|microbatch| microbatch.0),
-            spread: of(&state.spread),
+            spread: select(&state.spread),
             alike: pairs.collect(),
             scale,
             sure: sure.collect(),
@@ -202,7 +203,7 @@ impl Replay<'_> {
     /// near ties may be off, empty for not at all.
     fn suppose_plane(&self, stage: Stage, span: &Span<'_>, plane: &mut Plane) -> Vec<f64> {
         let unit = (span.microbatch, None);
-        let Some((of, tiles)) = self.judge.world.policy_of(&self.plan.roundings, unit) else {
+        let Some((policy, tiles)) = self.judge.world.policy_of(&self.plan.roundings, unit) else {
             return Vec::new();
         };
         if stage != Stage::Dlogits {
@@ -211,17 +212,17 @@ impl Replay<'_> {
         let vocab = span.head.k.rows;
         let elements = plane.dlogits.len();
         let emulated = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
-            let mut found = vec![0.0; elements];
+            let mut dlogits = vec![0.0; elements];
             let progress = self.executor.progress();
-            policy::plane(&of, head, lse, cotangents, tiles, progress, &mut |tile| {
-                place_tile(&mut found, vocab, &tile.tokens, &tile.cols, tile.dlogits);
+            policy::plane(&policy, head, lse, cotangents, tiles, progress, &mut |tile| {
+                place_tile(&mut dlogits, vocab, &tile.tokens, &tile.cols, tile.dlogits);
             });
-            found
+            dlogits
         };
         let middle = emulated(&span.head, span.lse, &span.cotangents);
-        let at = At { stage, microbatch: span.microbatch, rank: None };
+        let place = StagePlace { stage, microbatch: span.microbatch, rank: None };
         let rows: Vec<usize> = span.tokens.clone().collect();
-        self.judge.put_emulated((at, &rows), &middle, &mut plane.dlogits);
+        self.judge.put_emulated((place, &rows), &middle, &mut plane.dlogits);
         if !self.judge.world.at_ties() {
             return Vec::new();
         }

@@ -8,7 +8,7 @@ use super::gathered_rows::Gathered;
 use super::judge::Judge;
 use super::plane_span::Span;
 
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::allowance::FLUSH;
 use crate::compare::allowance::Rounding;
 use crate::compare::plane::{OfToken, PlaneAllowance};
@@ -83,11 +83,11 @@ impl Judge<'_> {
             }
         }
         let rows: Vec<usize> = span.tokens.clone().collect();
-        let at = At { stage, microbatch: span.microbatch, rank: None };
-        let world = self.world.scale(at);
+        let place = StagePlace { stage, microbatch: span.microbatch, rank: None };
+        let world = self.world.scale(place);
         reference.iter_mut().for_each(|x| *x *= world);
         let values = &mut reference[..];
-        self.world.expected(&mut Expectation { at, rows: &rows, columns, values });
+        self.world.expected(&mut Expectation { place, rows: &rows, columns, values });
         let again = super::elementwise::rounds(world);
         let allowed = |row: usize, column: usize, supposed: f64| {
             let x = if world == 0.0 { 0.0 } else { supposed / world };

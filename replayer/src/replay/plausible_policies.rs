@@ -19,7 +19,7 @@ pub(crate) fn members(roundings: &Roundings) -> Vec<Member> {
     if roundings.declared {
         return vec![Member { name: "the declared policy".into(), policy }];
     }
-    let mut found = vec![Member { name: "nothing rounded before the output".into(), policy }];
+    let mut members = vec![Member { name: "nothing rounded before the output".into(), policy }];
     let mut rounded: Vec<&str> = Vec::new();
     let fused = policy.path == Path::Fused;
     type Point = fn(&mut Policy) -> &mut Precision;
@@ -40,40 +40,40 @@ pub(crate) fn members(roundings: &Roundings) -> Vec<Member> {
         if there && to.unit_roundoff() > from.unit_roundoff() {
             *point(&mut policy) = to;
             rounded.push(name);
-            found.push(Member { name: format!("{} rounded", rounded.join(", ")), policy });
+            members.push(Member { name: format!("{} rounded", rounded.join(", ")), policy });
         }
     }
-    found
+    members
 }
 
 /// A point at which a job may round.
 #[derive(Clone, Copy)]
 pub(crate) struct Point {
     name: &'static str,
-    of: fn(&mut Policy) -> &mut Precision,
+    precision_of: fn(&mut Policy) -> &mut Precision,
 }
 
 /// All of them, in the order of the computation.
 const POINTS: [Point; 7] = [
-    Point { name: "input", of: |policy| &mut policy.input },
-    Point { name: "logits", of: |policy| &mut policy.logits },
-    Point { name: "p", of: |policy| &mut policy.p },
-    Point { name: "dlogits", of: |policy| &mut policy.dlogits },
-    Point { name: "label_grad", of: |policy| &mut policy.label_grad },
-    Point { name: "parts", of: |policy| &mut policy.parts },
-    Point { name: "output", of: |policy| &mut policy.output },
+    Point { name: "input", precision_of: |policy| &mut policy.input },
+    Point { name: "logits", precision_of: |policy| &mut policy.logits },
+    Point { name: "p", precision_of: |policy| &mut policy.p },
+    Point { name: "dlogits", precision_of: |policy| &mut policy.dlogits },
+    Point { name: "label_grad", precision_of: |policy| &mut policy.label_grad },
+    Point { name: "parts", precision_of: |policy| &mut policy.parts },
+    Point { name: "output", precision_of: |policy| &mut policy.output },
 ];
 
 impl Point {
     fn in_policy(self, mut policy: Policy) -> Precision {
-        *(self.of)(&mut policy)
+        *(self.precision_of)(&mut policy)
     }
 
     /// The policy with the other rounding at this point.
     pub(crate) fn switched(self, mut policy: Policy, roundings: &Roundings) -> Policy {
         let [wide, narrow] =
             [roundings.widest, roundings.narrowest].map(|policy| self.in_policy(policy));
-        let point = (self.of)(&mut policy);
+        let point = (self.precision_of)(&mut policy);
         *point = if *point == wide { narrow } else { wide };
         policy
     }
@@ -93,26 +93,27 @@ pub(crate) fn open(roundings: &Roundings) -> Vec<&'static str> {
 
 /// A policy with the open points of another, where it has the narrowest.
 pub(crate) fn joined(policy: Policy, with: Policy, roundings: &Roundings) -> Policy {
-    points(roundings).into_iter().fold(policy, |mut found, point| {
-        if point.in_policy(found) == point.in_policy(roundings.narrowest) {
-            *(point.of)(&mut found) = point.in_policy(with);
+    points(roundings).into_iter().fold(policy, |mut joined, point| {
+        if point.in_policy(joined) == point.in_policy(roundings.narrowest) {
+            *(point.precision_of)(&mut joined) = point.in_policy(with);
         }
-        found
+        joined
     })
 }
 
 /// Whether a policy rounds something to fewer bits than the job leaves open.
 pub(crate) fn contradicts(policy: &Policy, roundings: &Roundings) -> bool {
-    let bits = |point: &Point, of| point.in_policy(of).unit_roundoff();
+    let bits = |point: &Point, policy| point.in_policy(policy).unit_roundoff();
     POINTS.iter().any(|point| bits(point, *policy) > bits(point, roundings.widest))
 }
 
 /// Every plausible policy: each point that the job leaves open, rounded or not.
 pub(crate) fn all(roundings: &Roundings) -> Vec<Policy> {
-    points(roundings).into_iter().fold(vec![roundings.narrowest], |mut found, point| {
-        let other: Vec<Policy> = found.iter().map(|&of| point.switched(of, roundings)).collect();
-        found.extend(other);
-        found
+    points(roundings).into_iter().fold(vec![roundings.narrowest], |mut policies, point| {
+        let other: Vec<Policy> =
+            policies.iter().map(|&policy| point.switched(policy, roundings)).collect();
+        policies.extend(other);
+        policies
     })
 }
 

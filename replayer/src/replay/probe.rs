@@ -139,8 +139,8 @@ pub struct Reach {
 
 /// The largest θ at which K probes miss an error with `MISSED` at most.
 pub fn theta(probes: usize) -> Option<f64> {
-    let found = 1.0 - MISSED.powf(1.0 / probes.max(1) as f64);
-    let square = 1.0 - (3.0 * found).sqrt();
+    let share = 1.0 - MISSED.powf(1.0 / probes.max(1) as f64);
+    let square = 1.0 - (3.0 * share).sqrt();
     (square > 0.0).then(|| square.sqrt())
 }
 
@@ -172,9 +172,9 @@ pub fn check(
     let labels = Labels::of(backward, &probed, plan.probes);
     let judge = Judge { backward, model, plan, probed: &probed, labels: &labels, x: &x };
     let known = |stage: Stage| judge.side(stage).is_some();
-    let own = captured.iter().filter(|one| known(one.stage));
-    let found = own.map(|one| judge.stage(one)).collect();
-    (found, probed.label_slopes)
+    let gradients = captured.iter().filter(|gradient| known(gradient.stage));
+    let stages = gradients.map(|gradient| judge.stage(gradient)).collect();
+    (stages, probed.label_slopes)
 }
 
 /// The label parts of dk and dq, exactly.
@@ -214,7 +214,7 @@ impl Labels {
             .map(|t| (head.labels[t] as usize, t))
             .collect();
         hits.sort_unstable();
-        let mut found = Labels {
+        let mut labels = Labels {
             dk: zeros(rows * probes),
             dk_squares: zeros(rows * probes),
             dk_sq: zeros(rows),
@@ -225,25 +225,25 @@ impl Labels {
             hits,
             entries: entries.collect(),
         };
-        for &(row, token) in &found.hits {
-            let entry = found.entries[token];
+        for &(row, token) in &labels.hits {
+            let entry = labels.entries[token];
             let norm: f64 =
                 (token * depth..(token + 1) * depth).map(|at| head.q.get_f64(at).powi(2)).sum();
             let copies = head.copies.map_or(1.0, |copies| copies[token]);
-            found.dk_sq[row] += copies * entry * entry * norm;
+            labels.dk_sq[row] += copies * entry * entry * norm;
             for probe in 0..probes {
-                let (at, qx) = (row * probes + probe, probed.qx[token * probes + probe]);
+                let (element, qx) = (row * probes + probe, probed.qx[token * probes + probe]);
                 // Tokens that are copies round alike: their errors add.
                 let copies = head.copies.map_or(1.0, |copies| copies[token]);
                 let addend = entry * qx;
-                found.dk[at] += addend;
-                found.dk_squares[at] += copies * addend * addend;
-                found.dk_slopes[at] += copies * found.slope_var[token] * qx * qx;
-                found.dk_tokens[at] += copies * backward.g_rel_var[token] * addend * addend;
-                found.dq[token * probes + probe] = entry * probed.kx[row * probes + probe];
+                labels.dk[element] += addend;
+                labels.dk_squares[element] += copies * addend * addend;
+                labels.dk_slopes[element] += copies * labels.slope_var[token] * qx * qx;
+                labels.dk_tokens[element] += copies * backward.g_rel_var[token] * addend * addend;
+                labels.dq[token * probes + probe] = entry * probed.kx[row * probes + probe];
             }
         }
-        found
+        labels
     }
 }
 
@@ -365,9 +365,10 @@ impl Judge<'_> {
             let (captured, label) = (square(&values), square(&label));
             (probed, Energies { captured, storage, lse: rest, label })
         };
-        let found: Vec<(Vec<f64>, Energies)> = (0..matrix.rows).into_par_iter().map(row).collect();
-        let energies = found.iter().map(|one| one.1).collect();
-        (found.into_iter().flat_map(|one| one.0).collect(), energies)
+        let projected: Vec<(Vec<f64>, Energies)> =
+            (0..matrix.rows).into_par_iter().map(row).collect();
+        let energies = projected.iter().map(|one| one.1).collect();
+        (projected.into_iter().flat_map(|one| one.0).collect(), energies)
     }
 
     /// The exact label part of one row.
@@ -387,8 +388,8 @@ impl Judge<'_> {
             Side::K => {
                 let hits = &self.labels.hits;
                 let first = hits.partition_point(|hit| hit.0 < row);
-                let own = hits[first..].iter().take_while(|hit| hit.0 == row);
-                own.for_each(|&(_, token)| add(self.labels.entries[token], &head.q, token));
+                let label_hits = hits[first..].iter().take_while(|hit| hit.0 == row);
+                label_hits.for_each(|&(_, token)| add(self.labels.entries[token], &head.q, token));
             }
         }
         sum
@@ -403,21 +404,21 @@ impl Judge<'_> {
         probe: usize,
         energies: Energies,
     ) -> Allowed {
-        let at = row * self.plan.probes + probe;
+        let element = row * self.plan.probes + probe;
         let Policy { parts: part, output, .. } = self.model.widest;
-        let mut found = Allowed::default();
-        found.row += energies.storage + self.each(output, energies.captured);
+        let mut allowed = Allowed::default();
+        allowed.row += energies.storage + self.each(output, energies.captured);
         if parts.lse {
-            found = found + self.lse_part(side, row, at, energies.lse);
+            allowed = allowed + self.lse_part(side, row, element, energies.lse);
         }
         if parts.label {
-            found = found + self.label_part((side, parts.lse), row, at, energies.label);
+            allowed = allowed + self.label_part((side, parts.lse), row, element, energies.label);
         }
         if parts.lse && parts.label {
-            found.row += self.each(part, energies.lse) + self.each(part, energies.label);
-            found.row += relative(self.model.compute, energies.captured.sqrt());
+            allowed.row += self.each(part, energies.lse) + self.each(part, energies.label);
+            allowed.row += relative(self.model.compute, energies.captured.sqrt());
         }
-        found
+        allowed
     }
 
     /// Variance of rounding each element of a row of this energy.
@@ -431,17 +432,17 @@ impl Judge<'_> {
         (self.model.widest.product.unit_roundoff().powi(2) + self.model.input.powi(2)) / 3.0
     }
 
-    fn lse_part(&self, side: Side, row: usize, at: usize, energy: f64) -> Allowed {
+    fn lse_part(&self, side: Side, row: usize, element: usize, energy: f64) -> Allowed {
         let (probed, head, model) = (self.probed, &self.backward.head, self.model);
         let Policy { sums, path, tile_add, chunk_add, .. } = model.widest;
-        let (n, tile, of, join) = match (side, path) {
+        let (n, tile, sum_model, join) = match (side, path) {
             (Side::Q, _) => (head.valid_vocab, model.tiles.vocab, sums.dq, tile_add),
             (Side::K, Path::Chunked) => (head.q.rows, model.tiles.tokens, sums.dk, chunk_add),
             (Side::K, _) => (head.q.rows, model.tiles.tokens, sums.dk, tile_add),
         };
         let sum = |squares: f64| {
             let (tiles, total) = (n.div_ceil(tile.max(1)) as f64, energy.sqrt());
-            of.variance(n as f64, total, squares)
+            sum_model.variance(n as f64, total, squares)
                 + Sum::of(join).variance(tiles, total, squares)
                 + self.product() * squares
         };
@@ -449,7 +450,8 @@ impl Judge<'_> {
             0.0 => 0.0,
             floor => {
                 // Entries in a format's smallest numbers round alike, or each for itself.
-                let column = || probed.iter().skip(at % self.plan.probes).step_by(self.plan.probes);
+                let column =
+                    || probed.iter().skip(element % self.plan.probes).step_by(self.plan.probes);
                 let copies = |row: usize| match (side, head.copies) {
                     (Side::K, Some(copies)) => copies[row],
                     _ => 1.0,
@@ -458,15 +460,15 @@ impl Judge<'_> {
                 floor * floor * (each + column().sum::<f64>().powi(2))
             }
         };
-        let certain = |dropped: &[f64]| dropped.get(at).copied().unwrap_or(0.0);
+        let certain = |dropped: &[f64]| dropped.get(element).copied().unwrap_or(0.0);
         match side {
             Side::Q => {
-                let value = probed.dq_lse[at].powi(2);
+                let value = probed.dq_lse[element].powi(2);
                 Allowed {
                     row: sum(probed.dq_sq[row])
                         + model.addends_alike * probed.dq_sq[row]
-                        + model.sliced.0[row] * probed.qx[at].powi(2)
-                        + probed.dq_noise[at]
+                        + model.sliced.0[row] * probed.qx[element].powi(2)
+                        + probed.dq_noise[element]
                         + floor(&probed.kx)
                         + self.backward.token_rel_var[row] * value,
                     shared: model.alike * value,
@@ -476,11 +478,11 @@ impl Judge<'_> {
             }
             Side::K => Allowed {
                 row: sum(probed.dk_sq[row])
-                    + model.sliced.1 * self.along_k(row, at)
-                    + probed.dk_noise[at]
+                    + model.sliced.1 * self.along_k(row, element)
+                    + probed.dk_noise[element]
                     + floor(&probed.qx)
-                    + probed.dk_tokens[at],
-                shared: probed.dk_tokens[at] + model.alike * probed.dk_lse[at].powi(2),
+                    + probed.dk_tokens[element],
+                shared: probed.dk_tokens[element] + model.alike * probed.dk_lse[element].powi(2),
                 certain: certain(&probed.dk_dropped),
                 ..Allowed::default()
             },
@@ -488,13 +490,13 @@ impl Judge<'_> {
     }
 
     /// `(k·x)²/|k|⁴` of a row of k.
-    fn along_k(&self, row: usize, at: usize) -> f64 {
+    fn along_k(&self, row: usize, element: usize) -> f64 {
         let k = &self.backward.head.k;
         let square = |i: usize| k.get_f64(row * k.cols + i).powi(2);
         match self.model.sliced.1 > 0.0 && row < self.backward.head.valid_vocab {
             false => 0.0,
             true => match (0..k.cols).map(square).sum::<f64>() {
-                norm if norm > 0.0 => (self.probed.kx[at] / norm).powi(2),
+                norm if norm > 0.0 => (self.probed.kx[element] / norm).powi(2),
                 _ => 0.0,
             },
         }
@@ -504,7 +506,7 @@ impl Judge<'_> {
         &self,
         (side, whole): (Side, bool),
         row: usize,
-        at: usize,
+        element: usize,
         energy: f64,
     ) -> Allowed {
         let (model, labels, probes) = (self.model, self.labels, self.plan.probes);
@@ -516,10 +518,10 @@ impl Judge<'_> {
         let head = &self.backward.head;
         match side {
             Side::Q => {
-                let value = labels.dq[at].powi(2);
+                let value = labels.dq[element].powi(2);
                 let kx = match self.backward.head.labels[row] {
                     IGNORED => 0.0,
-                    label => self.probed.kx[label as usize * probes + at % probes],
+                    label => self.probed.kx[label as usize * probes + element % probes],
                 };
                 Allowed {
                     row: self.each(label_grad, energy)
@@ -544,10 +546,11 @@ impl Judge<'_> {
                         + depth * hits * tiny * tiny
                         + scatter.variance(hits, energy.sqrt(), squares)
                         + inside(sums.dk, head.q.rows, squares + energy)
-                        + model.label_row * labels.dk_squares[at]
-                        + labels.dk_slopes[at]
-                        + labels.dk_tokens[at],
-                    shared: model.label_alike * labels.dk[at].powi(2) + labels.dk_tokens[at],
+                        + model.label_row * labels.dk_squares[element]
+                        + labels.dk_slopes[element]
+                        + labels.dk_tokens[element],
+                    shared: model.label_alike * labels.dk[element].powi(2)
+                        + labels.dk_tokens[element],
                     ..Allowed::default()
                 }
             }
@@ -558,7 +561,7 @@ impl Judge<'_> {
 impl Reach {
     /// What both promise.
     pub(super) fn worse(self, other: Reach) -> Reach {
-        let any = self.any.zip(other.any).map(|(one, other)| larger(one, other));
+        let any = self.any.zip(other.any).map(|(value, other)| larger(value, other));
         let (single, scale) = (larger(self.single, other.single), larger(self.scale, other.scale));
         Reach { any, single, scale, ..self }
     }

@@ -7,7 +7,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::role::Role;
 use rayon::prelude::*;
 
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use crate::compare::Allowed;
 use crate::head::{HeadStep, Roundings, Stage};
 
@@ -151,7 +151,7 @@ impl SumsWithoutAddends {
     /// `compared`. What an accumulator of few bits loses is known of recorded addends only.
     pub(super) fn of(
         step: &HeadStep<'_>,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         compared: &BTreeSet<Stage>,
         roundings: &Roundings,
     ) -> Option<SumsWithoutAddends> {
@@ -165,15 +165,11 @@ impl SumsWithoutAddends {
         }
         let sum = local.or_else(|| step.find_reduced(Role::Dk, true))?;
         let by_rank = local.is_some() && step.tensors[sum].partial.is_some();
-        let groups = if by_rank { together(slices) } else { Vec::new() };
+        let groups = if by_rank { together(microbatches) } else { Vec::new() };
         let elements = step.tensors[sum].shape.iter().product::<u64>() as usize;
-        let found = SumsWithoutAddends { groups };
+        let sums = SumsWithoutAddends { groups };
         // Where not each rank's sum can be kept, the sum of all is judged.
-        Some(if found.bytes(elements) <= KEPT_BYTES {
-            found
-        } else {
-            SumsWithoutAddends::default()
-        })
+        Some(if sums.bytes(elements) <= KEPT_BYTES { sums } else { SumsWithoutAddends::default() })
     }
 
     /// The ranks of each sum; a sum of all ranks names none.
@@ -192,21 +188,21 @@ impl SumsWithoutAddends {
 }
 
 /// The ranks that hold the same tokens in some microbatch; none where a unit names no ranks.
-fn together(slices: &[Slice]) -> Vec<Vec<Rank>> {
+fn together(microbatches: &[HeadMicrobatch]) -> Vec<Vec<Rank>> {
     let mut groups: Vec<BTreeSet<Rank>> = Vec::new();
-    for unit in slices.iter().flat_map(|slice| &slice.units) {
+    for unit in microbatches.iter().flat_map(|microbatch| &microbatch.units) {
         if unit.ranks.is_empty() {
             return Vec::new();
         }
-        let mut own: BTreeSet<Rank> = unit.ranks.iter().copied().collect();
+        let mut ranks: BTreeSet<Rank> = unit.ranks.iter().copied().collect();
         groups.retain_mut(|group| {
-            let apart = group.is_disjoint(&own);
+            let apart = group.is_disjoint(&ranks);
             if !apart {
-                own.append(group);
+                ranks.append(group);
             }
             apart
         });
-        groups.push(own);
+        groups.push(ranks);
     }
     groups.sort();
     groups.into_iter().map(|group| group.into_iter().collect()).collect()

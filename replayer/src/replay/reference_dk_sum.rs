@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::elementwise::{scale, sum};
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::problem::Problem;
@@ -15,7 +15,7 @@ use super::reference_dk::{
 };
 use super::rounding_variance::rounded;
 use super::slab::Slab;
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::head::{Stage, Unit};
 
 impl Plan<'_> {
@@ -39,7 +39,7 @@ impl Judge<'_> {
         &self,
         problem: &Problem<'_>,
         slab: &Slab,
-        (slice, unit): (&Slice, &Unit),
+        (head_microbatch, unit): (&HeadMicrobatch, &Unit),
         outcome: &mut Outcome,
     ) {
         let (d, elements) = (problem.head.q.cols, problem.head.k.len());
@@ -58,7 +58,9 @@ impl Judge<'_> {
                 .into_iter()
                 .map(sum)
                 .collect(),
-            emulated: match self.plan.step.microbatches.len() == 1 && slice.units.len() == 1 {
+            emulated: match self.plan.step.microbatches.len() == 1
+                && head_microbatch.units.len() == 1
+            {
                 true => Emulated::Squares(0.0),
                 false => Emulated::Sum(vec![0.0; elements]),
             },
@@ -68,24 +70,26 @@ impl Judge<'_> {
         });
         let from = slab.range.start * d;
         let (values, weight) = self.addend_in_world(problem, slab);
-        let held = |sum: &KeptSum| unit.ranks.iter().any(|rank| sum.ranks.contains(rank));
-        let group = kept.sums.iter().position(held).unwrap_or(0);
+        let is_of_ranks = |sum: &KeptSum| unit.ranks.iter().any(|rank| sum.ranks.contains(rank));
+        let group = kept.sums.iter().position(is_of_ranks).unwrap_or(0);
         let sum = &mut kept.sums[group];
-        let at = from..from + values.len();
-        add(&mut sum.total[at.clone()], &values);
+        let span = from..from + values.len();
+        add(&mut sum.total[span.clone()], &values);
         kept.emulated.add(from, &slab.emulated);
         if alone.is_some() {
             let of_one = unit.ranks.len() == 1;
-            self.keep_allowed(problem, slab, (of_one, weight), &mut sum.allowed[at]);
+            self.keep_allowed(problem, slab, (of_one, weight), &mut sum.allowed[span]);
         }
-        let others = size_of::<(f64, f64)>() * elements + alone.map_or(0, |of| of.bytes(elements));
+        let others =
+            size_of::<(f64, f64)>() * elements + alone.map_or(0, |sums| sums.bytes(elements));
         let fits = (kept.addends.len() + 1) * elements * 8 + others <= KEPT_BYTES;
-        let same =
-            |of: &&mut Addend| of.microbatch == slice.inputs.microbatch && of.ranks == unit.ranks;
+        let same = |addend: &&mut Addend| {
+            addend.microbatch == head_microbatch.inputs.microbatch && addend.ranks == unit.ranks
+        };
         if let Some(addend) = kept.addends.iter_mut().find(same) {
             addend.reference.extend_from_slice(&values);
         } else if fits && from == 0 {
-            let (microbatch, ranks) = (slice.inputs.microbatch, unit.ranks.clone());
+            let (microbatch, ranks) = (head_microbatch.inputs.microbatch, unit.ranks.clone());
             kept.addends.push(Addend { microbatch, ranks, reference: values });
         }
     }
@@ -104,15 +108,15 @@ impl Judge<'_> {
     ) {
         let d = problem.head.q.cols.max(1);
         let allowances = self.of_dk(problem, slab, Stage::Dk);
-        kept.par_iter_mut().enumerate().for_each(|(at, kept)| {
-            let sums = slab.sums(&problem.head, at);
-            let mut allowed = allowances.of(at / d, at % d, &sums);
+        kept.par_iter_mut().enumerate().for_each(|(element, kept)| {
+            let sums = slab.sums(&problem.head, element);
+            let mut allowed = allowances.of(element / d, element % d, &sums);
             let parts = match of_one {
                 true => (sums.x + sums.y).powi(2),
                 false => sums.x * sums.x + sums.y * sums.y + sums.squares + sums.label_alike,
             };
             allowed.own += rounded(self.plan.roundings.widest.output, parts.sqrt());
-            allowed.certain += slab.lost(Stage::Dk, at);
+            allowed.certain += slab.lost(Stage::Dk, element);
             kept.add(&allowed.times(weight), parts * weight * weight);
         });
     }
@@ -122,28 +126,28 @@ impl Judge<'_> {
         &self,
         problem: &Problem<'_>,
         slab: &Slab,
-        of: (&Slice, &Unit),
+        unit_of_slice: (&HeadMicrobatch, &Unit),
         outcome: &mut Outcome,
     ) {
         if self.plan.sums_without_addends.is_some() {
-            self.keep_reference(problem, slab, of, outcome);
+            self.keep_reference(problem, slab, unit_of_slice, outcome);
         }
     }
 
     /// A unit's dk as the world has it in the sum, and how often it is in it.
     fn addend_in_world(&self, problem: &Problem<'_>, slab: &Slab) -> (Vec<f64>, f64) {
         let (microbatch, rank) = (problem.microbatch, problem.rank);
-        let at = At { stage: Stage::Dk, microbatch, rank };
-        let emulated = slab.instead.iter().find(|(of, _)| *of == Stage::Dk);
+        let place = StagePlace { stage: Stage::Dk, microbatch, rank };
+        let emulated = slab.instead.iter().find(|(stage, _)| *stage == Stage::Dk);
         let mut values = sum(&slab.lse, &slab.label);
         let range: Vec<usize> = slab.range.clone().collect();
         let rows = slab.classes.as_deref().unwrap_or(&range);
         if let Some((_, emulated)) = emulated {
-            self.put_emulated((at, rows), emulated, &mut values);
+            self.put_emulated((place, rows), emulated, &mut values);
         }
-        let (factor, columns) = (self.world.scale(at), values.len() / rows.len().max(1));
+        let (factor, columns) = (self.world.scale(place), values.len() / rows.len().max(1));
         scale(&mut values, factor);
-        self.world.expected(&mut Expectation { at, rows, columns, values: &mut values });
+        self.world.expected(&mut Expectation { place, rows, columns, values: &mut values });
         let weight = self.world.weight(self.plan.summed_stage(), microbatch, rank);
         scale(&mut values, weight);
         (values, factor * weight)

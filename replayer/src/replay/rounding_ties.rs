@@ -24,10 +24,14 @@ pub(crate) struct End<'h> {
 
 impl End<'_> {
     /// Cotangents at this end.
-    pub(super) fn cotangents(&self, of: &Cotangents<'_, f64>) -> [Vec<f64>; 3] {
+    pub(super) fn cotangents(&self, cotangents: &Cotangents<'_, f64>) -> [Vec<f64>; 3] {
         let times = |values: &[f64], by: f64| values.iter().map(|x| x * by).collect();
         let [lse, label, smooth] = self.factors;
-        [times(of.lse, lse), times(of.label, label), times(of.smooth, smooth)]
+        [
+            times(cotangents.lse, lse),
+            times(cotangents.label, label),
+            times(cotangents.smooth, smooth),
+        ]
     }
 }
 
@@ -89,13 +93,13 @@ fn jumps(
     other: &Matrix<'_>,
 ) -> Vec<f64> {
     let d = other.cols;
-    let mut found = vec![0.0; rows * d];
-    for (row, of, by) in entries {
-        for (i, x) in found[row * d..(row + 1) * d].iter_mut().enumerate() {
-            *x += by * other.get_f64(of * d + i).abs();
+    let mut jumps = vec![0.0; rows * d];
+    for (row, row_of_other, by) in entries {
+        for (i, x) in jumps[row * d..(row + 1) * d].iter_mut().enumerate() {
+            *x += by * other.get_f64(row_of_other * d + i).abs();
         }
     }
-    found
+    jumps
 }
 
 impl Replay<'_> {
@@ -103,7 +107,7 @@ impl Replay<'_> {
     /// the ends do not do: jumps to opposite sides cancel in them.
     pub(super) fn flips(
         &self,
-        of: &Policy,
+        policy: &Policy,
         tiles: Tiles,
         ends: &[End<'_>; 2],
         cotangents: &Cotangents<'_, f64>,
@@ -112,15 +116,15 @@ impl Replay<'_> {
         let mut entries = Vec::new();
         for first in (0..tokens).step_by(SPAN) {
             let span = first..(first + SPAN).min(tokens);
-            let [one, other] = [&ends[0], &ends[1]].map(|end| {
+            let [low, high] = [&ends[0], &ends[1]].map(|end| {
                 let [lse, label, smooth] = end.cotangents(cotangents);
                 let part = |all: &[f64]| all[span.clone()].to_vec();
                 let [a, b, c] = [&lse, &label, &smooth].map(|all| part(all));
                 let upstream = Cotangents { lse: &a, label: &b, smooth: &c };
                 let (head, lse) = (span_of(&end.head, span.clone()), part(&end.lse));
-                let mut found = vec![0.0; span.len() * classes];
+                let mut values_of_end = vec![0.0; span.len() * classes];
                 policy::plane(
-                    of,
+                    policy,
                     &head,
                     &lse,
                     &upstream,
@@ -129,16 +133,17 @@ impl Replay<'_> {
                     &mut |tile| {
                         let width = tile.cols.len().max(1);
                         for (row, values) in tile.tokens.clone().zip(tile.dlogits.chunks(width)) {
-                            found[row * classes..][tile.cols.clone()].copy_from_slice(values);
+                            values_of_end[row * classes..][tile.cols.clone()]
+                                .copy_from_slice(values);
                         }
                     },
                 );
-                found
+                values_of_end
             });
-            for (at, (a, b)) in one.iter().zip(&other).enumerate() {
+            for (element, (a, b)) in low.iter().zip(&high).enumerate() {
                 let by = (a - b).abs();
                 if by > FLIPPED * a.abs().max(b.abs()) {
-                    entries.push((first + at / classes.max(1), at % classes.max(1), by));
+                    entries.push((first + element / classes.max(1), element % classes.max(1), by));
                 }
             }
         }

@@ -88,8 +88,8 @@ mod tests {
                 let addends: Vec<f32> = (0..n).map(|_| (uniform() - 0.5 + shift) as f32).collect();
                 let exact: f64 = addends.iter().map(|&x| f64::from(x)).sum();
                 let squares: f64 = addends.iter().map(|&x| f64::from(x).powi(2)).sum();
-                let found: f32 = addends.iter().sum();
-                squared += (f64::from(found) - exact).powi(2);
+                let sum: f32 = addends.iter().sum();
+                squared += (f64::from(sum) - exact).powi(2);
                 modelled += Sum::NATIVE.variance(n as f64, exact, squares);
             }
             let share = squared / modelled;

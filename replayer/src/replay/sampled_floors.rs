@@ -59,11 +59,11 @@ impl DrawnRows {
 
 impl Floors {
     pub(super) fn of(&mut self, stage: Stage) -> &mut Sums {
-        let at = self.sums.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
+        let index = self.sums.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
             self.sums.push((stage, Sums::default()));
             self.sums.len() - 1
         });
-        &mut self.sums[at].1
+        &mut self.sums[index].1
     }
 
     pub(super) fn add(&mut self, stage: Stage, member: usize, energy: f64) {

@@ -17,7 +17,8 @@ impl Outcome {
                 && (is_judged(stage) || recorded(step, stage.stage))
                 && (stage.stage != Stage::GradNorm || asked.contains(&Stage::GradNorm))
         };
-        let counted: Vec<Stage> = self.stages.iter().filter(counts).map(|one| one.stage).collect();
+        let counted: Vec<Stage> =
+            self.stages.iter().filter(counts).map(|outcome| outcome.stage).collect();
         let judged = |&&stage: &&Stage| is_judged(self.stage(stage));
         let coverage = Coverage {
             judged: counted.iter().filter(judged).count(),
@@ -38,33 +39,34 @@ impl Outcome {
     /// Takes what was judged of another version of the step's tensors. Call it once the stages
     /// hold what was compared of both.
     pub(super) fn cover_too(&mut self, other: Coverage) {
-        let mut own = std::mem::take(&mut self.coverage);
-        own.counted.extend(other.counted);
-        own.narrowed.extend(other.narrowed);
-        let new = |left: &LeftOut| !own.left_out.contains(left);
+        let mut coverage = std::mem::take(&mut self.coverage);
+        coverage.counted.extend(other.counted);
+        coverage.narrowed.extend(other.narrowed);
+        let new = |left: &LeftOut| !coverage.left_out.contains(left);
         let more: Vec<LeftOut> = other.left_out.into_iter().filter(new).collect();
-        own.left_out.extend(more);
-        own.left_out.sort_by_key(|one| (one.stage, one.microbatch));
-        let lacks = other.lacks.into_iter().filter(|why| !own.lacks.contains(why));
-        own.lacks.extend(lacks.collect::<Vec<_>>());
-        own.judged = own.counted.iter().filter(|&&stage| is_judged(self.stage(stage))).count();
-        own.of = own.counted.len();
-        self.coverage = own;
+        coverage.left_out.extend(more);
+        coverage.left_out.sort_by_key(|left_out| (left_out.stage, left_out.microbatch));
+        let lacks = other.lacks.into_iter().filter(|why| !coverage.lacks.contains(why));
+        coverage.lacks.extend(lacks.collect::<Vec<_>>());
+        coverage.judged =
+            coverage.counted.iter().filter(|&&stage| is_judged(self.stage(stage))).count();
+        coverage.of = coverage.counted.len();
+        self.coverage = coverage;
     }
 
     /// What was left out of these stages: each that has no comparison has a reason of its own.
     fn left_of(&self, counted: &[Stage]) -> Vec<LeftOut> {
         let mut left = self.coverage.left_out.clone();
-        left.retain(|one| counted.contains(&one.stage));
+        left.retain(|left_out| counted.contains(&left_out.stage));
         for &stage in counted {
-            let known = left.iter().any(|one| one.stage == stage);
+            let known = left.iter().any(|left_out| left_out.stage == stage);
             let outcome = self.stage(stage);
             if !is_judged(outcome) && !known {
                 let why = outcome.reason.clone();
                 left.push(LeftOut { stage, microbatch: None, why });
             }
         }
-        left.sort_by_key(|one| (one.stage, one.microbatch));
+        left.sort_by_key(|left_out| (left_out.stage, left_out.microbatch));
         left
     }
 
@@ -74,12 +76,12 @@ impl Outcome {
         // Who asks for a sample knows that it is one.
         let meant = |left: &&LeftOut| !self.sampled.contains(&left.stage);
         if !asked.is_empty() {
-            let of = |left: &&LeftOut| asked.iter().any(|&one| of_asked(one, left.stage));
+            let is_asked = |left: &&LeftOut| asked.iter().any(|&stage| of_asked(stage, left.stage));
             let words = |left: &LeftOut| {
                 let LeftOut { stage, why, .. } = left;
                 format!("{stage}{} was asked for and not judged: {why}", left.place())
             };
-            return left.filter(of).filter(meant).map(words).collect();
+            return left.filter(is_asked).filter(meant).map(words).collect();
         }
         let gradients: Vec<Stage> =
             counted.iter().copied().filter(|&stage| stage >= Stage::Dlogprobs).collect();
@@ -101,8 +103,8 @@ impl LeftOut {
     }
 
     pub(super) fn not_checked(&self) -> NotChecked {
-        let of = if self.microbatch.is_some() { self.place() } else { " in part".into() };
-        NotChecked { what: format!("{}{of}", self.stage), why: self.why.clone() }
+        let words = if self.microbatch.is_some() { self.place() } else { " in part".into() };
+        NotChecked { what: format!("{}{words}", self.stage), why: self.why.clone() }
     }
 }
 
@@ -113,10 +115,10 @@ impl Outcome {
             let what = format!("elements of {stage} one by one");
             self.not_checked.push(NotChecked { what, why: reach.sentence(stage) });
         }
-        for (stage, found) in std::mem::take(&mut self.estimates) {
+        for (stage, sampled) in std::mem::take(&mut self.estimates) {
             self.sampled.insert(stage);
             if self.stage(stage).status == Status::Skip {
-                self.skip(stage, found.sentence());
+                self.skip(stage, sampled.sentence());
                 let what = format!("single rows of {stage}");
                 let why = "a sample sees an error of the whole or of its scale of several error bars; a label row, an index or a scatter that is wrong needs all tokens".into();
                 self.not_checked.push(NotChecked { what, why });

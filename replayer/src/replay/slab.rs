@@ -83,12 +83,12 @@ impl Slab {
             let entry_var = copies * slopes[t].1 * g_label[t].powi(2);
             slab.hits[row] += 1;
             for i in 0..d {
-                let (at, q) = (row * d + i, head.q.get_f64(t * d + i));
-                slab.label[at] += entry * q;
-                slab.label_sq[at] += (entry * q).powi(2);
-                slab.label_whole[at] += entry * q;
-                slab.label_alike[at] += copies * (entry * q).powi(2);
-                slab.label_var[at] += entry_var * q * q;
+                let (element, q) = (row * d + i, head.q.get_f64(t * d + i));
+                slab.label[element] += entry * q;
+                slab.label_sq[element] += (entry * q).powi(2);
+                slab.label_whole[element] += entry * q;
+                slab.label_alike[element] += copies * (entry * q).powi(2);
+                slab.label_var[element] += entry_var * q * q;
             }
         }
         slab
@@ -98,9 +98,9 @@ impl Slab {
     /// not known: as large in squares as the whole, or as the tokens' addends where those cancel,
     /// and twice that where dense and label part do not.
     pub(super) fn rounded_by_ranks(&self, to: Precision) -> Vec<f64> {
-        let each = |at: usize| {
-            let dense = self.lse_sq[at].max(self.lse[at].powi(2));
-            let label = self.label_sq[at].max(self.label[at].powi(2));
+        let each = |index: usize| {
+            let dense = self.lse_sq[index].max(self.lse[index].powi(2));
+            let label = self.label_sq[index].max(self.label[index].powi(2));
             rounded(to, (2.0 * (dense + label)).sqrt())
         };
         (0..self.lse_sq.len().min(self.lse.len())).map(each).collect()
@@ -155,7 +155,7 @@ impl Slab {
     }
 
     fn append(&mut self, more: Slab) {
-        let (held, all) = (self.hits.len(), self.range.len());
+        let (rows_held, all) = (self.hits.len(), self.range.len());
         for (to, from) in [
             (&mut self.lse, more.lse),
             (&mut self.label, more.label),
@@ -172,7 +172,7 @@ impl Slab {
             (&mut self.dbias_sq, more.dbias_sq),
         ] {
             // The first time for all rows, so that later blocks move nothing.
-            to.reserve_exact((to.len() / held * all).saturating_sub(to.len()));
+            to.reserve_exact((to.len() / rows_held * all).saturating_sub(to.len()));
             to.extend(from);
         }
         self.hits.extend(more.hits);
@@ -206,12 +206,12 @@ impl Slab {
     /// What some rows of a stage should be.
     pub(super) fn reference(&self, stage: Stage, rows: Range<usize>) -> Vec<f64> {
         let d = self.lse.len() / self.range.len().max(1);
-        let at = rows.start * d..rows.end * d;
+        let span = rows.start * d..rows.end * d;
         match stage {
-            Stage::DkLse => self.lse[at].to_vec(),
-            Stage::DkLabel => self.label[at].to_vec(),
+            Stage::DkLse => self.lse[span].to_vec(),
+            Stage::DkLabel => self.label[span].to_vec(),
             Stage::Dbias => self.dbias[rows].to_vec(),
-            _ => sum(&self.lse[at.clone()], &self.label[at]),
+            _ => sum(&self.lse[span.clone()], &self.label[span]),
         }
     }
 
@@ -228,21 +228,21 @@ impl Slab {
     }
 
     /// Takes the backward of those tokens, of the sizes of their q.
-    pub(super) fn take_uncertain(&mut self, found: &Slab) {
+    pub(super) fn take_uncertain(&mut self, uncertain: &Slab) {
         let sizes = |values: &[f64]| values.iter().map(|x| x.abs()).collect::<Vec<f64>>();
-        let (lse, label) = (sizes(&found.lse), sizes(&found.label));
+        let (lse, label) = (sizes(&uncertain.lse), sizes(&uncertain.label));
         let both = sum(&lse, &label);
         self.open = vec![
             (Stage::DkLse, lse),
             (Stage::DkLabel, label),
             (Stage::Dk, both),
-            (Stage::Dbias, sizes(&found.dbias)),
+            (Stage::Dbias, sizes(&uncertain.dbias)),
         ];
     }
 
     /// What the job certainly loses of an element, or may lack of it.
-    pub(super) fn lost(&self, stage: Stage, at: usize) -> f64 {
-        value_of(&self.lost, stage, at) + value_of(&self.open, stage, at)
+    pub(super) fn lost(&self, stage: Stage, element: usize) -> f64 {
+        value_of(&self.lost, stage, element) + value_of(&self.open, stage, element)
     }
 
     pub(super) fn uncertain_squares(&self, stage: Stage) -> Option<f64> {
@@ -275,9 +275,10 @@ mod tests {
 
     /// Sums of some rows, each of which holds its own number and its place.
     fn block(rows: Range<usize>, depth: usize) -> reference::DkBlock {
-        let wide =
-            |of: f64| (rows.start * depth..rows.end * depth).map(|at| of + at as f64).collect();
-        let column = |of: f64| rows.clone().map(|row| of + row as f64).collect();
+        let wide = |value: f64| {
+            (rows.start * depth..rows.end * depth).map(|at| value + at as f64).collect()
+        };
+        let column = |value: f64| rows.clone().map(|row| value + row as f64).collect();
         reference::DkBlock {
             dk_lse: wide(0.1),
             dk_label: wide(0.2),
@@ -302,7 +303,7 @@ mod tests {
     fn a_slab_of_several_blocks_is_that_of_all_their_rows() {
         let told = |borders: &[usize]| {
             let mut slab = Slab { range: 0..7, ..Slab::default() };
-            borders.windows(2).for_each(|of| slab.take(block(of[0]..of[1], 3)));
+            borders.windows(2).for_each(|indices| slab.take(block(indices[0]..indices[1], 3)));
             let Slab { range, lse, label, lse_var, lse_sq, .. } = slab;
             let first = (range, lse, label, lse_var, lse_sq);
             let Slab { label_sq, label_var, label_alike, dropped, confident, .. } = slab;

@@ -30,18 +30,18 @@ pub(super) fn of_smoothed_entries(
     // Below what is taken off it p no longer makes the entry; where that is nothing, the entries of
     // all binades err alike.
     let binades = if least > 0.0 { least.log2().floor() as i32..0 } else { -1..0 };
-    let of = |exponent: i32| {
+    let error_of_binade = |exponent: i32| {
         let spacing = f64::from(exponent).exp2() / steps as f64;
         let multiples = (steps..2 * steps).map(|j| p.round64(spacing * j as f64));
         let multiples: Vec<f64> = multiples.collect();
         let tokens = counted.iter().step_by(every);
         let entries = tokens.flat_map(|&t| {
-            let own = TokenCotangents { lse: g_lse[t], label: 0.0, smooth: g_smooth[t] };
-            multiples.iter().map(move |&p| own.dense(p))
+            let token = TokenCotangents { lse: g_lse[t], label: 0.0, smooth: g_smooth[t] };
+            multiples.iter().map(move |&p| token.dense(p))
         });
         MeanError::of(entries, to).most()
     };
-    binades.map(of).fold(0.0, f64::max)
+    binades.map(error_of_binade).fold(0.0, f64::max)
 }
 
 #[cfg(test)]
@@ -69,8 +69,8 @@ mod tests {
     /// Goal: entries of a rounded p times nearly -1/2 are p/2: what z-loss added to g is lost of all.
     #[test]
     fn a_factor_next_to_a_power_of_two_is_rounded_away_from_all_entries() {
-        let found = of(Precision::Bf16, -0.5006, 0.0);
-        assert!((found - 1.2e-3).abs() < 1e-5, "{found}");
+        let error = of(Precision::Bf16, -0.5006, 0.0);
+        assert!((error - 1.2e-3).abs() < 1e-5, "{error}");
         let u = Precision::Bf16.unit_roundoff();
         assert!(of(Precision::Bf16, -0.5 / 1.37, 0.0) < 0.1 * u);
     }
@@ -88,11 +88,11 @@ mod tests {
     #[test]
     fn the_entries_of_one_binade_err_by_what_is_found_at_most() {
         let (to, c) = (Precision::Bf16, 0.1 / 527.0);
-        let found = of(Precision::Bf16, 1.0, 0.1);
+        let error = of(Precision::Bf16, 1.0, 0.1);
         let entries = (128..256).map(|j| f64::from(j) / 65536.0 - c);
         let (off, total) = entries
             .fold((0.0, 0.0), |(off, total), x| (off + (to.round64(x) - x) * x, total + x * x));
         let mean: f64 = off / total;
-        assert!(mean.abs() > 1e-3 && mean.abs() <= found * (1.0 + 1e-9), "{mean} {found}");
+        assert!(mean.abs() > 1e-3 && mean.abs() <= error * (1.0 + 1e-9), "{mean} {error}");
     }
 }

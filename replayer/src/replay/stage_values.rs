@@ -24,18 +24,18 @@ pub(super) fn put_block(lists: &mut ValuesByStage, block: &DkParts<'_>) {
 }
 
 /// Writes values into the list of a stage, which grows as they come.
-fn put(lists: &mut ValuesByStage, stage: Stage, at: usize, values: &[f64]) {
+fn put(lists: &mut ValuesByStage, stage: Stage, offset: usize, values: &[f64]) {
     let index = lists.iter().position(|(of, _)| *of == stage).unwrap_or_else(|| {
         lists.push((stage, Vec::new()));
         lists.len() - 1
     });
     let list = &mut lists[index].1;
-    list.resize(list.len().max(at + values.len()), 0.0);
-    list[at..at + values.len()].copy_from_slice(values);
+    list.resize(list.len().max(offset + values.len()), 0.0);
+    list[offset..offset + values.len()].copy_from_slice(values);
 }
 
 /// A value of a stage's list, 0 where there is none.
-pub(super) fn value_of(lists: &[StageValues], stage: Stage, at: usize) -> f64 {
-    let of = lists.iter().find(|(of, _)| *of == stage);
-    of.and_then(|(_, values)| values.get(at)).copied().unwrap_or(0.0)
+pub(super) fn value_of(lists: &[StageValues], stage: Stage, element: usize) -> f64 {
+    let list = lists.iter().find(|(list, _)| *list == stage);
+    list.and_then(|(_, values)| values.get(element)).copied().unwrap_or(0.0)
 }

@@ -88,12 +88,12 @@ pub fn by_hits(hits: &[u32], n: usize, seed: u64) -> (Vec<usize>, Vec<f64>) {
         strata.entry(u32::BITS - hits.leading_zeros()).or_default().push(class);
     }
     let mut draw = Draw::new(seed);
-    let of = |members: Vec<usize>| {
+    let draw_from = |members: Vec<usize>| {
         let drawn = choose(&members, n.min(members.len()), &mut draw);
         let weight = members.len() as f64 / drawn.len().max(1) as f64;
         drawn.into_iter().map(move |class| (class, weight)).collect::<Vec<_>>()
     };
-    let mut drawn: Vec<(usize, f64)> = strata.into_values().flat_map(of).collect();
+    let mut drawn: Vec<(usize, f64)> = strata.into_values().flat_map(draw_from).collect();
     drawn.sort_unstable_by_key(|one| one.0);
     drawn.into_iter().unzip()
 }
@@ -112,24 +112,24 @@ pub fn by_size(sizes: &[f64], n: usize, seed: u64) -> (Vec<usize>, Vec<f64>) {
     let size = |row: usize| if alike { 1.0 } else { sizes[row] };
     let mut left: Vec<usize> = (0..sizes.len()).filter(|&row| size(row) > 0.0).collect();
     let least = SMALL * left.iter().map(|&row| size(row)).sum::<f64>() / left.len().max(1) as f64;
-    let of = |row: usize| size(row).max(least);
+    let size_of = |row: usize| size(row).max(least);
     let mut drawn = Vec::new();
     // A row of which the rest would be drawn more than once is taken; that leaves less for others.
     let share = loop {
-        let share =
-            n.saturating_sub(drawn.len()) as f64 / left.iter().map(|&row| of(row)).sum::<f64>();
+        let share = n.saturating_sub(drawn.len()) as f64
+            / left.iter().map(|&row| size_of(row)).sum::<f64>();
         let certain: Vec<usize> =
-            left.iter().copied().filter(|&row| of(row) * share >= 1.0).collect();
+            left.iter().copied().filter(|&row| size_of(row) * share >= 1.0).collect();
         if certain.is_empty() {
             break share;
         }
-        left.retain(|&row| of(row) * share < 1.0);
+        left.retain(|&row| size_of(row) * share < 1.0);
         drawn.extend(certain.into_iter().map(|row| (row, 1.0)));
     };
     let mut draw = Draw::new(seed);
     let mut mark = draw.unit();
     for row in choose(&left, left.len(), &mut draw) {
-        let probability = of(row) * share;
+        let probability = size_of(row) * share;
         if mark < probability {
             drawn.push((row, 1.0 / probability));
             mark += 1.0;
@@ -175,8 +175,8 @@ fn strata(labels: &[u32], confidence: &[f64], n: usize) -> Strata {
         strata
     };
     let least = |strata: &Strata| {
-        let own = strata.iter().filter(|(key, _)| key.0 != 0);
-        own.map(|(_, stratum)| stratum.1.len().min(LEAST)).sum::<usize>()
+        let counted = strata.iter().filter(|(key, _)| key.0 != 0);
+        counted.map(|(_, stratum)| stratum.1.len().min(LEAST)).sum::<usize>()
     };
     let fitting = [2, 1].into_iter().map(by).find(|strata| least(strata) <= n);
     fitting.unwrap_or_else(|| by(0))
@@ -186,16 +186,16 @@ fn strata(labels: &[u32], confidence: &[f64], n: usize) -> Strata {
 /// the others have theirs, and what is left over.
 fn shares(strata: &Strata, n: usize) -> Vec<usize> {
     let size = |ignored: bool| {
-        let of = strata.iter().filter(move |(key, _)| (key.0 == 0) == ignored);
-        of.map(|(_, stratum)| stratum.1.len()).collect::<Vec<usize>>()
+        let sizes_of = strata.iter().filter(move |(key, _)| (key.0 == 0) == ignored);
+        sizes_of.map(|(_, stratum)| stratum.1.len()).collect::<Vec<usize>>()
     };
     let (ignored, others) = (size(true), size(false));
     let least: usize = others.iter().map(|&size| size.min(LEAST)).sum();
     let kept = ignored.iter().sum::<usize>().min(LEAST).min(n.saturating_sub(least));
-    let own = allocate(&others, n - kept);
-    let left = n - own.iter().sum::<usize>();
+    let sizes = allocate(&others, n - kept);
+    let left = n - sizes.iter().sum::<usize>();
     // Ignored tokens are the first stratum, where there are any.
-    ignored.iter().map(|_| left).chain(own).collect()
+    ignored.iter().map(|_| left).chain(sizes).collect()
 }
 
 /// Rows of each stratum: the least, then by largest remainder, never more than there are.
@@ -224,9 +224,9 @@ fn allocate(sizes: &[usize], n: usize) -> Vec<usize> {
 /// The first of a shuffle (Fisher and Yates): every subset is equally likely.
 fn choose(members: &[usize], n: usize, draw: &mut Draw) -> Vec<usize> {
     let mut members = members.to_vec();
-    for at in 0..n {
-        let other = at + draw.below(members.len() - at);
-        members.swap(at, other);
+    for index in 0..n {
+        let other = index + draw.below(members.len() - index);
+        members.swap(index, other);
     }
     members.truncate(n);
     members

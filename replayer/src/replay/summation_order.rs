@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::addends;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::plan::Plan;
 use super::summation_search::{Summed, divisors};
 use super::summation_votes::{Votes, Whole};
@@ -23,49 +23,55 @@ impl Plan<'_> {
     /// of the sum does not: many orders are tried.
     pub(super) fn in_another_order(
         &self,
-        slices: &[Slice],
-        of: &Whole<'_>,
+        microbatches: &[HeadMicrobatch],
+        whole: &Whole<'_>,
         precision: Precision,
     ) -> Option<String> {
-        let all = of.captured.len();
-        let once = |at: &usize| of.captured.get_f64(*at) == precision.round64(of.wide[*at]);
+        let all = whole.captured.len();
+        let once = |at: &usize| whole.captured.get_f64(*at) == precision.round64(whole.wide[*at]);
         let others = all - (0..all).filter(once).count();
         if others < MANY {
             return None;
         }
-        let declared = self.divisor(slices).unwrap_or(1.0);
-        let addends = self.addends_of(slices, of, declared)?;
-        let captured: Vec<f64> = (0..all).map(|at| of.captured.get_f64(at)).collect();
+        let declared = self.divisor(microbatches).unwrap_or(1.0);
+        let addends = self.addends_of(microbatches, whole, declared)?;
+        let captured: Vec<f64> = (0..all).map(|at| whole.captured.get_f64(at)).collect();
         let divisors = divisors(declared, addends.len());
-        let ring = of.stage == Stage::Reduce;
-        let wide = of.wide;
+        let ring = whole.stage == Stage::Reduce;
+        let wide = whole.wide;
         let sums =
             Summed { captured: &captured, addends: &addends, wide, divisors: &divisors, ring };
-        let found = sums.in_few_bits()?;
-        let votes = Votes::of(&of.captured, of.wide, &found.values, precision);
+        let sum = sums.in_few_bits()?;
+        let votes = Votes::of(&whole.captured, whole.wide, &sum.values, precision);
         let clear = votes.chained >= MANY as u64 && votes.rounded_once * CLEAR <= votes.chained;
         clear.then(|| {
             format!(
                 "{} elements are what partial sums in {} give ({}) and {} what one rounding of the sum gives, where the two differ",
-                votes.chained, found.steps.format(), found.order, votes.rounded_once
+                votes.chained, sum.steps.format(), sum.order, votes.rounded_once
             )
         })
     }
 
     /// What adds up to a sum: of the reduction each rank's part, else each microbatch's. `None`
     /// where it is more than is held.
-    fn addends_of(&self, slices: &[Slice], of: &Whole<'_>, declared: f64) -> Option<Vec<Vec<f64>>> {
-        let microbatches: Vec<_> = slices.iter().map(|slice| slice.inputs.microbatch).collect();
+    fn addends_of(
+        &self,
+        head_microbatches: &[HeadMicrobatch],
+        whole: &Whole<'_>,
+        declared: f64,
+    ) -> Option<Vec<Vec<f64>>> {
+        let microbatches: Vec<_> =
+            head_microbatches.iter().map(|microbatch| microbatch.inputs.microbatch).collect();
         let ranks = self.step.dump.manifest.world_size as usize;
-        if microbatches.len() * ranks * of.captured.len() > MOST {
+        if microbatches.len() * ranks * whole.captured.len() > MOST {
             return None;
         }
-        let all = addends::read(self.step, &microbatches, (of.stage, of.rank), true)?;
+        let all = addends::read(self.step, &microbatches, (whole.stage, whole.rank), true)?;
         let summed = all.iter().all(|(microbatch, ..)| microbatch.is_none());
         let divisor = if summed { 1.0 } else { declared };
         let mut sums: BTreeMap<_, Vec<f64>> = BTreeMap::new();
         for (microbatch, rank, values) in all {
-            let whose = match of.stage {
+            let whose = match whole.stage {
                 Stage::Accumulate => (microbatch, None),
                 _ => (None, rank),
             };

@@ -53,7 +53,7 @@ pub(crate) struct Summed<'a> {
 }
 
 /// A sum that was found to be in few bits.
-pub(crate) struct Found {
+pub(crate) struct FewBitSum {
     /// As it is made.
     pub(crate) values: Vec<f64>,
     /// How.
@@ -68,8 +68,8 @@ impl Steps {
     fn all(divisor: f64) -> impl Iterator<Item = Steps> {
         let kinds = [(Precision::Bf16, false), (Precision::F16, false), (Precision::Bf16, true)];
         kinds.into_iter().flat_map(move |(precision, truncates)| {
-            let of = |rounds_addends| Steps { precision, truncates, rounds_addends, divisor };
-            [of(true), of(false)]
+            let steps = |rounds_addends| Steps { precision, truncates, rounds_addends, divisor };
+            [steps(true), steps(false)]
         })
     }
 
@@ -112,9 +112,9 @@ impl Steps {
     fn sum(&self, order: Order, addends: &[f64]) -> f64 {
         let add = |a: f64, b: f64| self.round(a + b);
         let n = addends.len();
-        let x = |at: usize| match self.rounds_addends {
-            true => self.round(addends[at]),
-            false => addends[at],
+        let x = |index: usize| match self.rounds_addends {
+            true => self.round(addends[index]),
+            false => addends[index],
         };
         // What an accumulator starts from is rounded when it is stored.
         let chain =
@@ -163,8 +163,8 @@ impl Steps {
 
 impl Order {
     fn rotations(n: usize) -> Vec<Order> {
-        let of = |first| [false, true].map(|back| Order::From { first, back });
-        (0..n).flat_map(of).collect()
+        let rotation = |first| [false, true].map(|back| Order::From { first, back });
+        (0..n).flat_map(rotation).collect()
     }
 
     fn all(n: usize) -> Vec<Order> {
@@ -220,17 +220,17 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
 }
 
 impl Summed<'_> {
-    fn of(&self, at: usize) -> Vec<f64> {
-        self.addends.iter().map(|one| one[at]).collect()
+    fn of(&self, element: usize) -> Vec<f64> {
+        self.addends.iter().map(|values| values[element]).collect()
     }
 
     fn is_sound(&self) -> bool {
-        let same = |one: &Vec<f64>| one.len() == self.captured.len();
+        let same = |values: &Vec<f64>| values.len() == self.captured.len();
         (2..=MOST).contains(&self.addends.len()) && self.addends.iter().all(same)
     }
 
     /// The order and the format in which the addends make what was captured.
-    pub(crate) fn in_few_bits(&self) -> Option<Found> {
+    pub(crate) fn in_few_bits(&self) -> Option<FewBitSum> {
         if !self.is_sound() {
             return None;
         }
@@ -245,16 +245,16 @@ impl Summed<'_> {
         let mut best: Option<(f64, Steps, Order)> = None;
         for steps in self.divisors.iter().flat_map(|&divisor| Steps::all(divisor)) {
             let narrow = seen.iter().all(|&x| steps.round(x) == x);
-            let value = |order: Order, of: &[f64]| steps.finished(order, of, narrow);
+            let value = |order: Order, values: &[f64]| steps.finished(order, values, narrow);
             for &order in &orders {
-                let made: Vec<f64> = columns.iter().map(|of| value(order, of)).collect();
+                let made: Vec<f64> = columns.iter().map(|values| value(order, values)).collect();
                 let off = distance(&seen, &made);
                 if off <= LEFT * before && best.is_none_or(|(least, ..)| off < least) {
                     best = Some((off, steps, order));
                 }
             }
-            let hit = |(of, seen): (&Vec<f64>, &f64)| {
-                rotations.iter().any(|&order| value(order, of) == *seen)
+            let hit = |(values, seen): (&Vec<f64>, &f64)| {
+                rotations.iter().any(|&order| value(order, values) == *seen)
             };
             if self.ring && columns.iter().zip(&seen).all(hit) {
                 rings.push((steps, narrow));
@@ -265,19 +265,19 @@ impl Summed<'_> {
             let value = |at: usize| steps.finished(order, &self.of(at), narrow);
             let values: Vec<f64> = (0..captured.len()).map(value).collect();
             let near = distance(captured, &values) <= LEFT * distance(captured, self.wide);
-            near.then(|| Found { values, steps, order: order.words(n), pieces: 1 })
+            near.then(|| FewBitSum { values, steps, order: order.words(n), pieces: 1 })
         });
         whole
             .or_else(|| rings.into_iter().find_map(|(steps, narrow)| self.in_a_ring(steps, narrow)))
     }
 
     /// In pieces, each one after the other from an addend of its own on.
-    fn in_a_ring(&self, steps: Steps, narrow: bool) -> Option<Found> {
+    fn in_a_ring(&self, steps: Steps, narrow: bool) -> Option<FewBitSum> {
         let n = self.addends.len();
         let rotations = Order::rotations(n);
         let mut pieces: Vec<(usize, Vec<Order>)> = Vec::new();
-        for (at, &seen) in self.captured.iter().enumerate() {
-            let addends = self.of(at);
+        for (element, &seen) in self.captured.iter().enumerate() {
+            let addends = self.of(element);
             let fits = |order: &Order| steps.finished(*order, &addends, narrow) == seen;
             match pieces.last_mut() {
                 Some((_, left)) if left.iter().any(fits) => left.retain(fits),
@@ -286,21 +286,21 @@ impl Summed<'_> {
                     if left.is_empty() || pieces.len() == PIECES * n {
                         return None;
                     }
-                    pieces.push((at, left));
+                    pieces.push((element, left));
                 }
             }
         }
         let ends = pieces.iter().skip(1).map(|(at, _)| *at).chain([self.captured.len()]);
-        let told = pieces.iter().zip(ends).take(n).map(|((at, left), end)| {
+        let told = pieces.iter().zip(ends).take(n).map(|((element, left), end)| {
             let first = match left[0] {
                 Order::From { first, .. } => first + 1,
                 _ => 1,
             };
-            format!("elements {at} to {} begin with addend {first}", end - 1)
+            format!("elements {element} to {} begin with addend {first}", end - 1)
         });
         let told = told.collect::<Vec<_>>().join(", ");
         let order = format!("a ring of {} pieces: {told}", pieces.len());
-        Some(Found { values: self.captured.to_vec(), steps, order, pieces: pieces.len() })
+        Some(FewBitSum { values: self.captured.to_vec(), steps, order, pieces: pieces.len() })
     }
 }
 
@@ -313,20 +313,20 @@ mod tests {
 
     fn addends() -> Vec<Vec<f64>> {
         let mut draw = Draw::new(5);
-        let one =
+        let addend =
             |draw: &mut Draw| (0..900).map(|_| Precision::F32.round64(draw.normal())).collect();
-        (0..N).map(|_| one(&mut draw)).collect()
+        (0..N).map(|_| addend(&mut draw)).collect()
     }
 
-    fn column(all: &[Vec<f64>], at: usize) -> Vec<f64> {
-        all.iter().map(|one| one[at]).collect()
+    fn column(all: &[Vec<f64>], element: usize) -> Vec<f64> {
+        all.iter().map(|values| values[element]).collect()
     }
 
-    fn found(captured: &[f64], all: &[Vec<f64>]) -> Option<Found> {
+    fn sum_in_few_bits(captured: &[f64], all: &[Vec<f64>]) -> Option<FewBitSum> {
         let wide: Vec<f64> = (0..captured.len()).map(|at| column(all, at).iter().sum()).collect();
         let divisors = &[1.0, 6.0];
-        let of = Summed { captured, addends: all, wide: &wide, divisors, ring: true };
-        of.in_few_bits()
+        let summed = Summed { captured, addends: all, wide: &wide, divisors, ring: true };
+        summed.in_few_bits()
     }
 
     #[test]
@@ -334,12 +334,12 @@ mod tests {
         let all = addends();
         for steps in [1.0, 6.0].into_iter().flat_map(Steps::all) {
             for order in Order::all(N) {
-                let of = |at| steps.finished(order, &column(&all, at), true);
-                let captured: Vec<f64> = (0..900).map(of).collect();
-                let found = found(&captured, &all).unwrap();
-                assert_eq!(found.values, captured, "{steps:?} {order:?} taken for {}", found.order);
-                let format = found.steps.format();
-                assert_eq!(format, steps.format(), "{order:?} taken for {}", found.order);
+                let sum = |at| steps.finished(order, &column(&all, at), true);
+                let captured: Vec<f64> = (0..900).map(sum).collect();
+                let sum = sum_in_few_bits(&captured, &all).unwrap();
+                assert_eq!(sum.values, captured, "{steps:?} {order:?} taken for {}", sum.order);
+                let format = sum.steps.format();
+                assert_eq!(format, steps.format(), "{order:?} taken for {}", sum.order);
             }
         }
     }
@@ -350,14 +350,14 @@ mod tests {
         let order = |at: usize| Order::From { first: (at + 70) / 160 % N, back: false };
         let captured: Vec<f64> =
             (0..900).map(|at| steps.sum(order(at), &column(&all, at))).collect();
-        let found = found(&captured, &all).unwrap();
-        assert!((6..=8).contains(&found.pieces), "{}", found.order);
+        let sum = sum_in_few_bits(&captured, &all).unwrap();
+        assert!((6..=8).contains(&sum.pieces), "{}", sum.order);
     }
 
     #[test]
     fn a_sum_in_enough_bits_that_is_rounded_once_has_no_order() {
         let all = addends();
         let once = |at: usize| Precision::Bf16.round64(column(&all, at).iter().sum::<f64>());
-        assert!(found(&(0..900).map(once).collect::<Vec<f64>>(), &all).is_none());
+        assert!(sum_in_few_bits(&(0..900).map(once).collect::<Vec<f64>>(), &all).is_none());
     }
 }

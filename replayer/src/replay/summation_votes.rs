@@ -41,11 +41,11 @@ impl Votes {
     ) -> Votes {
         let mut votes = Votes { chained: 0, rounded_once: 0 };
         let mut seen = Seen::default();
-        for (at, (&wide, &chained)) in wide.iter().zip(chained).enumerate() {
-            let (found, once) = (captured.get_f64(at), precision.round64(wide));
-            if once != chained && seen.is_new([wide, chained, found]) {
-                votes.chained += u64::from(found == chained);
-                votes.rounded_once += u64::from(found == once);
+        for (element, (&wide, &chained)) in wide.iter().zip(chained).enumerate() {
+            let (stored, once) = (captured.get_f64(element), precision.round64(wide));
+            if once != chained && seen.is_new([wide, chained, stored]) {
+                votes.chained += u64::from(stored == chained);
+                votes.rounded_once += u64::from(stored == once);
             }
         }
         votes

@@ -8,12 +8,12 @@ use backtape::shard::TensorKey;
 use super::addends::{Read, Sum};
 use super::comparison::Comparison;
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plan::Plan;
 use super::reference_dk::{Addend, KeptSum};
 use super::rounding_variance::{rounded, stored};
-use super::world::{At, Expectation};
+use super::world::{Expectation, StagePlace};
 use crate::compare::{Allowed, Rows, Tally, once};
 use crate::dump::name_ranks;
 use crate::head::Stage;
@@ -41,27 +41,28 @@ impl Judge<'_> {
     /// Judges such sums; `why` they are not judged from their addends.
     pub(super) fn judge_sum_without_addends(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         (stage, key, why): (Stage, &TensorKey, &str),
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let told = slices.iter().all(|slice| slice.blocked.is_none());
-        let own =
+        let told = microbatches.iter().all(|microbatch| microbatch.blocked.is_none());
+        let is_whole =
             self.plan.step.lacking.is_nothing() && !self.plan.step.options.declared.tied_embedding;
         let all = outcome.reference_dk.as_ref();
-        let judged = all.is_some_and(|kept| !kept.sums[0].allowed.is_empty()) && told && own;
-        let (true, Ok(divisor)) = (judged, self.plan.divisor(slices)) else {
+        let judged = all.is_some_and(|kept| !kept.sums[0].allowed.is_empty()) && told && is_whole;
+        let (true, Ok(divisor)) = (judged, self.plan.divisor(microbatches)) else {
             outcome.skip(stage, why);
             return Ok(());
         };
         // The norm of all gradients is judged from it as well, so it is put back.
         let Some(mut kept) = outcome.reference_dk.take() else { return Ok(()) };
-        let head = slices.first().and_then(|one| one.inputs.head(self.plan.step));
+        let head =
+            microbatches.first().and_then(|microbatch| microbatch.inputs.head(self.plan.step));
         let every: Vec<usize> = (0..head.map_or(1, |head| head.k.rows)).collect();
         let classes = kept.classes.as_deref().unwrap_or(&every);
         let (mut wrong, mut averages) = (false, 1.0_f64);
         for sum in &kept.sums {
-            let captured = match self.plan.captured_sum(key, &sum.ranks, slices)? {
+            let captured = match self.plan.captured_sum(key, &sum.ranks, microbatches)? {
                 Ok(captured) => captured,
                 Err(why) => {
                     outcome.skip(stage, why);
@@ -73,16 +74,17 @@ impl Judge<'_> {
                 outcome.skip(stage, "it has another shape than k");
                 continue;
             };
-            let ranks = if sum.ranks.is_empty() { self.plan.ranks_of_tokens(slices) } else { 1.0 };
-            let count = slices.len() as f64 * ranks;
-            let one = Judged { stage, key, sum, classes, captured, ranks, count };
-            let (found, averaged) = self.compare_sum_or_mean(&one, divisor);
+            let ranks =
+                if sum.ranks.is_empty() { self.plan.ranks_of_tokens(microbatches) } else { 1.0 };
+            let count = microbatches.len() as f64 * ranks;
+            let judged = Judged { stage, key, sum, classes, captured, ranks, count };
+            let (comparison, averaged) = self.compare_sum_or_mean(&judged, divisor);
             averages = averages.max(averaged);
-            wrong |= found.excess.is_some();
-            outcome.add(stage, found);
+            wrong |= comparison.excess.is_some();
+            outcome.add(stage, comparison);
         }
         if wrong && !self.plan.trial {
-            outcome.unrecorded = unrecorded(slices, std::mem::take(&mut kept.addends));
+            outcome.unrecorded = unrecorded(microbatches, std::mem::take(&mut kept.addends));
         }
         kept.averaged = kept.averaged.max(averages);
         outcome.reference_dk = Some(kept);
@@ -91,44 +93,48 @@ impl Judge<'_> {
 
     /// The comparison, and 1; where the ranks may have been averaged, that of the mean if it
     /// agrees, and over how many it is.
-    fn compare_sum_or_mean(&self, of: &Judged<'_>, divisor: f64) -> (Comparison, f64) {
-        let found = self.compare_sum(of, divisor);
-        if found.excess.is_some() && of.ranks > 1.0 && self.plan.may_average_ranks(of.ranks) {
-            let mean = self.compare_sum(of, divisor * of.ranks);
+    fn compare_sum_or_mean(&self, judged: &Judged<'_>, divisor: f64) -> (Comparison, f64) {
+        let comparison = self.compare_sum(judged, divisor);
+        if comparison.excess.is_some()
+            && judged.ranks > 1.0
+            && self.plan.may_average_ranks(judged.ranks)
+        {
+            let mean = self.compare_sum(judged, divisor * judged.ranks);
             if mean.excess.is_none() {
-                return (mean, of.ranks);
+                return (mean, judged.ranks);
             }
         }
-        (found, 1.0)
+        (comparison, 1.0)
     }
 
-    fn compare_sum(&self, of: &Judged<'_>, divisor: f64) -> Comparison {
-        let (rows, columns) = (of.classes.len(), of.sum.total.len() / of.classes.len().max(1));
-        let captured = Matrix { rows, cols: columns, values: Values::F64(&of.captured.values) };
+    fn compare_sum(&self, judged: &Judged<'_>, divisor: f64) -> Comparison {
+        let (rows, columns) =
+            (judged.classes.len(), judged.sum.total.len() / judged.classes.len().max(1));
+        let captured = Matrix { rows, cols: columns, values: Values::F64(&judged.captured.values) };
         let reduce = self.plan.roundings.reduce;
         let sum = policy::Sum::of(reduce);
         let bound = self.bound(rows, columns);
-        let rank = of.sum.ranks.first().copied();
-        let at = At { stage: of.stage, microbatch: None, rank };
-        let by = divisor / self.world.scale(at);
-        let mut reference: Vec<f64> = of.sum.total.iter().map(|x| x / by).collect();
+        let rank = judged.sum.ranks.first().copied();
+        let place = StagePlace { stage: judged.stage, microbatch: None, rank };
+        let by = divisor / self.world.scale(place);
+        let mut reference: Vec<f64> = judged.sum.total.iter().map(|x| x / by).collect();
         let values = &mut reference[..];
-        self.world.expected(&mut Expectation { at, rows: of.classes, columns, values });
+        self.world.expected(&mut Expectation { place, rows: judged.classes, columns, values });
         let constant = super::elementwise::rounds(by);
         let allowed = |row: usize, column: usize, x: f64| {
-            let at = row * columns + column;
-            let element = &of.sum.allowed[at];
+            let index = row * columns + column;
+            let element = &judged.sum.allowed[index];
             let inner = element.allowed();
-            let summing = sum.variance(of.count, of.sum.total[at], element.squares());
+            let summing = sum.variance(judged.count, judged.sum.total[index], element.squares());
             let inner = Allowed { own: inner.own + summing, ..inner }.times(1.0 / by);
             let once = rounded(reduce, x);
             let shared = inner.shared + if constant { once } else { 0.0 };
-            Allowed { own: inner.own + once + of.captured.stored(at, x), shared, ..inner }
+            Allowed { own: inner.own + once + judged.captured.stored(index, x), shared, ..inner }
         };
-        let index = |row: usize| of.classes[row] as u64;
+        let index = |row: usize| judged.classes[row] as u64;
         let rows = Rows { captured, reference: &reference, index: &index, repeats: &once };
         let tally = Tally::of(&rows, allowed, &bound);
-        Comparison::new(None, rank, of.key.to_string(), tally, &bound)
+        Comparison::new(None, rank, judged.key.to_string(), tally, &bound)
     }
 }
 
@@ -139,7 +145,7 @@ impl Plan<'_> {
         &self,
         key: &TensorKey,
         ranks: &[Rank],
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
     ) -> Result<Result<Values64, String>, StepError> {
         if self.step.tensors[key].partial.is_none() {
             let tensor = self.step.oriented(key, None)?;
@@ -149,7 +155,8 @@ impl Plan<'_> {
         }
         let mut sum = Sum::new(&self.step.tensors[key].shape);
         if ranks.is_empty() {
-            let added = slices.iter().map(|slice| self.step.all_added(key, &slice.inputs));
+            let added =
+                microbatches.iter().map(|microbatch| self.step.all_added(key, &microbatch.inputs));
             if let Err(why) = added.collect::<Result<(), String>>() {
                 return Ok(Err(why));
             }
@@ -163,9 +170,11 @@ impl Plan<'_> {
     }
 
     /// Groups of ranks with tokens of their own, in the microbatch that has most.
-    fn ranks_of_tokens(&self, slices: &[Slice]) -> f64 {
-        let of = |slice: &Slice| self.step.rank_rows(&slice.inputs).map_or(1, |units| units.len());
-        slices.iter().map(of).max().unwrap_or(1).max(1) as f64
+    fn ranks_of_tokens(&self, microbatches: &[HeadMicrobatch]) -> f64 {
+        let units_of = |microbatch: &HeadMicrobatch| {
+            self.step.rank_rows(&microbatch.inputs).map_or(1, |units| units.len())
+        };
+        microbatches.iter().map(units_of).max().unwrap_or(1).max(1) as f64
     }
 
     /// Whether the job may have averaged its ranks and not added them. No option says so of a sum
@@ -192,8 +201,8 @@ impl Values64 {
         if self.values.len() != all * columns {
             return None;
         }
-        let chosen = |of: Vec<f64>| -> Vec<f64> {
-            let row = |&v: &usize| &of[v * columns..(v + 1) * columns];
+        let chosen = |values: Vec<f64>| -> Vec<f64> {
+            let row = |&v: &usize| &values[v * columns..(v + 1) * columns];
             classes.iter().flat_map(row).copied().collect()
         };
         let (values, storage) = (chosen(self.values), self.storage.map(chosen));
@@ -201,17 +210,18 @@ impl Values64 {
     }
 
     /// Variance of an element that storing brought.
-    fn stored(&self, at: usize, x: f64) -> f64 {
-        self.storage.as_ref().map_or(stored(self.precision, x), |storage| storage[at])
+    fn stored(&self, element: usize, x: f64) -> f64 {
+        self.storage.as_ref().map_or(stored(self.precision, x), |storage| storage[element])
     }
 }
 
 /// What the addends should be, where all of them were kept.
-fn unrecorded(slices: &[Slice], kept: Vec<Addend>) -> Vec<Read> {
-    let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+fn unrecorded(microbatches: &[HeadMicrobatch], kept: Vec<Addend>) -> Vec<Read> {
+    let units: usize = microbatches.iter().map(|microbatch| microbatch.units.len()).sum();
     if kept.len() != units {
         return Vec::new();
     }
-    let one = |of: Addend| (of.microbatch, of.ranks.first().copied(), of.reference);
-    kept.into_iter().map(one).collect()
+    let read =
+        |addend: Addend| (addend.microbatch, addend.ranks.first().copied(), addend.reference);
+    kept.into_iter().map(read).collect()
 }

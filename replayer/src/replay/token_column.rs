@@ -4,9 +4,9 @@ use backtape::role::Role;
 
 use super::comparison::{Comparison, MemberError};
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::rounding_variance::stored;
-use super::world::At;
+use super::world::StagePlace;
 use crate::compare::{Allowed, Rows, Tally};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
@@ -78,18 +78,23 @@ impl Column {
 
 impl Judge<'_> {
     /// A captured `[T]` tensor of the microbatch, if it was recorded.
-    pub(super) fn column(&self, role: Role, slice: &Slice) -> Result<Option<Column>, StepError> {
-        let microbatch = slice.inputs.microbatch;
+    pub(super) fn column(
+        &self,
+        role: Role,
+        head_microbatch: &HeadMicrobatch,
+    ) -> Result<Option<Column>, StepError> {
+        let microbatch = head_microbatch.inputs.microbatch;
         if let Some(stage) = Stage::of_role(role)
-            && let Some(own) = self.world.captured(&At { stage, microbatch, rank: None })
+            && let Some(supplied) =
+                self.world.captured(&StagePlace { stage, microbatch, rank: None })
         {
-            let (values, stored) = (own.values.clone(), own.precision);
+            let (values, stored) = (supplied.values.clone(), supplied.precision);
             return Ok(Some(Column { source: format!("a variant's {stage}"), values, stored }));
         }
         let Some(key) = self.plan.step.find(role, microbatch) else {
             return Ok(None);
         };
-        let tokens = slice.inputs.tokens();
+        let tokens = head_microbatch.inputs.tokens();
         // The same role may be [T, V]: that is judged on the plane.
         let elements: u64 = self.plan.step.tensors[key].shape.iter().product();
         if role == Role::Logprobs && elements != tokens as u64 {
@@ -112,13 +117,13 @@ impl Judge<'_> {
         inputs: &MicrobatchInputs,
         captured: &Column,
         expected: &Expected,
-        of: Tokens,
+        tokens: Tokens,
         members: Vec<MemberError>,
     ) -> Comparison {
         let judged = self.plan.step.judged(inputs);
         let counted = |t: &usize| {
-            let own = judged.as_ref().is_none_or(|judged| judged[*t]);
-            own && of.has(inputs, *t)
+            let is_judged = judged.as_ref().is_none_or(|judged| judged[*t]);
+            is_judged && tokens.has(inputs, *t)
         };
         let kept: Vec<usize> = (0..expected.values.len()).filter(counted).collect();
         let values: Vec<f64> = kept.iter().map(|&t| captured.values[t]).collect();

@@ -9,7 +9,7 @@ use super::context::Replay;
 use super::estimate::Estimated;
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::problem::Problem;
 use super::stratified_sample::{Sample, stratified};
@@ -24,33 +24,33 @@ pub(super) fn share(count: usize, unit: usize, all: usize) -> usize {
 impl Replay<'_> {
     pub(super) fn sampled(
         &self,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         (state, upstream): (&ForwardState, &Upstream),
         captured: Captured,
         (count, seed): (usize, u64),
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let labels: Vec<u32> = unit.rows.iter().map(|&t| slice.inputs.labels[t]).collect();
-        let n = share(count, unit.rows.len(), slice.inputs.tokens());
+        let labels: Vec<u32> = unit.rows.iter().map(|&t| microbatch.inputs.labels[t]).collect();
+        let n = share(count, unit.rows.len(), microbatch.inputs.tokens());
         let sample = stratified(&labels, &state.confidence(unit), n, seed);
         if captured.stage(Stage::Dbias).is_some() {
             let why = "a sum over all tokens, of which --tokens takes some: leave it out to have dbias judged";
             outcome.skip(Stage::Dbias, why);
         }
-        self.with_problem(slice, unit, state, upstream, &mut |problem| {
+        self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
             self.estimate(problem, &captured, &sample, outcome);
         });
         let drawn: Vec<usize> = sample.rows.iter().map(|&row| unit.rows[row]).collect();
         let drawn = Unit { ranks: unit.ranks.clone(), rows: drawn };
-        let gradients = captured.gradients.into_iter().filter(|one| one.stage.is_of_q());
+        let gradients = captured.gradients.into_iter().filter(|gradient| gradient.stage.is_of_q());
         let captured = Captured { gradients: gradients.collect() };
         if captured.gradients.is_empty() {
             return Ok(());
         }
-        self.try_problem(slice, &drawn, (state, upstream), &mut |problem| {
+        self.try_problem(microbatch, &drawn, (state, upstream), &mut |problem| {
             let findings =
-                self.walk(problem, &captured, (slice, &drawn), (state, upstream), outcome)?;
-            self.plan.report(findings, &captured, &slice.inputs, &drawn, outcome);
+                self.walk(problem, &captured, (microbatch, &drawn), (state, upstream), outcome)?;
+            self.plan.report(findings, &captured, &microbatch.inputs, &drawn, outcome);
             Ok(())
         })
     }
@@ -71,9 +71,9 @@ impl Replay<'_> {
                 Stage::DkLabel => (cotangents.lse, cotangents.smooth) = (&none, &none),
                 _ => {}
             }
-            let of = Estimated::new(problem.head, &problem.lse, cotangents);
-            let found = of.against(&gradient.matrix(), sample, self.executor.progress());
-            outcome.estimated(gradient.stage, found);
+            let estimated = Estimated::new(problem.head, &problem.lse, cotangents);
+            let sampled = estimated.against(&gradient.matrix(), sample, self.executor.progress());
+            outcome.estimated(gradient.stage, sampled);
         }
     }
 }

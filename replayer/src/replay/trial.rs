@@ -20,13 +20,13 @@ use super::findings::Findings;
 use super::forward::ForwardState;
 use super::judge::Judge;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::problem::Problem;
 use super::rounding_ties::near_ties;
 use super::slab::Slab;
 use super::stage_values::{StageValues, ValuesByStage, put_block};
-use super::world::{At, World};
+use super::world::{StagePlace, World};
 use super::world_replay::counted_in_world;
 use crate::head::step::{StepError, vocabulary_slab};
 use crate::head::{HeadStep, Scores, Stage, Unit};
@@ -61,36 +61,36 @@ pub fn counted_trial(
     world: &dyn World,
     (rows, cache, progress): (Option<&Rows>, Option<&PassCache>, &dyn Progress),
 ) -> Result<Outcome, StepError> {
-    let mut found = None;
-    counted_in_world(step, compared, (world, cache, progress), &mut |replay, slices| {
+    let mut judged = None;
+    counted_in_world(step, compared, (world, cache, progress), &mut |replay, microbatches| {
         let mut outcome = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
-        for slice in slices {
-            replay.microbatch(slice, &mut outcome, &mut |unit, before, outcome| {
-                replay.try_unit(slice, unit, before, rows, outcome)
+        for microbatch in microbatches {
+            replay.microbatch(microbatch, &mut outcome, &mut |unit, before, outcome| {
+                replay.try_unit(microbatch, unit, before, rows, outcome)
             })?;
         }
-        replay.judge.step_loss(slices, &mut outcome)?;
-        replay.sums(slices, &mut outcome)?;
+        replay.judge.step_loss(microbatches, &mut outcome)?;
+        replay.sums(microbatches, &mut outcome)?;
         outcome.finish(replay.plan.step, &BTreeSet::new());
-        found = Some(outcome);
+        judged = Some(outcome);
         Ok(())
     })?;
-    Ok(found.expect("set where no error was returned"))
+    Ok(judged.expect("set where no error was returned"))
 }
 
 impl Replay<'_> {
     fn try_unit(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         (state, upstream): (&ForwardState, &Upstream),
         rows: Option<&Rows>,
         outcome: &mut Outcome,
     ) -> Result<(), StepError> {
-        let Scores::Product { k, .. } = &slice.inputs.scores else { return Ok(()) };
-        let dlogits = self.judge.usable_dlogits(slice, unit)?;
+        let Scores::Product { k, .. } = &microbatch.inputs.scores else { return Ok(()) };
+        let dlogits = self.judge.usable_dlogits(microbatch, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
-        let captured = self.captured_once((slice, unit), classes, outcome)?;
+        let captured = self.captured_once((microbatch, unit), classes, outcome)?;
         if captured.gradients.is_empty() && self.plan.sums_without_addends.is_none() {
             return Ok(());
         }
@@ -100,23 +100,29 @@ impl Replay<'_> {
         let dq = captured.of(&Stage::OF_Q).next().is_some();
         // Of all rows one pass that is held gives both gradients; of a sample, and of what has
         // several slabs, each has a pass of its own.
-        let (width, classes_in_all) = (slice.inputs.width(), k.shape[0] as usize);
+        let (width, classes_in_all) = (microbatch.inputs.width(), k.shape[0] as usize);
         let one_slab = self.plan.slab_rows(width, classes_in_all) >= classes_in_all;
         let both = rows.is_none() && dk && dq && one_slab;
-        let only = |one| if both { Keep::Both } else { one };
+        let only = |keep| if both { Keep::Both } else { keep };
         if dk {
-            let of = (rows, classes.is_some(), only(Keep::Dk));
-            self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                self.try_dk(problem, (slice, unit), &captured, of, (&mut findings, outcome));
+            let sampled = (rows, classes.is_some(), only(Keep::Dk));
+            self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
+                self.try_dk(
+                    problem,
+                    (microbatch, unit),
+                    &captured,
+                    sampled,
+                    (&mut findings, outcome),
+                );
             });
         }
         if dq {
-            let tokens = rows.and_then(|rows| rows.tokens.get(&slice.inputs.microbatch));
+            let tokens = rows.and_then(|rows| rows.tokens.get(&microbatch.inputs.microbatch));
             let mut kept = unit.rows.clone();
             kept.retain(|t| tokens.is_none_or(|tokens| tokens.binary_search(t).is_ok()));
             let some = Unit { ranks: unit.ranks.clone(), rows: kept };
-            let from = self.judge.sources(slice, &some);
-            self.with_problem(slice, &from, state, upstream, &mut |problem| {
+            let from = self.judge.sources(microbatch, &some);
+            self.with_problem(microbatch, &from, state, upstream, &mut |problem| {
                 self.try_dq(problem, &captured, (&some, only(Keep::Dq)), &mut findings);
             });
         }
@@ -126,28 +132,47 @@ impl Replay<'_> {
             findings.forget(&stages);
             let (of_q, of_k): (Vec<Stage>, Vec<Stage>) =
                 stages.into_iter().partition(|&stage| stage == Stage::Dq);
-            self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                let of = (dlogits, &of_k[..]);
-                self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
+            self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
+                let dlogits_and_stages = (dlogits, &of_k[..]);
+                self.judge_from_dlogits(
+                    problem,
+                    dlogits_and_stages,
+                    &captured,
+                    unit,
+                    &mut findings,
+                );
             });
-            let from = self.judge.sources(slice, unit);
+            let from = self.judge.sources(microbatch, unit);
             if let Some(dlogits) =
-                self.judge.usable_dlogits(slice, &from)?.filter(|_| !of_q.is_empty())
+                self.judge.usable_dlogits(microbatch, &from)?.filter(|_| !of_q.is_empty())
             {
-                self.with_problem(slice, &from, state, upstream, &mut |problem| {
-                    let of = (&dlogits, &of_q[..]);
-                    self.judge_from_dlogits(problem, of, &captured, unit, &mut findings);
+                self.with_problem(microbatch, &from, state, upstream, &mut |problem| {
+                    let dlogits_and_stages = (&dlogits, &of_q[..]);
+                    self.judge_from_dlogits(
+                        problem,
+                        dlogits_and_stages,
+                        &captured,
+                        unit,
+                        &mut findings,
+                    );
                 });
             }
         }
-        let own = captured.all_but(&from_dlogits);
+        let judged_stages = captured.all_but(&from_dlogits);
         if upstream.any_uncertain(&unit.rows) {
-            self.with_problem(slice, unit, state, upstream, &mut |problem| {
-                let (of, stages) = ((slice, unit), (&*captured, &own[..]));
-                self.plan.note_uncertain_tokens(of, problem, stages, &mut findings, outcome);
+            self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
+                let (unit_of_slice, stages) =
+                    ((microbatch, unit), (&*captured, &judged_stages[..]));
+                self.plan.note_uncertain_tokens(
+                    unit_of_slice,
+                    problem,
+                    stages,
+                    &mut findings,
+                    outcome,
+                );
             });
         }
-        self.plan.report(findings, &captured, &slice.inputs, unit, outcome);
+        self.plan.report(findings, &captured, &microbatch.inputs, unit, outcome);
         Ok(())
     }
 
@@ -155,25 +180,29 @@ impl Replay<'_> {
     /// for all trials, as long as no world has its own.
     fn captured_once(
         &self,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         classes: Option<&[usize]>,
         outcome: &mut Outcome,
     ) -> Result<Arc<Captured>, StepError> {
         let mut read = || {
-            let all = self.judge.captured(slice, unit, outcome)?;
+            let all = self.judge.captured(microbatch, unit, outcome)?;
             Ok(match classes {
                 Some(classes) => all.with_classes(classes),
                 None => all,
             })
         };
-        let of = |stage| At { stage, microbatch: slice.inputs.microbatch, rank: unit.rank() };
-        let own = |&stage: &Stage| self.judge.world.captured(&of(stage)).is_some();
+        let place_of = |stage| StagePlace {
+            stage,
+            microbatch: microbatch.inputs.microbatch,
+            rank: unit.rank(),
+        };
+        let is_supplied = |&stage: &Stage| self.judge.world.captured(&place_of(stage)).is_some();
         // What is left out of a tied embedding is said in each outcome.
-        let each =
-            self.plan.step.options.declared.tied_embedding || self.plan.wanted.iter().any(own);
+        let each = self.plan.step.options.declared.tied_embedding
+            || self.plan.wanted.iter().any(is_supplied);
         let read_as = (self.plan.roundings.widest.output, self.plan.step.options.transposed());
-        let of = (slice.inputs.microbatch, &unit.ranks, &self.plan.wanted);
-        let which = (of, read_as, classes);
+        let read_for = (microbatch.inputs.microbatch, &unit.ranks, &self.plan.wanted);
+        let which = (read_for, read_as, classes);
         let shared = (!each).then_some(&which as &dyn Debug);
         self.executor.captured(shared, &mut read)
     }
@@ -181,9 +210,13 @@ impl Replay<'_> {
 
 impl Judge<'_> {
     /// The tokens whose gradients the rows of dq hold in this world.
-    fn sources(&self, slice: &Slice, unit: &Unit) -> Unit {
-        let at = At { stage: Stage::Dq, microbatch: slice.inputs.microbatch, rank: unit.rank() };
-        let from = |&t: &usize| self.world.token(at, t).min(slice.inputs.tokens() - 1);
+    fn sources(&self, microbatch: &HeadMicrobatch, unit: &Unit) -> Unit {
+        let place = StagePlace {
+            stage: Stage::Dq,
+            microbatch: microbatch.inputs.microbatch,
+            rank: unit.rank(),
+        };
+        let from = |&t: &usize| self.world.token(place, t).min(microbatch.inputs.tokens() - 1);
         Unit { ranks: unit.ranks.clone(), rows: unit.rows.iter().map(from).collect() }
     }
 }
@@ -192,7 +225,7 @@ impl Replay<'_> {
     fn try_dk(
         &self,
         problem: &Problem<'_>,
-        of: (&Slice, &Unit),
+        unit_of_slice: (&HeadMicrobatch, &Unit),
         captured: &Captured,
         (rows, picked, keep): (Option<&Rows>, bool, Keep),
         (findings, outcome): (&mut Findings, &mut Outcome),
@@ -209,7 +242,7 @@ impl Replay<'_> {
                 self.plan.allow_uncertain_tokens(problem, (&head, range), &mut slab);
                 self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), findings);
                 self.judge.judge_dbias(problem, &slab, captured, findings);
-                self.judge.keep_sum_without_addends(problem, &slab, of, outcome);
+                self.judge.keep_sum_without_addends(problem, &slab, unit_of_slice, outcome);
             }
             return;
         };
@@ -225,30 +258,31 @@ impl Replay<'_> {
         let captured = chosen.as_ref().unwrap_or(captured);
         self.judge.judge_dk(&problem, &slab, (captured, &Stage::OF_K), findings);
         self.judge.judge_dbias(&problem, &slab, captured, findings);
-        self.judge.keep_sum_without_addends(&problem, &slab, of, outcome);
+        self.judge.keep_sum_without_addends(&problem, &slab, unit_of_slice, outcome);
     }
 
     /// dk as the world's policy has it, in place of the reference.
     fn emulate_dk(&self, problem: &Problem<'_>, head: &HeadInputs<'_>, slab: &mut Slab) {
-        let Some((of, tiles)) = self.judge.world.policy_of(&self.plan.roundings, problem.unit())
+        let Some((policy, tiles)) =
+            self.judge.world.policy_of(&self.plan.roundings, problem.unit())
         else {
             return;
         };
         let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
-            let mut found: ValuesByStage = Vec::new();
+            let mut values: ValuesByStage = Vec::new();
             let progress = self.executor.progress();
-            let take = &mut |block: policy::DkParts<'_>| put_block(&mut found, &block);
-            policy::backward(&of, head, lse, cotangents, tiles, progress, take);
-            found
+            let take = &mut |block: policy::DkParts<'_>| put_block(&mut values, &block);
+            policy::backward(&policy, head, lse, cotangents, tiles, progress, take);
+            values
         };
         slab.instead = run(head, &problem.lse, &problem.cotangents());
         if !self.judge.world.at_ties() {
             return;
         }
         let ends = near_ties(self.plan.roundings.compute(), head, &problem.lse);
-        let flips = self.flips(&of, tiles, &ends, &problem.cotangents());
+        let flips = self.flips(&policy, tiles, &ends, &problem.cotangents());
         let flipped = flips.of_dk(head);
-        let [one, other] = ends.map(|end| {
+        let [low, high] = ends.map(|end| {
             let [lse, label, smooth] = &end.cotangents(&problem.cotangents());
             run(&end.head, &end.lse, &Cotangents { lse, label, smooth })
         });
@@ -256,7 +290,7 @@ impl Replay<'_> {
             let apart = distance(a, b);
             (*stage, if *stage == Stage::DkLabel { apart } else { sum(&apart, &flipped) })
         };
-        slab.lost = one.iter().zip(&other).map(lost).collect();
+        slab.lost = low.iter().zip(&high).map(lost).collect();
     }
 
     fn try_dq(
@@ -279,16 +313,17 @@ impl Replay<'_> {
             }
         }
         dq.once_a_row(problem.head.copies);
-        if let Some((of, tiles)) = self.judge.world.policy_of(&self.plan.roundings, problem.unit())
+        if let Some((policy, tiles)) =
+            self.judge.world.policy_of(&self.plan.roundings, problem.unit())
         {
             let progress = self.executor.progress();
             let run = |head: &HeadInputs<'_>, lse: &[f64], cotangents: &Cotangents<'_, f64>| {
-                policy::backward(&of, head, lse, cotangents, tiles, progress, &mut |_| {})
+                policy::backward(&policy, head, lse, cotangents, tiles, progress, &mut |_| {})
             };
             dq.instead = Some(run(&problem.head, &problem.lse, &problem.cotangents()));
             if self.judge.world.at_ties() {
                 let ends = near_ties(self.plan.roundings.compute(), &problem.head, &problem.lse);
-                let flips = self.flips(&of, tiles, &ends, &problem.cotangents());
+                let flips = self.flips(&policy, tiles, &ends, &problem.cotangents());
                 let flipped = flips.of_dq(&problem.head);
                 let [a, b] = ends.map(|end| {
                     let [lse, label, smooth] = &end.cotangents(&problem.cotangents());

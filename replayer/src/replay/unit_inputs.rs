@@ -38,34 +38,35 @@ pub struct UnitInputs {
 
 /// What functions are called with, unit by unit.
 pub fn unit_inputs(step: &HeadStep<'_>) -> Result<Vec<UnitInputs>, StepError> {
-    let mut found = Vec::new();
-    in_world(step, &BTreeSet::new(), (&Declared, None), &mut |replay, slices| {
-        for slice in slices {
+    let mut all_inputs = Vec::new();
+    in_world(step, &BTreeSet::new(), (&Declared, None), &mut |replay, microbatches| {
+        for microbatch in microbatches {
             let mut unused = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
-            let state = replay.forward(slice, &mut unused)?;
-            let upstream = replay.judge.upstream(slice, &state, &mut unused)?;
-            let held =
-                |role| Some((role, replay.plan.step.held(role, slice.inputs.microbatch)?.clone()));
-            let sources: Vec<_> = INPUTS.into_iter().filter_map(held).collect();
-            found.extend(slice.units.iter().map(|unit| {
+            let state = replay.forward(microbatch, &mut unused)?;
+            let upstream = replay.judge.upstream(microbatch, &state, &mut unused)?;
+            let source = |role| {
+                Some((role, replay.plan.step.recorded(role, microbatch.inputs.microbatch)?.clone()))
+            };
+            let sources: Vec<_> = INPUTS.into_iter().filter_map(source).collect();
+            all_inputs.extend(microbatch.units.iter().map(|unit| {
                 let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect();
-                let label = |&t: &usize| match slice.inputs.labels[t] {
+                let label = |&t: &usize| match microbatch.inputs.labels[t] {
                     crate::kernels::IGNORED => -1,
                     label => i64::from(label),
                 };
                 UnitInputs {
-                    microbatch: slice.inputs.microbatch,
+                    microbatch: microbatch.inputs.microbatch,
                     rank: unit.rank(),
                     rows: unit.rows.clone(),
                     labels: unit.rows.iter().map(label).collect(),
                     lse: pick(&state.lse),
                     g: pick(&upstream.g),
-                    valid_vocab: slice.inputs.valid_vocab,
+                    valid_vocab: microbatch.inputs.valid_vocab,
                     sources: sources.clone(),
                 }
             }));
         }
         Ok(())
     })?;
-    Ok(found)
+    Ok(all_inputs)
 }

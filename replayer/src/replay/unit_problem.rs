@@ -7,7 +7,7 @@ use super::forward::ForwardState;
 use super::gathered_rows::Gathered;
 use super::judge::Judge;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::problem::Problem;
 use super::rounding_variance::share_of_equal_roundings;
 use super::slab::k_sums;
@@ -24,13 +24,13 @@ impl Replay<'_> {
     /// Lends what the backward of some tokens works on.
     pub(super) fn with_problem(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         state: &ForwardState,
         upstream: &Upstream,
         then: &mut dyn FnMut(&Problem<'_>),
     ) {
-        let given = self.try_problem(slice, unit, (state, upstream), &mut |problem| {
+        let given = self.try_problem(microbatch, unit, (state, upstream), &mut |problem| {
             then(problem);
             Ok(())
         });
@@ -40,49 +40,49 @@ impl Replay<'_> {
     /// The same to what may fail.
     pub(super) fn try_problem(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         (state, upstream): (&ForwardState, &Upstream),
         then: &mut dyn FnMut(&Problem<'_>) -> Result<(), StepError>,
     ) -> Result<(), StepError> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let head = inputs.head(self.plan.step).expect("products have a head");
         let q = Gathered::new(&head.q, &unit.rows);
         let labels: Vec<u32> = unit.rows.iter().map(|&t| inputs.labels[t]).collect();
         let copies: Vec<f64> = unit.rows.iter().map(|&t| inputs.copies[t]).collect();
         let copies = Some(&copies[..]);
-        let gather = |of: &Matrix<'_>| Gathered::new(of, &unit.rows);
+        let gather = |matrix: &Matrix<'_>| Gathered::new(matrix, &unit.rows);
         let read = head.reads.map(|reads| {
-            (gather(&reads.q), reads.scores.map(|(of, first)| (gather(&of), first)), reads)
+            (gather(&reads.q), reads.scores.map(|(matrix, first)| (gather(&matrix), first)), reads)
         });
         let reads = read.as_ref().map(|(q, scores, reads)| {
-            let scores = scores.as_ref().map(|(of, first)| (of.matrix(), *first));
+            let scores = scores.as_ref().map(|(gathered, first)| (gathered.matrix(), *first));
             Reads { q: q.matrix(), scores, ..*reads }
         });
         let reads = reads.or(state.products.read_by(&head, (q.matrix(), &unit.rows)));
         let head = HeadInputs { q: q.matrix(), labels: &labels, copies, reads, ..head };
-        then(&self.problem(head, (slice, unit), state, upstream))
+        then(&self.problem(head, (microbatch, unit), state, upstream))
     }
 
     pub(super) fn problem<'h>(
         &self,
         head: HeadInputs<'h>,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         state: &ForwardState,
         upstream: &Upstream,
     ) -> Problem<'h> {
         let pick = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).collect::<Vec<f64>>();
         let (lse, g) = (pick(&state.lse), pick(&upstream.g));
-        let most = |of: &[f64]| unit.rows.iter().map(|&t| of[t]).fold(0.0, f64::max);
+        let most = |values: &[f64]| unit.rows.iter().map(|&t| values[t]).fold(0.0, f64::max);
         let (alike, few) = (most(&state.alike), most(&state.few));
-        let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &slice.inputs);
+        let (rows, rank, inputs) = (&unit.rows[..], unit.rank(), &microbatch.inputs);
         let tokens = UnitTokens { inputs, rows, lse: &lse, g: &g, rank };
         let [g_lse, g_label, g_smooth] = self.judge.token_cotangents(&tokens);
         let (unsure, of_unsure) = match upstream.any_uncertain(&unit.rows) {
             true => {
                 let unsure = pick(&upstream.certain);
-                let of = self.judge.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
-                (unsure, of.map(|of| of.into_iter().map(f64::abs).collect()))
+                let cotangents = self.judge.token_cotangents(&UnitTokens { g: &unsure, ..tokens });
+                (unsure, cotangents.map(|values| values.into_iter().map(f64::abs).collect()))
             }
             false => Default::default(),
         };
@@ -103,7 +103,7 @@ impl Replay<'_> {
         };
         let constants = self.judge.transform_scale() * (1.0 + spread * spread) + of_lse;
         // Asked for at every element: looked for once.
-        let most = |of: &[f64]| of.iter().copied().fold(0.0, f64::max);
+        let most = |values: &[f64]| values.iter().copied().fold(0.0, f64::max);
         let largest = (most(&scale), most(&variance));
         Problem {
             noise: self.judge.term_noise(head.q.cols),
@@ -152,16 +152,16 @@ impl Judge<'_> {
             return [0.0; 2];
         }
         let d = head.q.cols;
-        let of = |matrix: &Matrix<'_>, row: usize| -> Vec<f64> {
+        let row_of = |matrix: &Matrix<'_>, row: usize| -> Vec<f64> {
             (row * d..(row + 1) * d).map(|at| matrix.get_f64(at)).collect()
         };
         let of_k = |t: usize| match head.labels[t] {
             IGNORED => Vec::new(),
-            label => of(&head.k, label as usize),
+            label => row_of(&head.k, label as usize),
         };
         [
             of_label_addends(label_grad, g_label, of_k),
-            of_label_addends(label_grad, g_label, |t| of(&head.q, t)),
+            of_label_addends(label_grad, g_label, |t| row_of(&head.q, t)),
         ]
     }
 }
@@ -202,7 +202,8 @@ impl Judge<'_> {
         if transform.bends() {
             return 0.0;
         }
-        let scaled = |of: &[f64]| of.iter().map(|g| g * transform.scale).collect::<Vec<f64>>();
+        let scaled =
+            |values: &[f64]| values.iter().map(|g| g * transform.scale).collect::<Vec<f64>>();
         of_smoothed_entries(p, dlogits, (&scaled(g_lse), &scaled(g_smooth)))
     }
 
@@ -242,8 +243,11 @@ impl Judge<'_> {
         let each: Vec<TokenCotangents> =
             each.map(|(&lse, &g)| self.plan.step.options.cotangents(g, lse, classes)).collect();
         let list = |of: fn(&TokenCotangents) -> f64| each.iter().map(of).collect::<Vec<f64>>();
-        let [mut of_lse, mut label, mut smooth] =
-            [list(|of| of.lse), list(|of| of.label), list(|of| of.smooth)];
+        let [mut of_lse, mut label, mut smooth] = [
+            list(|cotangents| cotangents.lse),
+            list(|cotangents| cotangents.label),
+            list(|cotangents| cotangents.smooth),
+        ];
         self.world.cotangents(tokens, [&mut of_lse, &mut label, &mut smooth]);
         [of_lse, label, smooth]
     }

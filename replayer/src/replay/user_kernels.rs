@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Microbatch;
 
-use super::microbatch::{Slice, words};
+use super::microbatch::{HeadMicrobatch, words};
 use super::outcome::Outcome;
 use super::variant::{Variant, of_tokens};
-use super::world::{At, Declared, Supplied};
+use super::world::{Declared, StagePlace, Supplied};
 use super::world_replay::in_world;
 use crate::device::{Device, Given, Kernel, Unit};
 use crate::head::HeadStep;
@@ -31,32 +31,34 @@ pub fn run(step: &HeadStep<'_>, device: &dyn Device, kernel: &Kernel) -> Result<
         findings: Vec::new(),
     };
     let mut whole: BTreeMap<Option<Microbatch>, Supplied> = BTreeMap::new();
-    in_world(step, &BTreeSet::new(), (&Declared, None), &mut |replay, slices| {
-        for slice in slices {
-            if !matches!(slice.inputs.scores, Scores::Product { .. }) {
+    in_world(step, &BTreeSet::new(), (&Declared, None), &mut |replay, microbatches| {
+        for microbatch in microbatches {
+            if !matches!(microbatch.inputs.scores, Scores::Product { .. }) {
                 return Err(wrong("it takes q and k, and this head starts from logits".into()));
             }
             let mut unused = Outcome::new(&replay.plan.wanted, &replay.plan.step.lacking);
-            let state = replay.forward(slice, &mut unused)?;
-            let upstream = replay.judge.upstream(slice, &state, &mut unused)?;
-            for unit in &slice.units {
+            let state = replay.forward(microbatch, &mut unused)?;
+            let upstream = replay.judge.upstream(microbatch, &state, &mut unused)?;
+            for unit in &microbatch.units {
                 let g: Vec<f64> = unit.rows.iter().map(|&t| upstream.g[t]).collect();
-                replay.try_problem(slice, unit, (&state, &upstream), &mut |problem| {
+                replay.try_problem(microbatch, unit, (&state, &upstream), &mut |problem| {
                     let (head, lse) = (problem.head, &problem.lse[..]);
-                    let of = Unit { head, lse, g: &g, stage: kernel.stage };
-                    let given = device.own(kernel, &of).map_err(|why| wrong(why.to_string()))?;
+                    let unit_operands = Unit { head, lse, g: &g, stage: kernel.stage };
+                    let given = device
+                        .user_kernel(kernel, &unit_operands)
+                        .map_err(|why| wrong(why.to_string()))?;
                     let rank = unit.rank().map_or(String::new(), |rank| format!(", rank {rank}"));
-                    let place = format!("{}{rank}", words(slice.inputs.microbatch));
+                    let place = format!("{}{rank}", words(microbatch.inputs.microbatch));
                     let told = given.findings.iter().map(|found| format!("{place}: {found}"));
                     ran.findings.extend(told);
-                    let at = At {
+                    let place = StagePlace {
                         stage: kernel.stage,
-                        microbatch: slice.inputs.microbatch,
+                        microbatch: microbatch.inputs.microbatch,
                         rank: unit.rank(),
                     };
                     match of_tokens(kernel.stage) {
-                        true => place_rows(&mut whole, slice, (at, &unit.rows), given),
-                        false => ran.variant.supplied.push(supplied(at, given)),
+                        true => place_rows(&mut whole, microbatch, (place, &unit.rows), given),
+                        false => ran.variant.supplied.push(supplied(place, given)),
                     }
                     Ok(())
                 })?;
@@ -68,21 +70,21 @@ pub fn run(step: &HeadStep<'_>, device: &dyn Device, kernel: &Kernel) -> Result<
     Ok(ran)
 }
 
-fn supplied(at: At, given: Given) -> Supplied {
-    Supplied { at, values: given.values, precision: given.precision }
+fn supplied(place: StagePlace, given: Given) -> Supplied {
+    Supplied { place, values: given.values, precision: given.precision }
 }
 
 /// Puts a unit's rows into the tensor of its microbatch: of tokens there is one for all units.
 fn place_rows(
     whole: &mut BTreeMap<Option<Microbatch>, Supplied>,
-    slice: &Slice,
-    (at, rows): (At, &[usize]),
+    microbatch: &HeadMicrobatch,
+    (place, rows): (StagePlace, &[usize]),
     given: Given,
 ) {
     let columns = given.values.len() / rows.len().max(1);
-    let all = whole.entry(at.microbatch).or_insert_with(|| {
-        let values = vec![0.0; slice.inputs.tokens() * columns];
-        supplied(At { rank: None, ..at }, Given { values, ..given.clone() })
+    let all = whole.entry(place.microbatch).or_insert_with(|| {
+        let values = vec![0.0; microbatch.inputs.tokens() * columns];
+        supplied(StagePlace { rank: None, ..place }, Given { values, ..given.clone() })
     });
     for (&row, values) in rows.iter().zip(given.values.chunks(columns.max(1))) {
         all.values[row * columns..][..columns].copy_from_slice(values);

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::world::{At, Expectation, Supplied, World};
+use super::world::{Expectation, StagePlace, Supplied, World};
 use crate::head::Stage;
 
 /// What one function gave for the whole step.
@@ -34,15 +34,16 @@ pub const STAGES: [Stage; 10] = [
 impl Variant {
     /// The stages that it gives.
     pub fn stages(&self) -> BTreeSet<Stage> {
-        self.supplied.iter().map(|one| one.at.stage).collect()
+        self.supplied.iter().map(|supplied| supplied.place.stage).collect()
     }
 
-    fn of(&self, at: &At) -> Option<&Supplied> {
+    fn of(&self, place: &StagePlace) -> Option<&Supplied> {
         // Of tokens there is one tensor for all units.
-        let whole = !at.stage.is_of_k();
-        self.supplied.iter().find(|one| {
-            let same = one.at.stage == at.stage && one.at.microbatch == at.microbatch;
-            same && (whole || one.at.rank == at.rank)
+        let whole = !place.stage.is_of_k();
+        self.supplied.iter().find(|supplied| {
+            let same = supplied.place.stage == place.stage
+                && supplied.place.microbatch == place.microbatch;
+            same && (whole || supplied.place.rank == place.rank)
         })
     }
 }
@@ -51,12 +52,14 @@ impl Variant {
 pub struct Explains(pub Arc<Variant>);
 
 impl World for Explains {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let Some(own) = self.0.of(&of.at) else { return };
-        for (&row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
-            let from = row * of.columns;
-            if let Some(own) = own.values.get(from..from + of.columns) {
-                values.copy_from_slice(own);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let Some(supplied) = self.0.of(&expectation.place) else { return };
+        for (&row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
+            let from = row * expectation.columns;
+            if let Some(row_values) = supplied.values.get(from..from + expectation.columns) {
+                values.copy_from_slice(row_values);
             }
         }
     }
@@ -66,8 +69,8 @@ impl World for Explains {
 pub struct StandsIn(pub Arc<Variant>);
 
 impl World for StandsIn {
-    fn captured(&self, at: &At) -> Option<&Supplied> {
-        self.0.of(at)
+    fn captured(&self, place: &StagePlace) -> Option<&Supplied> {
+        self.0.of(place)
     }
 }
 

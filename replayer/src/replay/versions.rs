@@ -16,12 +16,12 @@ use crate::head::HeadStep;
 /// What was found of all versions, as one outcome.
 pub(crate) fn joined(
     judged: &[(HeadStep<'_>, Outcome)],
-    held: &[HeldBy],
+    holders: &[HeldBy],
     disputed: &[TensorKey],
 ) -> Option<Outcome> {
-    let mut all = judged.iter().zip(held);
+    let mut all = judged.iter().zip(holders);
     let mut whole = all.next()?.0.1.clone();
-    all.for_each(|((_, outcome), one)| whole.join(outcome.clone(), &one.ranks, disputed));
+    all.for_each(|((_, outcome), version)| whole.join(outcome.clone(), &version.ranks, disputed));
     Some(whole)
 }
 
@@ -30,8 +30,8 @@ impl Outcome {
     /// there are several versions.
     pub fn join(&mut self, other: Outcome, ranks: &[Rank], disputed: &[TensorKey]) {
         let disputed: Vec<String> = disputed.iter().map(TensorKey::to_string).collect();
-        for (own, other) in self.stages.iter_mut().zip(other.stages) {
-            own.join(other, ranks, &disputed);
+        for (stage, other) in self.stages.iter_mut().zip(other.stages) {
+            stage.join(other, ranks, &disputed);
         }
         self.cover_too(other.coverage);
         for item in other.not_checked {
@@ -44,18 +44,20 @@ impl Outcome {
 
 impl StageOutcome {
     fn join(&mut self, other: StageOutcome, ranks: &[Rank], disputed: &[String]) {
-        for found in other.comparisons {
+        for comparison in other.comparisons {
             let same = |own: &&mut Comparison| {
-                (own.microbatch, own.rank) == (found.microbatch, found.rank)
+                (own.microbatch, own.rank) == (comparison.microbatch, comparison.rank)
             };
             match self.comparisons.iter_mut().find(same) {
-                Some(_) if disputed.contains(&found.source) => {
-                    let rank = ranks.first().copied().or(found.rank);
-                    self.comparisons.push(Comparison { rank, ..found });
+                Some(_) if disputed.contains(&comparison.source) => {
+                    let rank = ranks.first().copied().or(comparison.rank);
+                    self.comparisons.push(Comparison { rank, ..comparison });
                 }
-                Some(own) if own.excess.is_some() && found.excess.is_none() => *own = found,
+                Some(present) if present.excess.is_some() && comparison.excess.is_none() => {
+                    *present = comparison
+                }
                 Some(_) => {}
-                None => self.comparisons.push(found),
+                None => self.comparisons.push(comparison),
             }
         }
         if self.comparisons.is_empty() {

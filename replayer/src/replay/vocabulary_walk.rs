@@ -11,7 +11,7 @@ use super::executor::walk::Walk;
 use super::findings::Findings;
 use super::forward::ForwardState;
 use super::loss::Upstream;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plausible_policies::{Member, members};
 use super::problem::Problem;
@@ -27,7 +27,7 @@ impl Replay<'_> {
         &self,
         problem: &Problem<'_>,
         captured: &Captured,
-        (slice, unit): (&Slice, &Unit),
+        (microbatch, unit): (&HeadMicrobatch, &Unit),
         before: (&ForwardState, &Upstream),
         outcome: &mut Outcome,
     ) -> Result<Findings, StepError> {
@@ -40,7 +40,7 @@ impl Replay<'_> {
             |slab: &Slab, kept: &mut dyn Kept| self.judge.look_at_dk(problem, slab, captured, kept);
         let look_at_dk =
             self.judge.compares_dk_there(problem, captured).then_some(&look_at_dk as _);
-        let mut walk = self.executor.walk(problem, (slice, unit), &members)?;
+        let mut walk = self.executor.walk(problem, (microbatch, unit), &members)?;
         for range in self.plan.slabs(d, v) {
             let mut labels = Vec::new();
             let head = vocabulary_slab(&problem.head, range.clone(), &mut labels);
@@ -49,14 +49,14 @@ impl Replay<'_> {
             match &mut findings.floors {
                 Some(floors) => floors.of_slab(&mut slab, captured),
                 None => {
-                    let found = (&mut slab, &mut dq, &mut findings);
-                    self.emulate_slab((&mut walk, &head), &members, captured, found)?;
+                    let results = (&mut slab, &mut dq, &mut findings);
+                    self.emulate_slab((&mut walk, &head), &members, captured, results)?;
                 }
             }
             self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), &mut findings);
             self.judge.judge_dbias(problem, &slab, captured, &mut findings);
             if self.plan.recomputes() {
-                self.judge.keep_reference(problem, &slab, (slice, unit), outcome);
+                self.judge.keep_reference(problem, &slab, (microbatch, unit), outcome);
             }
             walk.leave_slab();
         }
@@ -67,8 +67,14 @@ impl Replay<'_> {
         dq.looked = walk.finish(&mut dq.exact, look_at_dq)?;
         dq.once_a_row(problem.head.copies);
         self.judge.judge_dq(problem, &dq, (captured, &Stage::OF_Q), unit, &mut findings);
-        let of = (&dq.exact, captured);
-        self.finish_floors((slice, unit), before, &members, of, &mut findings)?;
+        let exact_and_captured = (&dq.exact, captured);
+        self.finish_floors(
+            (microbatch, unit),
+            before,
+            &members,
+            exact_and_captured,
+            &mut findings,
+        )?;
         Ok(findings)
     }
 
@@ -88,8 +94,8 @@ impl Replay<'_> {
             let mut lost: Vec<(Stage, Vec<f64>)> = Vec::new();
             let mut take = |block: policy::DkParts<'_>| {
                 if widest {
-                    let at = block.rows.start * depth..block.rows.end * depth;
-                    most[at].copy_from_slice(block.dk);
+                    let span = block.rows.start * depth..block.rows.end * depth;
+                    most[span].copy_from_slice(block.dk);
                 }
                 for gradient in captured.of(&Stage::OF_CLASSES) {
                     let stage = gradient.stage;
@@ -104,8 +110,8 @@ impl Replay<'_> {
                     findings.emulated(stage, number, energy);
                     if self.plan.roundings.swamps() {
                         let width = reference.len() / block.rows.len().max(1);
-                        let at = block.rows.start * width;
-                        note_lost(&mut lost, stage, at, values, &reference);
+                        let offset = block.rows.start * width;
+                        note_lost(&mut lost, stage, offset, values, &reference);
                     }
                 }
             };
@@ -129,7 +135,7 @@ impl Replay<'_> {
 fn note_lost(
     lost: &mut Vec<(Stage, Vec<f64>)>,
     stage: Stage,
-    at: usize,
+    offset: usize,
     values: &[f64],
     reference: &[f64],
 ) {
@@ -137,9 +143,9 @@ fn note_lost(
         lost.push((stage, Vec::new()));
         lost.len() - 1
     });
-    let of = &mut lost[index].1;
-    of.resize(of.len().max(at + values.len()), 0.0);
-    for (to, (x, r)) in of[at..].iter_mut().zip(values.iter().zip(reference)) {
+    let lost_values = &mut lost[index].1;
+    lost_values.resize(lost_values.len().max(offset + values.len()), 0.0);
+    for (to, (x, r)) in lost_values[offset..].iter_mut().zip(values.iter().zip(reference)) {
         *to = (x - r).abs();
     }
 }

@@ -2,7 +2,7 @@
 
 use super::context::Replay;
 use super::estimate::estimate_work;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::{NotChecked, Outcome};
 use super::plan::Effort;
 use super::plausible_policies::members;
@@ -11,10 +11,10 @@ use crate::number::error;
 
 impl Replay<'_> {
     /// Multiply-adds of the whole replay, for the progress bar.
-    pub(super) fn work(&self, slices: &[Slice], effort: Effort) -> u64 {
+    pub(super) fn work(&self, microbatches: &[HeadMicrobatch], effort: Effort) -> u64 {
         let members = members(&self.plan.roundings).len() as u64;
-        let one = |slice: &Slice| {
-            let Some(head) = slice.inputs.head(self.plan.step) else { return 0 };
+        let work_of = |microbatch: &HeadMicrobatch| {
+            let Some(head) = microbatch.inputs.head(self.plan.step) else { return 0 };
             let forward = reference::forward_work(&head) + 2 * policy::forward_work(&head);
             let emulated = (members * policy::backward_work(&head)) as f64;
             let emulated = (emulated * self.share_emulated(&head)) as u64;
@@ -31,11 +31,11 @@ impl Replay<'_> {
             };
             forward + if head.given.is_none() { backward } else { 0 }
         };
-        slices.iter().map(one).sum()
+        microbatches.iter().map(work_of).sum()
     }
 
     /// Says what the effort left out, and what that saved.
-    pub(super) fn note_effort(&self, slices: &[Slice], outcome: &mut Outcome) {
+    pub(super) fn note_effort(&self, microbatches: &[HeadMicrobatch], outcome: &mut Outcome) {
         let how = match self.plan.effort {
             Effort::All => return,
             Effort::Probes { .. } if self.plan.recomputes() => {
@@ -46,7 +46,7 @@ impl Replay<'_> {
             Effort::Probes { count, seed } => format!("--freivalds {count}, seed {seed}"),
             Effort::Tokens { count, seed } => format!("--tokens {count}, seed {seed}"),
         };
-        let work = |effort| self.work(slices, effort) as f64;
+        let work = |effort| self.work(microbatches, effort) as f64;
         let (done, all) = (work(self.plan.effort), work(Effort::All));
         let what = "dq and dk over all tokens, element by element".into();
         let why = format!("{how}: {} multiply-adds in place of {}", error(done), error(all));

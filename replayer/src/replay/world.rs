@@ -26,7 +26,7 @@ pub enum Pass {
 
 /// Whose values a world is asked about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct At {
+pub struct StagePlace {
     /// The stage.
     pub stage: Stage,
     /// Which microbatch; none for sums over them.
@@ -38,7 +38,7 @@ pub struct At {
 /// Values that a stage should have, some rows of it.
 pub struct Expectation<'a> {
     /// Whose.
-    pub at: At,
+    pub place: StagePlace,
     /// Row of the whole tensor that each row here is: a token of `[T, D]`, a class of
     /// `[V, D]`.
     pub rows: &'a [usize],
@@ -97,8 +97,8 @@ pub trait World: Send + Sync {
         &self,
         _step: &HeadStep<'_>,
         _all: &[&MicrobatchInputs],
-        _own: &MicrobatchInputs,
-        _of: &mut Vec<(Unit, f64)>,
+        _inputs: &MicrobatchInputs,
+        _denominators: &mut Vec<(Unit, f64)>,
     ) {
     }
 
@@ -126,18 +126,18 @@ pub trait World: Send + Sync {
 
     /// Whether the policy's values stand for the reference in this row: a token's row, or a
     /// class's of a gradient of k.
-    fn emulates(&self, _at: At, _row: usize) -> bool {
+    fn emulates(&self, _at: StagePlace, _row: usize) -> bool {
         true
     }
 
     /// A factor of the stage's values and of their rounding, but not of the rounding with
     /// which they were stored.
-    fn scale(&self, _at: At) -> f64 {
+    fn scale(&self, _at: StagePlace) -> f64 {
         1.0
     }
 
     /// The token whose gradient a row of dq holds, where rows lie elsewhere than declared.
-    fn token(&self, _at: At, token: usize) -> usize {
+    fn token(&self, _at: StagePlace, token: usize) -> usize {
         token
     }
 
@@ -154,18 +154,18 @@ pub trait World: Send + Sync {
     }
 
     /// Last: other values than the stage would have.
-    fn expected(&self, _of: &mut Expectation<'_>) {}
+    fn expected(&self, _expectation: &mut Expectation<'_>) {}
 
     /// More variance of an element of a gradient of k, where this world puts a value that the
     /// declared head has elsewhere or not at all: its roundings are not those that are allowed
     /// for the element as declared.
-    fn noise(&self, _at: At, _row: usize, _column: usize) -> f64 {
+    fn noise(&self, _at: StagePlace, _row: usize, _column: usize) -> f64 {
         0.0
     }
 
     /// What stands in for a captured tensor: a fixed kernel's values, to be judged in its
     /// place.
-    fn captured(&self, _at: &At) -> Option<&Supplied> {
+    fn captured(&self, _at: &StagePlace) -> Option<&Supplied> {
         None
     }
 
@@ -238,18 +238,18 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().for_each(|world| world.inputs(step, inputs));
     }
 
-    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
-        self.iter().for_each(|world| world.policy_column(of, inputs, values));
+    fn policy_column(&self, role: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        self.iter().for_each(|world| world.policy_column(role, inputs, values));
     }
 
     fn denominators(
         &self,
         step: &HeadStep<'_>,
         all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        denominators: &mut Vec<(Unit, f64)>,
     ) {
-        self.iter().for_each(|world| world.denominators(step, all, own, of));
+        self.iter().for_each(|world| world.denominators(step, all, inputs, denominators));
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
@@ -260,8 +260,8 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().for_each(|world| world.upstream(inputs, g));
     }
 
-    fn cotangents(&self, tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
-        let [lse, label, smooth] = of;
+    fn cotangents(&self, tokens: &UnitTokens<'_>, cotangents: [&mut [f64]; 3]) {
+        let [lse, label, smooth] = cotangents;
         for world in self {
             world.cotangents(tokens, [&mut *lse, &mut *label, &mut *smooth]);
         }
@@ -275,16 +275,16 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().find_map(|world| world.policy_of(declared, unit))
     }
 
-    fn emulates(&self, at: At, row: usize) -> bool {
-        self.iter().all(|world| world.emulates(at, row))
+    fn emulates(&self, place: StagePlace, row: usize) -> bool {
+        self.iter().all(|world| world.emulates(place, row))
     }
 
-    fn scale(&self, at: At) -> f64 {
-        self.iter().map(|world| world.scale(at)).product()
+    fn scale(&self, place: StagePlace) -> f64 {
+        self.iter().map(|world| world.scale(place)).product()
     }
 
-    fn token(&self, at: At, token: usize) -> usize {
-        self.iter().rev().fold(token, |token, world| world.token(at, token))
+    fn token(&self, place: StagePlace, token: usize) -> usize {
+        self.iter().rev().fold(token, |token, world| world.token(place, token))
     }
 
     fn trusts(&self, stage: Stage, microbatch: Option<Microbatch>) -> bool {
@@ -295,16 +295,16 @@ impl<W: World + ?Sized> World for Vec<&W> {
         self.iter().any(|world| world.has_nan())
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.iter().for_each(|world| world.expected(of));
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.iter().for_each(|world| world.expected(expectation));
     }
 
-    fn noise(&self, at: At, row: usize, column: usize) -> f64 {
-        self.iter().map(|world| world.noise(at, row, column)).sum()
+    fn noise(&self, place: StagePlace, row: usize, column: usize) -> f64 {
+        self.iter().map(|world| world.noise(place, row, column)).sum()
     }
 
-    fn captured(&self, at: &At) -> Option<&Supplied> {
-        self.iter().find_map(|world| world.captured(at))
+    fn captured(&self, place: &StagePlace) -> Option<&Supplied> {
+        self.iter().find_map(|world| world.captured(place))
     }
 
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
@@ -318,8 +318,8 @@ impl<W: World + ?Sized> World for Vec<&W> {
     fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
         let mut ties = Vec::new();
         for world in self {
-            let own = world.nll(inputs, read, nll);
-            ties = if own.is_empty() { ties } else { own };
+            let world_ties = world.nll(inputs, read, nll);
+            ties = if world_ties.is_empty() { ties } else { world_ties };
         }
         ties
     }
@@ -337,7 +337,7 @@ impl<W: World + ?Sized> World for Vec<&W> {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Supplied {
     /// Which stage, microbatch and, for dk and its parts, first rank of the unit.
-    pub at: At,
+    pub place: StagePlace,
     /// `[T, D]` of the microbatch for dq and its parts, `[V, D]` for dk and its parts,
     /// `[V]` for dbias, `[T]` for lse, label_logits and logprobs; row-major.
     pub values: Vec<f64>,

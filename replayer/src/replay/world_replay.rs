@@ -6,7 +6,7 @@ use super::context::Replay;
 use super::executor::Executor;
 use super::executor::pass_cache::PassCache;
 use super::judge::Judge;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::plan::{Effort, Plan};
 use super::reference_dk::SumsWithoutAddends;
 use super::world::World;
@@ -15,7 +15,8 @@ use crate::head::{HeadStep, Roundings, Stage};
 use crate::kernels::{NoProgress, Progress, Tiles};
 
 /// Given a replay in a world, and the microbatches as the world has them.
-pub(super) type Within<'a> = dyn FnMut(&Replay<'_>, &[Slice]) -> Result<(), StepError> + 'a;
+pub(super) type Within<'a> =
+    dyn FnMut(&Replay<'_>, &[HeadMicrobatch]) -> Result<(), StepError> + 'a;
 
 /// Lends a replay in a world, and the microbatches as the world has them.
 pub(super) fn in_world(
@@ -35,11 +36,12 @@ pub(super) fn counted_in_world(
 ) -> Result<(), StepError> {
     let mut altered = step.clone();
     world.options(&mut altered.options);
-    let slices = super::microbatch::slices(&altered, world, HeadStep::inputs)?;
-    let roundings = Roundings::plausible(&altered.options, slices[0].inputs.dtype(&altered))?;
-    let units: usize = slices.iter().map(|slice| slice.units.len()).sum();
+    let microbatches = super::microbatch::head_microbatches(&altered, world, HeadStep::inputs)?;
+    let roundings = Roundings::plausible(&altered.options, microbatches[0].inputs.dtype(&altered))?;
+    let units: usize = microbatches.iter().map(|microbatch| microbatch.units.len()).sum();
     let whole_entries = super::rounding_variance::rounds_whole_entries(&altered, &roundings);
-    let sums_without_addends = SumsWithoutAddends::of(&altered, &slices, compared, &roundings);
+    let sums_without_addends =
+        SumsWithoutAddends::of(&altered, &microbatches, compared, &roundings);
     let plan = Plan {
         step: &altered,
         whole_entries,
@@ -54,5 +56,5 @@ pub(super) fn counted_in_world(
     };
     let executor = Executor::of_trial(&plan, cache, progress);
     let replay = Replay { plan: &plan, executor, judge: Judge { plan: &plan, world } };
-    then(&replay, &slices)
+    then(&replay, &microbatches)
 }

@@ -39,10 +39,10 @@ fn stages(out: &mut String, against: &AgainstReport) {
         "{:<13}{:<7}{:>10} {:>8}  {:<17}{:>10} {:>10}  where",
         "both runs", "status", "difference", "allowed", "worst element", "this", "other"
     );
-    for found in &against.differences {
-        let (index, ours, theirs) = match found.worst {
+    for difference in &against.differences {
+        let (index, ours, theirs) = match difference.worst {
             Some((at, x, y)) => (format!("[{}, {}]", at.0, at.1), short(x), short(y)),
-            None if found.difference == 0.0 => {
+            None if difference.difference == 0.0 => {
                 ("equal bit for bit".into(), String::new(), String::new())
             }
             None => Default::default(),
@@ -50,22 +50,23 @@ fn stages(out: &mut String, against: &AgainstReport) {
         let _ = writeln!(
             out,
             "{:<13}{:<7}{:>10} {:>8}  {:<17}{:>10} {:>10}  {}",
-            found.stage.name(),
-            if found.status == Status::Skip { "-" } else { word(found.status) },
-            error(found.difference),
-            found.allowed.map_or("-".into(), error),
+            difference.stage.name(),
+            if difference.status == Status::Skip { "-" } else { word(difference.status) },
+            error(difference.difference),
+            difference.allowed.map_or("-".into(), error),
             index,
             ours,
             theirs,
-            place(found.microbatch.map(|mb| mb.0), None),
+            place(difference.microbatch.map(|mb| mb.0), None),
         );
     }
     // Many stages are aligned in the same way, so each way is written once, with its stages.
     let mut ways: Vec<(&str, Vec<&str>)> = Vec::new();
-    for found in against.differences.iter().filter(|found| !found.aligned.is_empty()) {
-        match ways.iter_mut().find(|(how, _)| *how == found.aligned) {
-            Some((_, stages)) => stages.push(found.stage.name()),
-            None => ways.push((&found.aligned, vec![found.stage.name()])),
+    for difference in against.differences.iter().filter(|difference| !difference.aligned.is_empty())
+    {
+        match ways.iter_mut().find(|(how, _)| *how == difference.aligned) {
+            Some((_, stages)) => stages.push(difference.stage.name()),
+            None => ways.push((&difference.aligned, vec![difference.stage.name()])),
         }
     }
     for (how, stages) in ways {
@@ -142,7 +143,8 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
         return String::new();
     };
     let (stages, tensors) = (against.differences.len(), against.tensors.len());
-    let warned = against.tensors.iter().filter(|found| found.status == Status::Warn).count();
+    let warned =
+        against.tensors.iter().filter(|difference| difference.status == Status::Warn).count();
     match verdict {
         Verdict::Agreed => {
             let mut parts = Vec::new();
@@ -154,9 +156,9 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
             }
             if tensors > warned {
                 let n = plural((tensors - warned) as u64, "tensor");
-                let passing = |found: &&NamedDifference| found.status == Status::Pass;
+                let passing = |named: &&NamedDifference| named.status == Status::Pass;
                 let mut passed = against.tensors.iter().filter(passing);
-                let equal = passed.all(|found| found.difference == 0.0);
+                let equal = passed.all(|difference| difference.difference == 0.0);
                 let how = match equal {
                     true => "equal bit for bit",
                     false => "equal bit for bit or what their own operands give",
@@ -188,21 +190,21 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
 /// The sentence for tensors that differ and have no bound: the first of them, by how much and
 /// where.
 fn differs(against: &AgainstReport, warned: usize) -> String {
-    let unsettled = |found: &&NamedDifference| found.status == Status::Warn;
-    let first = against.tensors.iter().find(unsettled).map_or(String::new(), |found| {
-        let measures = &found.measures;
+    let unsettled = |named: &&NamedDifference| named.status == Status::Warn;
+    let first = against.tensors.iter().find(unsettled).map_or(String::new(), |difference| {
+        let measures = &difference.measures;
         let ulps = measures.ulps.last().map(|(ulps, _)| format!(" by up to {ulps} ulp"));
-        let at = measures.first_mismatch.map(|at| {
-            let (row, column) = at.index;
-            let values = (short(at.captured), short(at.reference));
+        let place_and_values = measures.first_mismatch.map(|point| {
+            let (row, column) = point.index;
+            let values = (short(point.captured), short(point.reference));
             format!(", at first at [{row}, {column}]: {} here, {} there", values.0, values.1)
         });
         format!(
             ", the first {} in {}{}{}",
-            found.tensor,
+            difference.tensor,
             plural(measures.mismatches, "element"),
             ulps.unwrap_or_default(),
-            at.unwrap_or_default()
+            place_and_values.unwrap_or_default()
         )
     });
     let likely = match &against.likely {

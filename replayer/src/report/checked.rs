@@ -85,14 +85,14 @@ impl ChecksReport {
 fn step(subject: &Subject<'_>) -> CheckedStep {
     let (dump, proof) = (subject.dump, subject.proof);
     let state = dump.state.to_string();
-    let damage = proof.findings.iter().filter(|found| is_damage(found));
+    let damage = proof.findings.iter().filter(|finding| is_damage(finding));
     CheckedStep {
         step: dump.step.0,
         state,
         passed_over: dump.passed_over(),
         shards: proof.shards,
         tensors: proof.tensors.len() as u64,
-        damage: damage.map(|found| found.sentence.clone()).collect(),
+        damage: damage.map(|finding| finding.sentence.clone()).collect(),
     }
 }
 
@@ -138,25 +138,29 @@ fn summary(out: &mut String, check: &CheckSummary) {
     let _ = writeln!(out, "{:<14}{status:<11}{:>9}  {}", check.check, check.looked_at, check.about);
 }
 
-fn finding(out: &mut String, found: &Finding) {
-    let word = match found.severity {
+fn finding(out: &mut String, finding: &Finding) {
+    let word = match finding.severity {
         Severity::Fail => "FAIL      ",
         Severity::Warn => "warn      ",
         Severity::Note => "note      ",
     };
-    let cause = found.cause.map(|cause| format!(" [{cause}]")).unwrap_or_default();
-    let step = found.place.step.map(|step| format!(" step {step}")).unwrap_or_default();
-    let rank = match found.place.ranks.as_slice() {
+    let cause = finding.cause.map(|cause| format!(" [{cause}]")).unwrap_or_default();
+    let step = finding.place.step.map(|step| format!(" step {step}")).unwrap_or_default();
+    let rank = match finding.place.ranks.as_slice() {
         [rank] => Some(*rank),
         _ => None,
     };
-    let at = match place(found.place.microbatch, rank) {
+    let in_microbatch = match place(finding.place.microbatch, rank) {
         text if text.is_empty() => text,
         text => format!(" {text}"),
     };
-    wrap(out, word, &format!("{}{cause}{step}{at}: {}", found.check, found.evidence));
-    if found.severity != Severity::Note {
-        wrap(out, "          ", &found.advice);
+    wrap(
+        out,
+        word,
+        &format!("{}{cause}{step}{in_microbatch}: {}", finding.check, finding.evidence),
+    );
+    if finding.severity != Severity::Note {
+        wrap(out, "          ", &finding.advice);
     }
 }
 
@@ -172,11 +176,11 @@ fn statistics(out: &mut String, all: &[GradientStatistics]) {
     );
     for gradient in all.iter().take(SHOWN) {
         let when = gradient.when.map(|when| format!("{when:?}").to_lowercase()).unwrap_or_default();
-        let at = place(gradient.microbatch, gradient.rank);
-        let at = format!("step {} {at}", gradient.step);
+        let where_recorded = place(gradient.microbatch, gradient.rank);
+        let where_recorded = format!("step {} {where_recorded}", gradient.step);
         let name: String = format!("{} {when}", gradient.tensor).chars().take(35).collect();
         let line = format!(
-            "{name:<36}{:>10} {:>10} {:>6.1} % {:>8.1} %  {at}",
+            "{name:<36}{:>10} {:>10} {:>6.1} % {:>8.1} %  {where_recorded}",
             short(gradient.norm),
             short(gradient.max),
             100.0 * gradient.zero_share,
@@ -207,7 +211,7 @@ fn unchecked(out: &mut String, items: &[CheckSkipped]) {
 
 fn verdict(report: &ChecksReport) -> String {
     let count = |severity| {
-        report.checked.findings.iter().filter(|found| found.severity == severity).count() as u64
+        report.checked.findings.iter().filter(|finding| finding.severity == severity).count() as u64
     };
     let (fails, warnings) = (count(Severity::Fail), count(Severity::Warn));
     let warned = plural(warnings, "warning");

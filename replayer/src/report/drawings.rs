@@ -31,7 +31,7 @@ impl PartialEq for Drawings {
 
 /// How much of a rank the dump holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Held {
+pub enum RankState {
     /// Files of the rank are there.
     Recorded,
     /// The rank closed its part of the step without recording anything.
@@ -48,7 +48,7 @@ pub struct RankDrawn {
     /// The name of its machine; empty where no shard of it is listed.
     pub host: String,
     /// How much of it the dump holds.
-    pub held: Held,
+    pub state: RankState,
     /// Shards that it recorded.
     pub shards: u64,
     /// Bytes of these shards.
@@ -81,7 +81,7 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     let drawn_rank = |rank: u32| RankDrawn {
         rank,
         host: String::new(),
-        held: if missing.contains(&Rank(rank)) { Held::Missing } else { Held::Nothing },
+        state: if missing.contains(&Rank(rank)) { RankState::Missing } else { RankState::Nothing },
         shards: 0,
         bytes: 0,
         faults: [0; 4],
@@ -90,22 +90,22 @@ fn ranks(dump: &StepDump, proof: &Verification) -> Vec<RankDrawn> {
     };
     let mut drawn: Vec<RankDrawn> = (0..world).map(drawn_rank).collect();
     for file in &dump.manifest.files {
-        let Some(of) = drawn.get_mut(file.rank.0 as usize) else { continue };
-        of.held = Held::Recorded;
+        let Some(rank) = drawn.get_mut(file.rank.0 as usize) else { continue };
+        rank.state = RankState::Recorded;
         for shard in &file.shards {
-            of.shards += 1;
-            of.bytes += shard.length;
-            if of.host.is_empty() {
-                of.host = shard.host.to_string();
+            rank.shards += 1;
+            rank.bytes += shard.length;
+            if rank.host.is_empty() {
+                rank.host = shard.host.to_string();
             }
         }
     }
     note_replicas(dump, &mut drawn);
-    for finding in proof.findings.iter().filter(|of| of.severity == Severity::Fault) {
+    for finding in proof.findings.iter().filter(|finding| finding.severity == Severity::Fault) {
         let Some(kind) = kind(finding.kind) else { continue };
         for rank in &finding.ranks {
-            if let Some(of) = drawn.get_mut(rank.0 as usize) {
-                of.faults[kind] += 1;
+            if let Some(drawn_rank) = drawn.get_mut(rank.0 as usize) {
+                drawn_rank.faults[kind] += 1;
             }
         }
     }
@@ -134,7 +134,7 @@ fn kind(finding: FindingKind) -> Option<usize> {
 fn note_replicas(dump: &StepDump, ranks: &mut [RankDrawn]) {
     for info in dump.tensors().values().filter(|info| info.partial.is_none()) {
         let mut boxes: BTreeMap<&IndexBox, Vec<(Rank, ContentHash)>> = BTreeMap::new();
-        let record = |at: &ShardRef| dump.record(at);
+        let record = |shard: &ShardRef| dump.record(shard);
         for shard in info.shards.iter().map(record) {
             boxes.entry(&shard.place).or_default().push((shard.rank, shard.hash));
         }

@@ -49,8 +49,8 @@ fn grouped(dump: &StepDump) -> Vec<Group<'_>> {
     for (key, info) in dump.tensors() {
         let alike = TensorKey { microbatch: None, ..key.clone() };
         let declared = (info.dtype.name(), info.shape.clone(), info.role.map(|role| role.name()));
-        let of = (alike, declared, info.partial.is_some());
-        groups.entry(of).or_default().push((key, info));
+        let kind = (alike, declared, info.partial.is_some());
+        groups.entry(kind).or_default().push((key, info));
     }
     groups.into_values().collect()
 }
@@ -92,7 +92,7 @@ fn ranges(numbers: &[u64]) -> String {
 /// ranks held them.
 fn placed(dump: &StepDump, group: &Group<'_>) -> String {
     let records: Vec<_> =
-        group.iter().flat_map(|(_, info)| &info.shards).map(|at| dump.record(at)).collect();
+        group.iter().flat_map(|(_, info)| &info.shards).map(|shard| dump.record(shard)).collect();
     let said: BTreeSet<String> = records
         .iter()
         .map(|record| {

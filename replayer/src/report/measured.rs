@@ -11,10 +11,10 @@ const INDENT: &str = "             ";
 const BUCKETS: usize = 5;
 
 /// Writes the measures in three lines, each of which may wrap.
-pub(super) fn render(out: &mut String, found: &ComparisonReport) {
-    wrap(out, INDENT, &sizes(&found.measures, found.elements));
-    wrap(out, INDENT, &ulps(&found.measures));
-    wrap(out, INDENT, &scores(&found.scores));
+pub(super) fn render(out: &mut String, comparison: &ComparisonReport) {
+    wrap(out, INDENT, &sizes(&comparison.measures, comparison.elements));
+    wrap(out, INDENT, &ulps(&comparison.measures));
+    wrap(out, INDENT, &scores(&comparison.scores));
 }
 
 /// Writes the line that gradient checks of cross-entropy kernels print; for heads that start from
@@ -22,7 +22,7 @@ pub(super) fn render(out: &mut String, found: &ComparisonReport) {
 pub(super) fn gradcheck(out: &mut String, stages: &[StageReport]) {
     let measures = |name: &str| {
         let stage = stages.iter().find(|stage| stage.name == name);
-        stage.and_then(|stage| stage.worst.as_ref()).map(|found| &found.measures)
+        stage.and_then(|stage| stage.worst.as_ref()).map(|comparison| &comparison.measures)
     };
     let mut parts = Vec::new();
     if let Some(loss) = measures("loss") {
@@ -40,7 +40,7 @@ pub(super) fn gradcheck(out: &mut String, stages: &[StageReport]) {
     }
 }
 
-fn at(index: (u64, u64)) -> String {
+fn index_in_words(index: (u64, u64)) -> String {
     format!("[{}, {}]", index.0, index.1)
 }
 
@@ -48,17 +48,17 @@ fn at(index: (u64, u64)) -> String {
 pub(super) fn sizes(summary: &Summary, elements: u64) -> String {
     let mut text = format!("max abs {}", short(summary.max_abs));
     if let Some(worst) = summary.worst {
-        text += &format!(" at {}", at(worst.index));
+        text += &format!(" at {}", index_in_words(worst.index));
     }
     text += &format!(", max rel {}", short(summary.max_rel));
     if let Some(index) = summary.max_rel_index {
-        text += &format!(" at {}", at(index));
+        text += &format!(" at {}", index_in_words(index));
     }
-    let (differ, of) = (count(summary.mismatches), count(elements));
-    text += &format!(", cosine {:.9}; {differ} of {of} elements differ", summary.cosine);
+    let (differ, all) = (count(summary.mismatches), count(elements));
+    text += &format!(", cosine {:.9}; {differ} of {all} elements differ", summary.cosine);
     if let Some(first) = summary.first_mismatch {
         let (x, y) = (short(first.captured), short(first.reference));
-        text += &format!(", the first at {}: {x} for {y}", at(first.index));
+        text += &format!(", the first at {}: {x} for {y}", index_in_words(first.index));
     }
     text
 }

@@ -98,17 +98,17 @@ fn table(out: &mut String, differences: &Differences, loss: f64) {
         "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  {:<11}central",
         "", "f32", "f32", "", "f64", "f64", "forward"
     );
-    for at in &differences.steps {
+    for step in &differences.steps {
         let line = format!(
             "{:<9}{:>9}{:>9}{:>13}{:>9}{:>9}  {:<11}{}",
-            error(at.step),
-            error(at.forward_f32),
-            error(at.central_f32),
-            error(at.predicted),
-            error(at.forward_f64),
-            error(at.central_f64),
-            at.forward_best.word(),
-            at.central_best.word()
+            error(step.step),
+            error(step.forward_f32),
+            error(step.central_f32),
+            error(step.predicted),
+            error(step.forward_f64),
+            error(step.central_f64),
+            step.forward_best.word(),
+            step.central_best.word()
         );
         let _ = writeln!(out, "{}", line.trim_end());
     }

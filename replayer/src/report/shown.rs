@@ -63,14 +63,14 @@ pub fn too_many(elements: u64, most: u64) -> String {
 
 /// The global index of a row, in all dimensions but the last.
 fn label(outer: &[(u64, u64)], mut row: u64) -> String {
-    let mut at: Vec<String> = Vec::new();
+    let mut index: Vec<String> = Vec::new();
     for (lo, hi) in outer.iter().rev() {
-        at.push((lo + row % (hi - lo)).to_string());
+        index.push((lo + row % (hi - lo)).to_string());
         row /= hi - lo;
     }
-    at.reverse();
-    at.push(":".into());
-    format!("[{}]", at.join(","))
+    index.reverse();
+    index.push(":".into());
+    format!("[{}]", index.join(","))
 }
 
 fn cell(tensor: &Tensor, index: usize, raw: bool) -> String {

@@ -23,19 +23,20 @@ const OF_DATA: [&str; 2] = ["duplicate-batch", "label-shift"];
 /// Lowers the severity of findings that the replay of the head disproves.
 pub fn weighed(dump: &StepDump, mut checked: Checked, outcome: Option<&Outcome>) -> Checked {
     let Some(outcome) = outcome else { return checked };
-    let inferred =
-        |found: &&mut Finding| found.severity == Severity::Fail && INFERRED.contains(&found.check);
-    for found in checked.findings.iter_mut().filter(inferred) {
-        let right = stage_of(dump, &found.place).is_some_and(|stage| {
+    let inferred = |finding: &&mut Finding| {
+        finding.severity == Severity::Fail && INFERRED.contains(&finding.check)
+    };
+    for finding in checked.findings.iter_mut().filter(inferred) {
+        let right = stage_of(dump, &finding.place).is_some_and(|stage| {
             let compared = &outcome.stage(stage).comparisons;
             let mut here = compared.iter().filter(|comparison| {
-                comparison.microbatch.map(|mb| mb.0) == found.place.microbatch
+                comparison.microbatch.map(|mb| mb.0) == finding.place.microbatch
             });
             !compared.is_empty() && here.all(|comparison| comparison.excess.is_none())
         });
         if right {
-            found.severity = Severity::Note;
-            found.evidence += "; the reference, which knows more, has the same";
+            finding.severity = Severity::Note;
+            finding.evidence += "; the reference, which knows more, has the same";
         }
     }
     checked.findings.sort_by_key(|finding| finding.severity);
@@ -44,11 +45,11 @@ pub fn weighed(dump: &StepDump, mut checked: Checked, outcome: Option<&Outcome>)
 }
 
 /// The stage that a finding is about; `None` for a tensor outside the head.
-fn stage_of(dump: &StepDump, at: &Place) -> Option<Stage> {
-    let name = at.tensor.as_deref()?;
+fn stage_of(dump: &StepDump, place: &Place) -> Option<Stage> {
+    let name = place.tensor.as_deref()?;
     let named = |(key, _): &(&TensorKey, &TensorInfo)| key.tensor.as_str() == name;
     let exact = |(key, _): &(&TensorKey, &TensorInfo)| {
-        key.microbatch.map(|mb| mb.0) == at.microbatch && key.when == at.when
+        key.microbatch.map(|mb| mb.0) == place.microbatch && key.when == place.when
     };
     let all = || dump.tensors().iter().filter(named);
     let (key, info) = all().find(exact).or_else(|| all().next())?;
@@ -62,7 +63,7 @@ fn stage_of(dump: &StepDump, at: &Place) -> Option<Stage> {
 }
 
 fn failing(checked: &Checked) -> impl Iterator<Item = &Finding> {
-    checked.findings.iter().filter(|found| found.severity == Severity::Fail)
+    checked.findings.iter().filter(|finding| finding.severity == Severity::Fail)
 }
 
 /// The first divergence of the replay or of a failing check, whichever is at the earlier stage; at
@@ -72,32 +73,32 @@ pub fn first_of(
     checked: &Checked,
     replayed: Option<FirstDivergence>,
 ) -> Option<FirstDivergence> {
-    let at = |name: &str| Stage::ALL.iter().copied().find(|stage| stage.name() == name);
-    let own = replayed.as_ref().map(|first| at(&first.stage));
-    let earliest = failing(checked).min_by_key(|found| stage_of(dump, &found.place));
+    let stage_named = |name: &str| Stage::ALL.iter().copied().find(|stage| stage.name() == name);
+    let own_stage = replayed.as_ref().map(|first| stage_named(&first.stage));
+    let earliest = failing(checked).min_by_key(|finding| stage_of(dump, &finding.place));
     let Some(earliest) = earliest else { return replayed };
     let stage = stage_of(dump, &earliest.place);
-    match own {
-        Some(own) if own <= stage => replayed,
+    match own_stage {
+        Some(own_stage) if own_stage <= stage => replayed,
         _ => Some(diverges(dump, earliest, stage)),
     }
 }
 
-fn diverges(dump: &StepDump, found: &Finding, stage: Option<Stage>) -> FirstDivergence {
-    let tensor = found.place.tensor.clone().unwrap_or_else(|| found.check.into());
+fn diverges(dump: &StepDump, finding: &Finding, stage: Option<Stage>) -> FirstDivergence {
+    let tensor = finding.place.tensor.clone().unwrap_or_else(|| finding.check.into());
     FirstDivergence {
         stage: stage.map_or(tensor.clone(), |stage| stage.name().into()),
         tensor,
-        microbatch: found.place.microbatch,
-        rank: one_rank(found),
+        microbatch: finding.place.microbatch,
+        rank: one_rank(finding),
         run: dump.run.to_string(),
-        reason: found.evidence.clone(),
+        reason: finding.evidence.clone(),
     }
 }
 
 /// The rank of a finding, if it is about a single one.
-fn one_rank(found: &Finding) -> Option<u32> {
-    match found.place.ranks.as_slice() {
+fn one_rank(finding: &Finding) -> Option<u32> {
+    match finding.place.ranks.as_slice() {
         [rank] => Some(*rank),
         _ => None,
     }
@@ -109,9 +110,9 @@ fn one_rank(found: &Finding) -> Option<u32> {
 pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<Found> {
     let mut seen: Vec<Found> = Vec::new();
     let mut leads: Option<Option<Stage>> = None;
-    for found in failing(checked) {
-        let Some(id) = found.cause else { continue };
-        let stage = stage_of(dump, &found.place);
+    for finding in failing(checked) {
+        let Some(id) = finding.cause else { continue };
+        let stage = stage_of(dump, &finding.place);
         let named = |cause: &&Found| cause.standing != Standing::Unknown;
         let explained = searched.iter().filter(named).any(|cause| {
             cause.id == id || stage.is_some_and(|stage| cause.stages.contains(&stage.name()))
@@ -124,8 +125,8 @@ pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<F
         }
         if seen.iter().all(|cause| cause.id != id) {
             let stages = stage.map(Stage::name).into_iter().collect();
-            let evidence = format!("{}{}", at(found), found.evidence);
-            let advice = found.advice.trim_end_matches('.').into();
+            let evidence = format!("{}{}", place_prefix(finding), finding.evidence);
+            let advice = finding.advice.trim_end_matches('.').into();
             seen.push(Found::seen(id, stages, evidence, advice));
         }
     }
@@ -139,8 +140,8 @@ pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<F
     seen.into_iter().chain(kept).collect()
 }
 
-fn at(found: &Finding) -> String {
-    match place(found.place.microbatch, one_rank(found)) {
+fn place_prefix(finding: &Finding) -> String {
+    match place(finding.place.microbatch, one_rank(finding)) {
         text if text.is_empty() => text,
         text => format!("{text}: "),
     }
@@ -153,10 +154,15 @@ pub(super) fn lines(checked: &Checked, whose: &str) -> Vec<String> {
         checks.map(|check| check.check).collect()
     };
     let mut all = Vec::new();
-    for found in checked.findings.iter().filter(|found| found.severity != Severity::Note) {
-        let word = if found.severity == Severity::Fail { "FAIL" } else { "warn" };
-        let cause = found.cause.map(|cause| format!(" [{cause}]")).unwrap_or_default();
-        all.push(format!("{whose}{word} {}{cause}: {}{}", found.check, at(found), found.evidence));
+    for finding in checked.findings.iter().filter(|finding| finding.severity != Severity::Note) {
+        let word = if finding.severity == Severity::Fail { "FAIL" } else { "warn" };
+        let cause = finding.cause.map(|cause| format!(" [{cause}]")).unwrap_or_default();
+        all.push(format!(
+            "{whose}{word} {}{cause}: {}{}",
+            finding.check,
+            place_prefix(finding),
+            finding.evidence
+        ));
     }
     match names(Status::Pass) {
         passed if passed.is_empty() => {}

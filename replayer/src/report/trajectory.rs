@@ -96,7 +96,7 @@ impl TrajectoryReport {
 fn remarks(read: &Trajectory) -> Vec<String> {
     let mut remarks: Vec<String> = Vec::new();
     let absent: Vec<Rank> = (0..read.world_size)
-        .filter(|rank| read.ranks.binary_search_by_key(rank, |held| held.rank).is_err())
+        .filter(|rank| read.ranks.binary_search_by_key(rank, |scalars| scalars.rank).is_err())
         .map(Rank)
         .collect();
     if !absent.is_empty() {
@@ -156,14 +156,14 @@ pub fn render(report: &TrajectoryReport) -> String {
     if !report.judged.findings.is_empty() {
         out.push('\n');
     }
-    for found in &report.judged.findings {
-        let word = match found.severity {
+    for finding in &report.judged.findings {
+        let word = match finding.severity {
             Severity::Flag => "FLAG      ",
             Severity::Note => "note      ",
         };
-        wrap(&mut out, word, &format!("{}: {}", found.flag, found.evidence));
-        if found.severity == Severity::Flag {
-            wrap(&mut out, "          ", &format!("threshold: {}", found.threshold));
+        wrap(&mut out, word, &format!("{}: {}", finding.flag, finding.evidence));
+        if finding.severity == Severity::Flag {
+            wrap(&mut out, "          ", &format!("threshold: {}", finding.threshold));
         }
     }
     for skipped in &report.judged.not_checked {

@@ -62,9 +62,9 @@ impl Kept {
     };
 
     /// Removes the block at an index.
-    fn remove(&mut self, at: usize) -> Block {
-        let block = self.blocks[at];
-        self.blocks.copy_within(at + 1..self.count, at);
+    fn remove(&mut self, index: usize) -> Block {
+        let block = self.blocks[index];
+        self.blocks.copy_within(index + 1..self.count, index);
         self.count -= 1;
         self.bytes -= block.layout.size();
         block
@@ -72,8 +72,8 @@ impl Kept {
 
     /// Removes the block of this layout that was freed last, which is most likely still in a cache.
     fn take(&mut self, layout: Layout) -> Option<Block> {
-        let at = self.blocks[..self.count].iter().rposition(|block| block.layout == layout)?;
-        Some(self.remove(at))
+        let index = self.blocks[..self.count].iter().rposition(|block| block.layout == layout)?;
+        Some(self.remove(index))
     }
 
     /// Removes the oldest block if there is no room for another one of so many bytes.
@@ -168,12 +168,12 @@ mod tests {
         for (start, size) in [(1, 8), (2, 16), (3, 8)] {
             kept.push(block(start, size));
         }
-        let of = |size, align| Layout::from_size_align(size, align).unwrap();
-        assert_eq!(kept.take(of(8, 16)), None);
-        assert_eq!(kept.take(of(9, 8)), None);
-        assert_eq!(kept.take(of(8, 8)), Some(block(3, 8)));
-        assert_eq!(kept.take(of(8, 8)), Some(block(1, 8)));
-        assert_eq!(kept.take(of(8, 8)), None);
+        let layout = |size, align| Layout::from_size_align(size, align).unwrap();
+        assert_eq!(kept.take(layout(8, 16)), None);
+        assert_eq!(kept.take(layout(9, 8)), None);
+        assert_eq!(kept.take(layout(8, 8)), Some(block(3, 8)));
+        assert_eq!(kept.take(layout(8, 8)), Some(block(1, 8)));
+        assert_eq!(kept.take(layout(8, 8)), None);
         assert_eq!((all(&kept), kept.bytes), (vec![2], 16));
     }
 

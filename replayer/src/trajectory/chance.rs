@@ -48,10 +48,10 @@ mod tests {
 
     #[test]
     fn the_format_of_values_is_seen_in_their_bits() {
-        let of = |values: &[f64]| spacing(values.iter().copied());
-        assert_eq!(of(&[1.0078125, 3.0]), 2f64.powi(-7));
-        assert_eq!(of(&[f64::from(0.1f32)]), 2f64.powi(-23));
-        assert_eq!(of(&[0.1]), 2f64.powi(-52));
-        assert_eq!(of(&[1.0, f64::NAN]), 2f64.powi(-52));
+        let spacing_of = |values: &[f64]| spacing(values.iter().copied());
+        assert_eq!(spacing_of(&[1.0078125, 3.0]), 2f64.powi(-7));
+        assert_eq!(spacing_of(&[f64::from(0.1f32)]), 2f64.powi(-23));
+        assert_eq!(spacing_of(&[0.1]), 2f64.powi(-52));
+        assert_eq!(spacing_of(&[1.0, f64::NAN]), 2f64.powi(-52));
     }
 }

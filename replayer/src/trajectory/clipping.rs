@@ -8,7 +8,7 @@
 use backtape::scalars::CLIPPED_BEYOND;
 
 use super::chance::{FALSE_ALARM, binomial_tail};
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::median;
 use super::{Series, View};
 use crate::number::short;
@@ -19,17 +19,18 @@ const SHARE: f64 = 0.9;
 /// Fewest steps that can show a share above nine in ten, if all are clipped: 0.9^88 < 1e-4.
 const LEAST: usize = 88;
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether every step is clipped";
     let pair = view.of("grad_norm").zip(view.of("grad_norm_clipped"));
     let Some((before, after)) = pair else {
-        return found.skip(what, "grad_norm and grad_norm_clipped were not both recorded");
+        return results.skip(what, "grad_norm and grad_norm_clipped were not both recorded");
     };
-    let at = |(&step, &norm): (&u64, &f64)| after.at(step).map(|clipped| (step, norm, clipped));
+    let clipped_step =
+        |(&step, &norm): (&u64, &f64)| after.at(step).map(|clipped| (step, norm, clipped));
     let mut all: Vec<(u64, f64, f64)> =
-        before.steps().iter().zip(before.values()).filter_map(at).collect();
+        before.steps().iter().zip(before.values()).filter_map(clipped_step).collect();
     all.retain(|(_, norm, clipped)| norm.is_finite() && clipped.is_finite());
-    swapped(&all, found);
+    swapped(&all, results);
     let warm = view.of("learning_rate").and_then(warm_from).unwrap_or(0);
     let from = all.partition_point(|(step, ..)| *step < warm);
     let settled = &all[from.max(all.len() / 2)..];
@@ -38,9 +39,9 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
             "{} steps with both norms after the warm-up in the second half, {LEAST} are needed",
             settled.len()
         );
-        return found.skip(what, why);
+        return results.skip(what, why);
     }
-    found.looked();
+    results.looked();
     let clipped: Vec<&(u64, f64, f64)> =
         settled.iter().filter(|(_, norm, clipped)| *norm > clipped * CLIPPED_BEYOND).collect();
     let (n, k) = (settled.len() as u64, clipped.len() as u64);
@@ -62,19 +63,19 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
          and one in 10,000 is allowed",
         binomial_tail(n, k, SHARE)
     );
-    found.raise(Place::at("grad_norm_clipped", *first), evidence, threshold);
+    results.raise(Place::at("grad_norm_clipped", *first), evidence, threshold);
 }
 
 /// The first step at which the learning rate has its largest value.
 fn warm_from(rate: &Series) -> Option<u64> {
     let finite = rate.finite();
     let most = finite.values().iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let at = finite.values().iter().position(|&value| value >= most)?;
-    Some(finite.steps()[at])
+    let index = finite.values().iter().position(|&value| value >= most)?;
+    Some(finite.steps()[index])
 }
 
 /// Flags steps whose clipped norm is larger than the norm before clipping.
-fn swapped(all: &[(u64, f64, f64)], found: &mut Found) {
+fn swapped(all: &[(u64, f64, f64)], results: &mut FlagResults) {
     let larger = |(_, norm, clipped): &&(u64, f64, f64)| *clipped > norm * CLIPPED_BEYOND;
     let count = all.iter().filter(larger).count();
     if let Some((step, norm, clipped)) = all.iter().find(larger) {
@@ -86,6 +87,6 @@ fn swapped(all: &[(u64, f64, f64)], found: &mut Found) {
             short(*norm),
         );
         let threshold = "one spacing of bf16: clipping cannot lengthen a gradient".into();
-        found.raise(Place::at("grad_norm_clipped", *step), evidence, threshold);
+        results.raise(Place::at("grad_norm_clipped", *step), evidence, threshold);
     }
 }

@@ -9,7 +9,7 @@
 //! are assumed, the largest batches in use.
 
 use super::View;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::median;
 use crate::number::short;
 
@@ -38,13 +38,13 @@ const WINDOW: usize = 5;
 /// Share of log V below which almost no loss is left, as when the model copies its input.
 const NOTHING: f64 = 0.01;
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether the loss falls too fast";
     let Some(loss) = view.loss.as_ref().filter(|loss| loss.len() >= WINDOW) else {
-        return found.skip(what, "fewer than 5 values of loss were recorded");
+        return results.skip(what, "fewer than 5 values of loss were recorded");
     };
     if loss.values().iter().any(|&value| value < 0.0) {
-        return found.skip(what, "loss is negative at some steps: no cross-entropy");
+        return results.skip(what, "loss is negative at some steps: no cross-entropy");
     }
     let start = loss.values()[0];
     let (uniform, source) = match &view.vocabulary {
@@ -54,11 +54,11 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
         }
         None => {
             let why = "the vocabulary is not known: record vocabulary=V or pass --vocabulary V";
-            return found.skip(what, why);
+            return results.skip(what, why);
         }
     };
     if loss.steps()[0] > 1 {
-        return found
+        return results
             .skip(what, "the record begins after step 1: the first loss is not the start's");
     }
     if !UNTRAINED.contains(&(start / uniform)) {
@@ -67,9 +67,9 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
             short(start),
             short(uniform)
         );
-        return found.skip(what, why);
+        return results.skip(what, why);
     }
-    found.looked();
+    results.looked();
     let tokens = view.of("tokens");
     let mut seen = 0.0;
     let of_step = |step| tokens.and_then(|tokens| tokens.at(step)).filter(|n| *n > 0.0);
@@ -84,14 +84,14 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
         let level = median(window);
         if level < floor.min(uniform / STRUCTURED) {
             let assumed = if tokens.is_some() { "recorded" } else { "assumed at most" };
-            return raise(view, found, step, level, (uniform, floor, seen), (&source, assumed));
+            return raise(view, results, step, level, (uniform, floor, seen), (&source, assumed));
         }
     }
 }
 
 fn raise(
     view: &View<'_>,
-    found: &mut Found,
+    results: &mut FlagResults,
     step: u64,
     level: f64,
     (uniform, floor, seen): (f64, f64, f64),
@@ -119,5 +119,5 @@ fn raise(
         short(floor.min(uniform / STRUCTURED)),
         short(uniform),
     );
-    found.raise(Place::at("loss", step), evidence, threshold);
+    results.raise(Place::at("loss", step), evidence, threshold);
 }

@@ -43,7 +43,7 @@ pub struct Skipped {
 }
 
 /// Collects the findings of a flag while it runs.
-pub struct Found {
+pub struct FlagResults {
     flag: &'static str,
     /// How many series or points it looked at.
     pub looked_at: u64,
@@ -67,9 +67,9 @@ impl<'a> Place<'a> {
     }
 }
 
-impl Found {
-    pub(crate) fn new(flag: &'static str) -> Found {
-        Found { flag, looked_at: 0, findings: Vec::new(), not_checked: Vec::new() }
+impl FlagResults {
+    pub(crate) fn new(flag: &'static str) -> FlagResults {
+        FlagResults { flag, looked_at: 0, findings: Vec::new(), not_checked: Vec::new() }
     }
 
     pub(crate) fn looked(&mut self) {

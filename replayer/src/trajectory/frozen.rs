@@ -7,44 +7,45 @@
 
 use super::View;
 use super::chance::{FALSE_ALARM, NORM_ROUNDING};
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::Series;
 use crate::number::short;
 
 /// Smallest ratio of distinct losses to the length of the stretch: the loss must have changed.
 const MOVED: f64 = 0.5;
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether gradient norms stand still";
     let Some(loss) = &view.loss else {
-        return found.skip(what, "no loss was recorded to hold them against");
+        return results.skip(what, "no loss was recorded to hold them against");
     };
     let names: Vec<&str> = view.names().into_iter().filter(|name| is_norm(name)).collect();
     if names.is_empty() {
-        return found.skip(what, "no grad_norm was recorded");
+        return results.skip(what, "no grad_norm was recorded");
     }
     let (mut still, mut zero) = (Vec::new(), Vec::new());
     for name in &names {
-        found.looked();
+        results.looked();
         let Some(series) = view.of(name) else { continue };
-        let Some((at, length)) = stretch(series, loss) else { continue };
-        let layer_at_zero = name.contains('/') && series.values()[at] == 0.0;
-        if layer_at_zero { zero.push((*name, at)) } else { still.push((*name, at, length)) }
+        let Some((start, length)) = stretch(series, loss) else { continue };
+        let layer_at_zero = name.contains('/') && series.values()[start] == 0.0;
+        if layer_at_zero { zero.push((*name, start)) } else { still.push((*name, start, length)) }
     }
-    if let Some((name, at)) = zero.first() {
+    if let Some((name, start)) = zero.first() {
         let evidence = format!(
             "{} of {} layers have a gradient norm of exactly 0, {name} for one: frozen on \
              purpose, or cut off",
             zero.len(),
             names.iter().filter(|name| name.contains('/')).count(),
         );
-        let step = view.of(name).map_or(0, |series| series.steps()[*at]);
-        found.note(Place::at(name, step), evidence, "exactly 0 while the loss moves".into());
+        let step = view.of(name).map_or(0, |series| series.steps()[*start]);
+        results.note(Place::at(name, step), evidence, "exactly 0 while the loss moves".into());
     }
-    let Some((name, at, length)) = still.first() else { return };
+    let Some((name, start, length)) = still.first() else { return };
     let Some(series) = view.of(name) else { return };
-    let value = series.values()[*at];
-    let bits = series.values()[*at..at + length].iter().all(|v| v.to_bits() == value.to_bits());
+    let value = series.values()[*start];
+    let bits =
+        series.values()[*start..start + length].iter().all(|v| v.to_bits() == value.to_bits());
     let how = if bits { "bit for bit" } else { "within rounding" };
     let more = match still.len() - 1 {
         0 => String::new(),
@@ -54,14 +55,14 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
         "{name} stands at {} {how} for {length} values from step {} on while loss moves{more}: \
          a gradient that is not computed anew, or a norm taken after clipping",
         short(value),
-        series.steps()[*at],
+        series.steps()[*start],
     );
     let threshold = format!(
         "one in {:.0} by chance, from how often neighbours are equal in the rest of the series; \
          equal is within {NORM_ROUNDING:.1e} (64 roundings of f32)",
         1.0 / FALSE_ALARM
     );
-    found.raise(Place::at(name, series.steps()[*at]), evidence, threshold);
+    results.raise(Place::at(name, series.steps()[*start]), evidence, threshold);
 }
 
 /// Whether a scalar is a gradient norm before clipping; after clipping norms may all equal the
@@ -89,7 +90,7 @@ fn stretch(series: &Series, loss: &Series) -> Option<(usize, usize)> {
             best = (from, i + 2 - from);
         }
     }
-    let (at, length) = best;
+    let (start, length) = best;
     if length < 2 {
         return None;
     }
@@ -99,7 +100,7 @@ fn stretch(series: &Series, loss: &Series) -> Option<(usize, usize)> {
     if values.len() as f64 * chance.powf(inside as f64) > FALSE_ALARM {
         return None;
     }
-    let steps = &series.steps()[at..at + length];
+    let steps = &series.steps()[start..start + length];
     let mut losses: Vec<u64> = steps.iter().filter_map(|&s| loss.at(s)).map(f64::to_bits).collect();
     losses.sort_unstable();
     losses.dedup();

@@ -7,7 +7,7 @@
 
 use super::View;
 use super::chance::FALSE_ALARM;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::{median, noise};
 use crate::number::short;
 
@@ -24,16 +24,16 @@ const WANDER: f64 = 6.0;
 /// Smallest height of a spike above its neighbours, in units of the noise.
 const SPIKE: f64 = 8.0;
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether the loss comes back from jumps";
     let Some(loss) = view.loss.as_ref().filter(|loss| loss.len() >= 2 * WINDOW) else {
-        return found.skip(what, format!("fewer than {} losses were recorded", 2 * WINDOW));
+        return results.skip(what, format!("fewer than {} losses were recorded", 2 * WINDOW));
     };
     let values = loss.values();
     if values.iter().any(|&value| value < 0.0) {
-        return found.skip(what, "loss is negative at some steps: no level to rise from");
+        return results.skip(what, "loss is negative at some steps: no level to rise from");
     }
-    found.looked();
+    results.looked();
     let n = values.len();
     // The smallest value from each step on.
     let mut least = vec![f64::INFINITY; n + 1];
@@ -42,24 +42,24 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     }
     let levels: Vec<f64> = values.chunks_exact(WINDOW).map(median).collect();
     let wander = WANDER * noise(&levels);
-    for at in WINDOW..=n - WINDOW {
-        let before = &values[at - WINDOW..at];
+    for index in WINDOW..=n - WINDOW {
+        let before = &values[index - WINDOW..index];
         let highest = before.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        if least[at] <= highest {
+        if least[index] <= highest {
             continue;
         }
         // Only as many values as the median needs: using all would take time quadratic in the
         // steps.
-        let after = &values[at..n.min(at + 10 * WINDOW)];
+        let after = &values[index..n.min(index + 10 * WINDOW)];
         let (low, high) = (median(before), median(after));
         if high > low * (1.0 + RISE) && high - low > wander {
-            let step = loss.steps()[at];
+            let step = loss.steps()[index];
             let evidence = format!(
                 "loss jumps from {} to {} at step {step} and does not come back: all {} values \
                  from there on are above the {WINDOW} before",
                 short(low),
-                short(values[at]),
-                n - at
+                short(values[index]),
+                n - index
             );
             let threshold = format!(
                 "a rise of a tenth and of {} ({WANDER} times what the medians of {WINDOW} values \
@@ -69,28 +69,28 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
                 FALSE_ALARM.min(7.3e-12),
                 2 * WINDOW
             );
-            return found.raise(Place::at("loss", step), evidence, threshold);
+            return results.raise(Place::at("loss", step), evidence, threshold);
         }
     }
-    spikes(view, found);
+    spikes(view, results);
 }
 
 /// Notes values far above those before, which came back.
-fn spikes(view: &View<'_>, found: &mut Found) {
+fn spikes(view: &View<'_>, results: &mut FlagResults) {
     let loss = view.loss.as_ref().expect("looked at");
     let values = loss.values();
     let least = SPIKE * noise(values);
     let (mut spikes, mut inside) = (Vec::new(), false);
-    for at in WINDOW..values.len() {
-        let level = median(&values[at - WINDOW..at]);
-        let above = values[at] > level + least && values[at] > level * (1.0 + RISE);
+    for index in WINDOW..values.len() {
+        let level = median(&values[index - WINDOW..index]);
+        let above = values[index] > level + least && values[index] > level * (1.0 + RISE);
         if above && !inside {
-            spikes.push((at, values[at], level));
+            spikes.push((index, values[index], level));
         }
         inside = above;
     }
-    let Some(&(at, value, level)) = spikes.first() else { return };
-    let step = loss.steps()[at];
+    let Some(&(index, value, level)) = spikes.first() else { return };
+    let step = loss.steps()[index];
     let evidence = format!(
         "{} spikes of loss that came back, the first at step {step}: {} above a level of {}",
         spikes.len(),
@@ -101,5 +101,5 @@ fn spikes(view: &View<'_>, found: &mut Found) {
         "{SPIKE} times the noise from step to step ({}) and a tenth of the level",
         short(noise(values))
     );
-    found.note(Place::at("loss", step), evidence, threshold);
+    results.note(Place::at("loss", step), evidence, threshold);
 }

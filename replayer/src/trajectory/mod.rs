@@ -32,7 +32,7 @@ use std::collections::BTreeSet;
 
 use serde::Serialize;
 
-pub use finding::{Finding, Found, Severity, Skipped};
+pub use finding::{Finding, FlagResults, Severity, Skipped};
 pub use read::{RankScalars, ReadError, Trajectory, read};
 pub use series::Series;
 
@@ -93,7 +93,7 @@ pub struct Flag {
     pub name: &'static str,
     /// What it looks for, in a few words.
     pub about: &'static str,
-    run: fn(&View<'_>, &mut Found),
+    run: fn(&View<'_>, &mut FlagResults),
 }
 
 /// Every flag, in the order of a report.
@@ -159,18 +159,18 @@ pub fn judge(trajectory: &Trajectory, declared: &Declared) -> Judged {
     view.vocabulary = vocabulary(&view);
     let mut judged = Judged::default();
     for flag in FLAGS {
-        let mut found = Found::new(flag.name);
-        (flag.run)(&view, &mut found);
-        let raised = found.findings.iter().any(|one| one.severity == Severity::Flag);
-        let status = match (raised, found.looked_at) {
+        let mut results = FlagResults::new(flag.name);
+        (flag.run)(&view, &mut results);
+        let raised = results.findings.iter().any(|finding| finding.severity == Severity::Flag);
+        let status = match (raised, results.looked_at) {
             (true, _) => Status::Flagged,
             (false, 0) => Status::NotChecked,
             (false, _) => Status::Clear,
         };
         let Flag { name, about, .. } = *flag;
-        judged.flags.push(FlagSummary { flag: name, about, status, looked_at: found.looked_at });
-        judged.findings.extend(found.findings);
-        judged.not_checked.extend(found.not_checked);
+        judged.flags.push(FlagSummary { flag: name, about, status, looked_at: results.looked_at });
+        judged.findings.extend(results.findings);
+        judged.not_checked.extend(results.not_checked);
     }
     // The sort is stable, so that each flag's findings stay in their order.
     judged.findings.sort_by_key(|finding| finding.severity);

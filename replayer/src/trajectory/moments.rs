@@ -9,7 +9,7 @@
 
 use super::View;
 use super::chance::NORM_ROUNDING;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::{Series, median};
 use crate::number::short;
 
@@ -21,22 +21,23 @@ const LEAST: usize = 40;
 /// bias of v from its start at zero is at most a factor of four from there on.
 const GROWTH: f64 = 1000.0;
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "Adam's second moment";
     let is_square = |name: &&str| name.starts_with("exp_avg_sq_");
     let names: Vec<&str> = view.names().into_iter().filter(is_square).collect();
     if names.is_empty() {
         let why = "no exp_avg_sq_* was recorded: pass on backtape.scalars.of_torch or of_jax";
-        return found.skip(what, why);
+        return results.skip(what, why);
     }
     let norms = view.of("grad_norm_clipped").or_else(|| view.of("grad_norm"));
     if norms.is_none() {
-        found.skip("whether the second moment is of these gradients", "no grad_norm was recorded");
+        results
+            .skip("whether the second moment is of these gradients", "no grad_norm was recorded");
     }
     for name in names {
         for rank in &view.trajectory.ranks {
             let Some(series) = rank.series.get(name) else { continue };
-            found.looked();
+            results.looked();
             let series = series.finite();
             let beyond = norms.filter(|_| is_bounded(name)).and_then(|n| beyond(&series, n));
             let (step, evidence, threshold) = match (beyond, exploding(&series)) {
@@ -64,7 +65,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
                 (None, None) => continue,
             };
             let place = Place { step: Some(step), ranks: vec![rank.rank], scalar: name };
-            found.raise(place, evidence, threshold);
+            results.raise(place, evidence, threshold);
             // One rank and one statistic are enough evidence.
             return;
         }

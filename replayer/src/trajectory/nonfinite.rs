@@ -4,7 +4,7 @@
 //! and halves its scale. So a gradient norm that is finite again after at most [`MOST_SKIPS`]
 //! steps, while the loss stays finite, is a note.
 
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::read::RankScalars;
 use super::{Series, View};
 
@@ -22,14 +22,14 @@ struct Hit<'a> {
     name: &'a str,
     value: f64,
     count: usize,
-    of: usize,
+    total: usize,
 }
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let (mut hits, mut skipped) = (Vec::new(), Vec::new());
     for rank in &view.trajectory.ranks {
         for (name, series) in &rank.series {
-            found.looked();
+            results.looked();
             let Some(hit) = first(rank, name, series) else { continue };
             match name.starts_with("grad_norm") && recovers(rank, series) {
                 true => skipped.push(hit),
@@ -43,7 +43,7 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     if let Some(hit) = hits.first() {
         let named: Vec<String> = names(&hits);
         let threshold = "none: a number is what the scalar has to be".into();
-        found.raise(place(hit, &hits), named.join("; then "), threshold);
+        results.raise(place(hit, &hits), named.join("; then "), threshold);
     }
     if let Some(hit) = skipped.first() {
         let evidence = format!(
@@ -53,15 +53,15 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
         );
         let threshold =
             format!("at most {MOST_SKIPS} steps in a row: twice what a scaler halves from 2^32");
-        found.note(place(hit, &skipped), evidence, threshold);
+        results.note(place(hit, &skipped), evidence, threshold);
     }
 }
 
 fn first<'a>(rank: &RankScalars, name: &'a str, series: &Series) -> Option<Hit<'a>> {
-    let at = series.values().iter().position(|value| !value.is_finite())?;
+    let index = series.values().iter().position(|value| !value.is_finite())?;
     let count = series.values().iter().filter(|value| !value.is_finite()).count();
-    let (step, value) = (series.steps()[at], series.values()[at]);
-    Some(Hit { step, rank: rank.rank, name, value, count, of: series.len() })
+    let (step, value) = (series.steps()[index], series.values()[index]);
+    Some(Hit { step, rank: rank.rank, name, value, count, total: series.len() })
 }
 
 /// Whether every stretch of values that are not finite is short and ends, while the loss stays
@@ -98,7 +98,7 @@ fn names(hits: &[Hit<'_>]) -> Vec<String> {
                 super::ranks::name_ranks(&ranks),
                 hit.step,
                 hit.count,
-                hit.of
+                hit.total
             ));
         }
     }

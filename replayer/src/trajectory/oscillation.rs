@@ -6,7 +6,7 @@
 //! Independent noise around a level, and noise that wanders, have neither.
 
 use super::View;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::{Series, median};
 use crate::number::short;
 
@@ -23,18 +23,18 @@ const ALIKE: f64 = 0.4;
 /// Smallest ratio of the swing to the level that matters.
 const SWING: f64 = 0.02;
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether the loss swings in place";
     let Some(loss) = view.loss.as_ref().map(Series::regular) else {
-        return found.skip(what, "no loss was recorded");
+        return results.skip(what, "no loss was recorded");
     };
     let half = loss.len() / 2;
     let values = &loss.values()[half..];
     if values.len() < LEAST {
         let why = format!("fewer than {} losses at even distances", 2 * LEAST);
-        return found.skip(what, why);
+        return results.skip(what, why);
     }
-    found.looked();
+    results.looked();
     let n = values.len();
     let (first, last) = (median(&values[..n / 3]), median(&values[n - n / 3..]));
     let level = values.iter().sum::<f64>() / n as f64;
@@ -45,16 +45,18 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     if !(swing > SWING * level.abs()) || first - last > swing {
         return;
     }
-    let at = |lag: usize| {
+    let correlation_at = |lag: usize| {
         let pairs = apart.iter().zip(&apart[lag..]);
         pairs.map(|(a, b)| a * b).sum::<f64>() / (n - lag) as f64 / variance
     };
-    let opposite = (1..=n / (2 * PERIODS)).find(|&lag| at(lag) <= OPPOSITE);
+    let opposite = (1..=n / (2 * PERIODS)).find(|&lag| correlation_at(lag) <= OPPOSITE);
     let Some(lag) = opposite else { return };
     // The lowest correlation of the first trough is at half a period.
-    let trough = (lag..=n / (2 * PERIODS)).take_while(|&l| l == lag || at(l) <= at(l - 1)).last();
+    let trough = (lag..=n / (2 * PERIODS))
+        .take_while(|&l| l == lag || correlation_at(l) <= correlation_at(l - 1))
+        .last();
     let period = 2 * trough.unwrap_or(lag);
-    if at(period) < ALIKE {
+    if correlation_at(period) < ALIKE {
         return;
     }
     let (steps, stride) = (loss.steps(), loss.steps()[1] - loss.steps()[0]);
@@ -72,9 +74,9 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
     let threshold = format!(
         "a swing of {SWING} of the level; correlations of {OPPOSITE} half a period and {ALIKE} a \
          period apart ({:.2} and {:.2} here), which independent noise has at about {:.2}",
-        at(period / 2),
-        at(period),
+        correlation_at(period / 2),
+        correlation_at(period),
         1.0 / (n as f64).sqrt(),
     );
-    found.raise(Place::at("loss", steps[half]), evidence, threshold);
+    results.raise(Place::at("loss", steps[half]), evidence, threshold);
 }

@@ -8,7 +8,7 @@ use backtape::identity::Rank;
 
 use super::View;
 use super::chance::{NORM_ROUNDING, spacing};
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::read::RankScalars;
 use crate::dump::name_ranks as of_ranks;
 use crate::number::short;
@@ -27,13 +27,13 @@ pub(super) fn name_ranks(ranks: &[u32]) -> String {
     of_ranks(&ranks)
 }
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let ranks = &view.trajectory.ranks;
     if ranks.len() < 2 {
-        return found.skip("whether ranks agree", "only one rank recorded scalars");
+        return results.skip("whether ranks agree", "only one rank recorded scalars");
     }
-    stopped(ranks, found);
-    let mut own = Vec::new();
+    stopped(ranks, results);
+    let mut unshared = Vec::new();
     for name in view.names() {
         let holders: Vec<&RankScalars> =
             ranks.iter().filter(|rank| rank.series.contains_key(name)).collect();
@@ -41,16 +41,16 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
             continue;
         }
         match !view.is_local(name) && (view.is_shared(name) || starts_equal(&holders, name)) {
-            true => compare(name, &holders, view.is_shared(name), found),
-            false => own.push(name),
+            true => compare(name, &holders, view.is_shared(name), results),
+            false => unshared.push(name),
         }
     }
-    if !own.is_empty() {
-        let more = own.len().saturating_sub(NAMED);
+    if !unshared.is_empty() {
+        let more = unshared.len().saturating_sub(NAMED);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let shown: Vec<&str> = own.into_iter().take(NAMED).collect();
+        let shown: Vec<&str> = unshared.into_iter().take(NAMED).collect();
         let why = "each rank has its own: declare it with --shared where ranks must agree";
-        found.skip(format!("{}{more}", shown.join(", ")), why);
+        results.skip(format!("{}{more}", shown.join(", ")), why);
     }
 }
 
@@ -79,8 +79,8 @@ fn starts_equal(holders: &[&RankScalars], name: &str) -> bool {
 
 /// Finds the first step at which the ranks differ by more than rounding, and which ranks differ
 /// from the majority.
-fn compare(name: &str, holders: &[&RankScalars], by_name: bool, found: &mut Found) {
-    found.looked();
+fn compare(name: &str, holders: &[&RankScalars], by_name: bool, results: &mut FlagResults) {
+    results.looked();
     let all = holders.iter().flat_map(|rank| rank.series[name].values().iter().copied());
     // The rounding of the sum, plus one rounding to the format that the scalar is kept in.
     let allowed = NORM_ROUNDING + spacing(all.collect::<Vec<_>>().iter().copied());
@@ -138,7 +138,7 @@ fn compare(name: &str, holders: &[&RankScalars], by_name: bool, found: &mut Foun
         "a relative difference of {allowed:.1e}: 64 roundings of f32 in the sum and one to the \
          format of the values"
     );
-    found.raise(Place { step: Some(step), ranks: odd, scalar: name }, evidence, threshold);
+    results.raise(Place { step: Some(step), ranks: odd, scalar: name }, evidence, threshold);
 }
 
 fn of_count(ranks: usize) -> String {
@@ -168,7 +168,7 @@ fn groups(values: &[f64], allowed: f64) -> Vec<Vec<usize>> {
 
 /// Notes ranks whose record ends before the others', because they died or write slowly. It is only
 /// a note, since a running job looks the same.
-fn stopped(ranks: &[RankScalars], found: &mut Found) {
+fn stopped(ranks: &[RankScalars], results: &mut FlagResults) {
     let last: Vec<u64> = ranks.iter().filter_map(RankScalars::last_step).collect();
     let Some(&end) = last.iter().max() else { return };
     let early = |rank: &&RankScalars| rank.last_step().is_some_and(|step| step < end);
@@ -182,5 +182,5 @@ fn stopped(ranks: &[RankScalars], found: &mut Found) {
         first.rank
     );
     let place = Place { step: Some(step), ranks: names, scalar: "step" };
-    found.note(place, evidence, "the last step of any rank".into());
+    results.note(place, evidence, "the last step of any rank".into());
 }

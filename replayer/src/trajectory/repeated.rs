@@ -9,7 +9,7 @@
 
 use super::View;
 use super::chance::FALSE_ALARM;
-use super::finding::{Found, Place};
+use super::finding::{FlagResults, Place};
 use super::series::{Series, noise};
 use crate::number::short;
 
@@ -32,17 +32,17 @@ const SHARE: f64 = 0.5;
 const DROP: f64 = 8.0;
 const DROPS: usize = 5;
 
-pub(super) fn run(view: &View<'_>, found: &mut Found) {
+pub(super) fn run(view: &View<'_>, results: &mut FlagResults) {
     let what = "whether the data repeat";
     let Some(loss) = view.loss.as_ref().map(|loss| loss.regular().last(LAST)) else {
-        return found.skip(what, "no loss was recorded");
+        return results.skip(what, "no loss was recorded");
     };
     let n = loss.len();
     if n < PERIODS * SHORTEST + 1 {
         let why = format!("fewer than {} losses at even distances", PERIODS * SHORTEST + 1);
-        return found.skip(what, why);
+        return results.skip(what, why);
     }
-    found.looked();
+    results.looked();
     let changes: Vec<f64> = loss.values().windows(2).map(|pair| pair[1] - pair[0]).collect();
     let longest = (changes.len() / PERIODS).min(LONGEST);
     let stride = loss.steps()[1] - loss.steps()[0];
@@ -60,16 +60,16 @@ pub(super) fn run(view: &View<'_>, found: &mut Found) {
              batches reach at any lag once in {:.0} runs",
             1.0 / FALSE_ALARM
         );
-        return found.raise(Place::at("loss", loss.steps()[0]), evidence, threshold);
+        return results.raise(Place::at("loss", loss.steps()[0]), evidence, threshold);
     }
-    sawtooth(view, &loss, &changes, found);
+    sawtooth(view, &loss, &changes, results);
 }
 
 /// The shortest lag at which the changes are correlated, with the correlation and its bound.
 fn correlated(changes: &[f64], longest: usize) -> Option<(usize, f64, f64)> {
     let scores = ranks(changes);
     let n = scores.len() as f64;
-    let at = |lag: usize| {
+    let correlation_at = |lag: usize| {
         let pairs = scores.iter().zip(&scores[lag..]);
         // Divided by the number of pairs, as long lags have fewer.
         pairs.map(|(a, b)| a * b).sum::<f64>() / (n - lag as f64)
@@ -77,9 +77,9 @@ fn correlated(changes: &[f64], longest: usize) -> Option<(usize, f64, f64)> {
     let tests = (longest.max(1) as f64 / FALSE_ALARM).ln();
     (SHORTEST..=longest).find_map(|lag| {
         let bound = SHARE.max((2.0 * tests * 1.5 / (n - lag as f64)).sqrt());
-        let correlation = at(lag);
+        let correlation = correlation_at(lag);
         // A slow trend is correlated at every lag, repeated batches only at their own.
-        let alone = || at(lag - 1).max(at(lag + 1)) < correlation / 2.0;
+        let alone = || correlation_at(lag - 1).max(correlation_at(lag + 1)) < correlation / 2.0;
         (correlation >= bound && alone()).then_some((lag, correlation, bound))
     })
 }
@@ -105,7 +105,7 @@ fn ranks(values: &[f64]) -> Vec<f64> {
 }
 
 /// Flags equally spaced drops of the loss at which the learning rate does not change.
-fn sawtooth(view: &View<'_>, loss: &Series, changes: &[f64], found: &mut Found) {
+fn sawtooth(view: &View<'_>, loss: &Series, changes: &[f64], results: &mut FlagResults) {
     let least = DROP * noise(loss.values()) * std::f64::consts::SQRT_2;
     let rate = view.of("learning_rate");
     let steered = |index: usize| {
@@ -138,5 +138,5 @@ fn sawtooth(view: &View<'_>, loss: &Series, changes: &[f64], found: &mut Found) 
         short(least),
         DROPS - 2
     );
-    found.raise(Place::at("loss", steps[first + 1]), evidence, threshold);
+    results.raise(Place::at("loss", steps[first + 1]), evidence, threshold);
 }

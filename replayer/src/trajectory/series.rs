@@ -98,15 +98,16 @@ pub(crate) fn mean_over_ranks(trajectory: &Trajectory, name: &str) -> Option<Ser
     let all = trajectory.ranks.iter().filter_map(|rank| rank.series.get(name));
     let all: Vec<Series> = all.map(Series::finite).collect();
     let longest = all.iter().map(Series::len).max().filter(|&n| n > 0)?;
-    let whole: Vec<&Series> = all.iter().filter(|one| 10 * one.len() >= 9 * longest).collect();
+    let whole: Vec<&Series> =
+        all.iter().filter(|series| 10 * series.len() >= 9 * longest).collect();
     let mut mean = Series::default();
     for &step in whole[0].steps() {
-        let values: Option<Vec<f64>> = whole.iter().map(|one| one.at(step)).collect();
+        let values: Option<Vec<f64>> = whole.iter().map(|series| series.at(step)).collect();
         if let Some(values) = values {
             mean.push(step, values.iter().sum::<f64>() / values.len() as f64);
         }
     }
-    mean.rewinds = whole.iter().map(|one| one.rewinds).max().unwrap_or(0);
+    mean.rewinds = whole.iter().map(|series| series.rewinds).max().unwrap_or(0);
     Some(mean)
 }
 

@@ -69,14 +69,14 @@ impl Run {
         let mut draw = Draw::new(self.seed ^ 0x5eed);
         let mut ranks: Vec<RankScalars> =
             (0..self.ranks).map(|rank| RankScalars { rank, ..RankScalars::default() }).collect();
-        let at: Vec<u64> =
+        let spike_steps: Vec<u64> =
             (0..self.spikes).map(|_| draw.below(self.steps as usize) as u64).collect();
         let (mut drift, mut square) = (0.0, 0.0);
         for i in 0..self.steps {
             let fresh = draw.normal() * (1.0 - self.wander * self.wander).sqrt();
             drift = self.wander * drift + fresh;
             // A spike appears at once and decays over ten steps; no spike is near the end.
-            let spike: f64 = at
+            let spike: f64 = spike_steps
                 .iter()
                 .filter(|&&s| s + 100 < self.steps && (s..s + 40).contains(&i))
                 .map(|&s| (-((i - s) as f64) / 5.0).exp())
@@ -91,9 +91,9 @@ impl Run {
             let clipped = self.stored(norm.min(self.clip));
             square = 0.95 * square + 0.05 * clipped * clipped;
             for rank in &mut ranks {
-                let own = if self.local_loss { 0.03 * draw.normal() } else { 0.0 };
+                let own_noise = if self.local_loss { 0.03 * draw.normal() } else { 0.0 };
                 let mut values = vec![
-                    ("loss".to_string(), self.stored(loss * (1.0 + own))),
+                    ("loss".to_string(), self.stored(loss * (1.0 + own_noise))),
                     ("learning_rate".into(), self.rate(i)),
                     ("grad_norm".into(), if overflow { f64::INFINITY } else { norm }),
                     ("grad_norm_clipped".into(), if overflow { f64::INFINITY } else { clipped }),

@@ -12,7 +12,7 @@ fn judged(trajectory: &Trajectory) -> Judged {
 }
 
 fn flags(judged: &Judged) -> Vec<&Finding> {
-    judged.findings.iter().filter(|found| found.severity == Severity::Flag).collect()
+    judged.findings.iter().filter(|finding| finding.severity == Severity::Flag).collect()
 }
 
 /// The one flag that is raised.
@@ -78,9 +78,9 @@ fn a_loss_that_is_no_number_is_named_with_its_rank_and_first_step() {
                 set(values, "loss", |_| value);
             }
         }));
-        let found = only(&judged, "nonfinite");
-        assert_eq!((found.step, found.ranks.as_slice()), (Some(300), &[2][..]));
-        assert!(found.evidence.contains("300 of 600"), "{}", found.evidence);
+        let finding = only(&judged, "nonfinite");
+        assert_eq!((finding.step, finding.ranks.as_slice()), (Some(300), &[2][..]));
+        assert!(finding.evidence.contains("300 of 600"), "{}", finding.evidence);
     }
 }
 
@@ -108,9 +108,9 @@ fn ranks_whose_norm_or_rate_differs_are_named_with_the_first_step() {
                 set(values, name, |value| value * 1.00002);
             }
         }));
-        let found = only(&judged, "ranks");
-        assert_eq!((found.step, found.ranks.as_slice()), (Some(200), &[3][..]));
-        assert!(found.evidence.contains("400 of 600"), "{}", found.evidence);
+        let finding = only(&judged, "ranks");
+        assert_eq!((finding.step, finding.ranks.as_slice()), (Some(200), &[3][..]));
+        assert!(finding.evidence.contains("400 of 600"), "{}", finding.evidence);
     }
 }
 
@@ -146,9 +146,9 @@ fn a_copy_task_falls_too_fast_with_and_without_recorded_tokens() {
         let judged = judged(&run.trajectory(|i, _, values| {
             set(values, "loss", |value| value * (-(i as f64) / 25.0).exp());
         }));
-        let found = only(&judged, "falling");
-        assert!(found.step.unwrap() < 150, "{found:?}");
-        assert!(found.evidence.contains("copies"), "{}", found.evidence);
+        let finding = only(&judged, "falling");
+        assert!(finding.step.unwrap() < 150, "{finding:?}");
+        assert!(finding.evidence.contains("copies"), "{}", finding.evidence);
     }
 }
 
@@ -158,11 +158,15 @@ fn batches_that_come_again_in_the_same_order_are_a_period() {
         let mut draw = crate::draw::Draw::new(3);
         let difficulty: Vec<f64> = (0..period).map(|_| 0.05 * draw.normal()).collect();
         let judged = judged(&plain().trajectory(|i, _, values| {
-            let own = difficulty[i as usize % period];
-            set(values, "loss", |value| value * (1.0 + own));
+            let own_difficulty = difficulty[i as usize % period];
+            set(values, "loss", |value| value * (1.0 + own_difficulty));
         }));
-        let found = only(&judged, "repeated");
-        assert!(found.evidence.contains(&format!("every {period} steps")), "{}", found.evidence);
+        let finding = only(&judged, "repeated");
+        assert!(
+            finding.evidence.contains(&format!("every {period} steps")),
+            "{}",
+            finding.evidence
+        );
     }
 }
 
@@ -203,8 +207,8 @@ fn a_loss_that_swings_in_place_is_flagged_whatever_its_period() {
             let swing = (std::f64::consts::TAU * i as f64 / period + 0.3).sin();
             set(values, "loss", |_| 6.0 * (1.0 + 0.1 * swing));
         }));
-        let found = flags(&judged);
-        assert!(found.iter().any(|f| f.flag == "oscillation"), "{period}: {judged:#?}");
+        let flagged = flags(&judged);
+        assert!(flagged.iter().any(|f| f.flag == "oscillation"), "{period}: {judged:#?}");
     }
 }
 
@@ -242,22 +246,22 @@ fn a_gradient_norm_that_stands_still_while_the_loss_moves_is_flagged() {
                 set(values, "exp_avg_sq_max", |value| value.min(0.1));
             }
         }));
-        let found = only(&judged, "frozen");
-        assert_eq!(found.step, Some(300));
-        assert_eq!(found.evidence.contains("bit for bit"), jitter == 0.0, "{}", found.evidence);
+        let finding = only(&judged, "frozen");
+        assert_eq!(finding.step, Some(300));
+        assert_eq!(finding.evidence.contains("bit for bit"), jitter == 0.0, "{}", finding.evidence);
     }
 }
 
 #[test]
 fn a_norm_that_is_reported_again_for_each_microbatch_is_no_stillness() {
-    let mut held = 0.0;
+    let mut held_norm = 0.0;
     let judged = judged(&plain().trajectory(|i, rank, values| {
         let norm = values.iter().find(|(name, _)| name == "grad_norm").unwrap().1;
         if i % 8 == 0 && rank == 0 {
-            held = norm;
+            held_norm = norm;
         }
-        set(values, "grad_norm", |_| held);
-        set(values, "grad_norm_clipped", |_| held.min(1.0));
+        set(values, "grad_norm", |_| held_norm);
+        set(values, "grad_norm_clipped", |_| held_norm.min(1.0));
         set(values, "exp_avg_sq_max", |value| value * 0.01);
     }));
     assert!(flags(&judged).is_empty(), "{:#?}", flags(&judged));
@@ -270,8 +274,8 @@ fn a_second_moment_beyond_its_gradients_or_that_explodes_is_flagged() {
             set(values, "exp_avg_sq_max", |_| 1e4);
         }
     }));
-    let found = only(&beyond, "moments");
-    assert_eq!((found.step, found.ranks.as_slice()), (Some(300), &[0][..]));
+    let finding = only(&beyond, "moments");
+    assert_eq!((finding.step, finding.ranks.as_slice()), (Some(300), &[0][..]));
     let exploding = judged(&plain().trajectory(|i, _, values| {
         let growth = ((i as f64 - 300.0).max(0.0) / 30.0).exp();
         set(values, "exp_avg_sq_max", |value| value * growth);

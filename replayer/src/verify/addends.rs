@@ -72,9 +72,9 @@ fn lost(
     shards: &[ShardRef],
     contents: &Contents,
 ) -> Vec<VerifyFinding> {
-    let intact = shards.iter().filter(|at| contents[at].intact);
-    let intact: Vec<&IndexBox> = intact.map(|at| &dump.record(at).place).collect();
-    let lost = shards.iter().map(|at| dump.record(at));
+    let intact = shards.iter().filter(|shard| contents[shard].intact);
+    let intact: Vec<&IndexBox> = intact.map(|shard| &dump.record(shard).place).collect();
+    let lost = shards.iter().map(|shard| dump.record(shard));
     let lost = lost.filter(|record| !intact.contains(&&record.place));
     lost.map(|record| {
         let (place, rank) = (&record.place, record.rank);
@@ -94,7 +94,8 @@ fn narrow(
 ) -> Vec<VerifyFinding> {
     let mut findings = Vec::new();
     for (addend, shards) in groups {
-        let mut boxes: Vec<&IndexBox> = shards.iter().map(|at| &dump.record(at).place).collect();
+        let mut boxes: Vec<&IndexBox> =
+            shards.iter().map(|shard| &dump.record(shard).place).collect();
         boxes.sort();
         boxes.dedup();
         for gap in gaps(&info.shape, boxes).iter().take(NAMED) {
@@ -139,7 +140,8 @@ fn uneven(
 ) -> Option<Vec<VerifyFinding>> {
     let mut weights: BTreeMap<&IndexBox, usize> = BTreeMap::new();
     for shards in groups.values() {
-        let mut boxes: Vec<&IndexBox> = shards.iter().map(|at| &dump.record(at).place).collect();
+        let mut boxes: Vec<&IndexBox> =
+            shards.iter().map(|shard| &dump.record(shard).place).collect();
         boxes.sort();
         boxes.dedup();
         for place in boxes {

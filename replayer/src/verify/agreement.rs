@@ -26,13 +26,13 @@ pub(super) fn findings(
     contents: &Contents,
 ) -> Vec<VerifyFinding> {
     let mut by_box: BTreeMap<&IndexBox, Vec<ShardRef>> = BTreeMap::new();
-    for at in shards {
-        by_box.entry(&dump.record(at).place).or_default().push(*at);
+    for shard in shards {
+        by_box.entry(&dump.record(shard).place).or_default().push(*shard);
     }
     let mut all_findings = Vec::new();
     for (place, replicas) in &by_box {
-        let intact = replicas.iter().filter(|at| contents[at].intact);
-        let records: Vec<_> = intact.map(|at| dump.record(at)).collect();
+        let intact = replicas.iter().filter(|shard| contents[shard].intact);
+        let records: Vec<_> = intact.map(|shard| dump.record(shard)).collect();
         all_findings.extend(replicas_disagree(key, place, &records));
     }
     all_findings.extend(overlaps(dump, key, &by_box));
@@ -87,7 +87,7 @@ fn overlaps(
         };
         let (left, right) = (&by_box[boxes[a]], &by_box[boxes[b]]);
         let mut ranks: Vec<Rank> =
-            left.iter().chain(right).map(|at| dump.record(at).rank).collect();
+            left.iter().chain(right).map(|shard| dump.record(shard).rank).collect();
         ranks.sort();
         ranks.dedup();
         let who = name_ranks(&ranks);
@@ -123,8 +123,8 @@ fn same_bits(
     right: &[ShardRef],
 ) -> Option<bool> {
     let part = |shards: &[ShardRef]| {
-        shards.iter().find_map(|at| {
-            let (record, bytes) = (dump.record(at), dump.intact_bytes(at)?);
+        shards.iter().find_map(|shard| {
+            let (record, bytes) = (dump.record(shard), dump.intact_bytes(shard)?);
             Some(extract(shared, &record.place, bytes, record.dtype.width()))
         })
     };
@@ -134,9 +134,9 @@ fn same_bits(
 /// The pairs of boxes that share an element, by a sweep along the dimension with the most
 /// boundaries: comparing all pairs of 10,000 slabs would take 50 million tests.
 fn overlapping_pairs(boxes: &[&IndexBox]) -> Vec<(usize, usize)> {
-    let dims = boxes.first().map_or(0, |one| one.0.len());
+    let dims = boxes.first().map_or(0, |place| place.0.len());
     let cuts = |dim: usize| {
-        let mut starts: Vec<u64> = boxes.iter().map(|one| one.0[dim].0).collect();
+        let mut starts: Vec<u64> = boxes.iter().map(|place| place.0[dim].0).collect();
         starts.sort_unstable();
         starts.dedup();
         starts.len()
@@ -147,13 +147,13 @@ fn overlapping_pairs(boxes: &[&IndexBox]) -> Vec<(usize, usize)> {
     };
     let mut order: Vec<usize> = (0..boxes.len()).collect();
     order.sort_by_key(|&i| boxes[i].0[along].0);
-    let (mut open, mut found) = (Vec::<usize>::new(), Vec::new());
+    let (mut open, mut pairs) = (Vec::<usize>::new(), Vec::new());
     for i in order {
         open.retain(|&j| boxes[j].0[along].1 > boxes[i].0[along].0);
         let sharing = open.iter().filter(|&&j| intersect(boxes[i], boxes[j]));
-        found.extend(sharing.map(|&j| (i.min(j), i.max(j))));
+        pairs.extend(sharing.map(|&j| (i.min(j), i.max(j))));
         open.push(i);
     }
-    found.sort_unstable();
-    found
+    pairs.sort_unstable();
+    pairs
 }

@@ -30,11 +30,11 @@ pub(super) type Contents = BTreeMap<ShardRef, Checked>;
 pub(super) fn check(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Contents {
     let shards = dump.tensors().values().flat_map(|info| &info.shards);
     let shards: Vec<ShardRef> = shards.copied().collect();
-    let check_shard = |at: &ShardRef| {
-        let fingerprint = dump.intact_bytes(at).map(|bytes| fingerprint(dump, at, bytes));
-        progress(dump.record(at).length);
+    let check_shard = |shard: &ShardRef| {
+        let fingerprint = dump.intact_bytes(shard).map(|bytes| fingerprint(dump, shard, bytes));
+        progress(dump.record(shard).length);
         let intact = fingerprint.is_some();
-        (*at, Checked { intact, fingerprint })
+        (*shard, Checked { intact, fingerprint })
     };
     let checked: Vec<_> = shards.par_iter().map(check_shard).collect();
     checked.into_iter().collect()
@@ -42,8 +42,8 @@ pub(super) fn check(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Content
 
 /// The fingerprint of a shard. It is a sum over elements, so the pieces of a large shard are added
 /// up on all threads.
-fn fingerprint(dump: &StepDump, at: &ShardRef, bytes: &[u8]) -> Fingerprint {
-    let record = dump.written(at);
+fn fingerprint(dump: &StepDump, shard: &ShardRef, bytes: &[u8]) -> Fingerprint {
+    let record = dump.written(shard);
     if bytes.is_empty() {
         return Fingerprint::default();
     }
@@ -52,9 +52,9 @@ fn fingerprint(dump: &StepDump, at: &ShardRef, bytes: &[u8]) -> Fingerprint {
     let mut parts = Vec::new();
     for piece in pieces(&record.place, width) {
         let elements: u64 = piece.0.iter().map(|(lo, hi)| hi - lo).product();
-        let (own, after) = rest.split_at(elements as usize * width);
+        let (bytes_of_piece, after) = rest.split_at(elements as usize * width);
         rest = after;
-        parts.push((piece, own));
+        parts.push((piece, bytes_of_piece));
     }
     parts
         .par_iter()
@@ -70,10 +70,10 @@ pub(super) fn findings(
     contents: &Contents,
 ) -> Vec<VerifyFinding> {
     let mut findings = Vec::new();
-    for at in &info.shards {
-        let record = dump.record(at);
-        let file = dump.file_of(at);
-        let finding = match contents[at].fingerprint {
+    for shard in &info.shards {
+        let record = dump.record(shard);
+        let file = dump.file_of(shard);
+        let finding = match contents[shard].fingerprint {
             // The fault of its file already names the tensor.
             None if file.faulty() => continue,
             None => {
@@ -88,7 +88,7 @@ pub(super) fn findings(
                     "{key} {} of rank {}: the bytes are the job's own, but they do not belong in this box: {}",
                     record.place,
                     record.rank,
-                    where_it_belongs(dump, info, at, fingerprint)
+                    where_it_belongs(dump, info, shard, fingerprint)
                 );
                 VerifyFinding::fault(FindingKind::OutOfPlace, sentence)
             }
@@ -103,20 +103,20 @@ pub(super) fn findings(
 fn where_it_belongs(
     dump: &StepDump,
     info: &TensorInfo,
-    at: &ShardRef,
-    found: Fingerprint,
+    shard: &ShardRef,
+    fingerprint: Fingerprint,
 ) -> String {
-    let record = dump.record(at);
+    let record = dump.record(shard);
     let wanted = record.fingerprint;
     let extent = record.place.extent();
-    let mut others: Vec<_> = info.shards.iter().map(|at| &dump.record(at).place).collect();
+    let mut others: Vec<_> = info.shards.iter().map(|shard| &dump.record(shard).place).collect();
     others.retain(|place| place.extent() == extent && **place != record.place);
     others.sort();
     others.dedup();
-    let bytes = dump.intact_bytes(at).unwrap_or_default();
+    let bytes = dump.intact_bytes(shard).unwrap_or_default();
     let fits = |place: &&&_| Fingerprint::of(record.dtype, place, bytes) == wanted;
     match others.iter().take(OTHER_PLACES).find(fits) {
         Some(place) => format!("they belong in {place}"),
-        None => format!("fingerprint {found}, the job computed {wanted}"),
+        None => format!("fingerprint {fingerprint}, the job computed {wanted}"),
     }
 }

@@ -63,7 +63,7 @@ fn omissions(dump: &StepDump) -> Vec<VerifyFinding> {
         let what = (&omission.tensor, omission.microbatch, &omission.reason);
         grouped.entry(what).or_default().push(omission.rank);
     }
-    let one =
+    let finding_of =
         |((tensor, microbatch, reason), ranks): ((&String, Option<_>, &String), Vec<Rank>)| {
             let of_microbatch =
                 microbatch.map(|mb| format!(" microbatch {mb}")).unwrap_or_default();
@@ -77,7 +77,7 @@ fn omissions(dump: &StepDump) -> Vec<VerifyFinding> {
                 None => finding,
             }
         };
-    grouped.into_iter().map(one).collect()
+    grouped.into_iter().map(finding_of).collect()
 }
 
 fn key_of<'a>(

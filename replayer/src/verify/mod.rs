@@ -114,21 +114,22 @@ pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification 
         tensors.par_iter().map(|(key, info)| judge(dump, key, info, &contents)).collect();
     let mut findings = declared::step(dump);
     let (mut verdicts, mut not_checked) = (Vec::new(), Vec::new());
-    for (verdict, found, unchecked) in judged {
+    for (verdict, findings_of_tensor, unchecked) in judged {
         verdicts.push(verdict);
-        findings.extend(found);
+        findings.extend(findings_of_tensor);
         not_checked.extend(unchecked);
     }
     findings.extend(records::findings(dump, &mut not_checked));
     not_checked.extend(unproved(dump, &verdicts, &contents));
     // The sort is stable: findings of one kind and tensor keep the order of their boxes.
     findings.sort_by(|a, b| (a.severity, a.kind, &a.tensor).cmp(&(b.severity, b.kind, &b.tensor)));
-    let right = |at: &ShardRef| contents[at].fingerprint == Some(dump.record(at).fingerprint);
+    let right =
+        |shard: &ShardRef| contents[shard].fingerprint == Some(dump.record(shard).fingerprint);
     Verification {
         shards: contents.len() as u64,
-        bytes: contents.keys().map(|at| dump.record(at).length).sum(),
+        bytes: contents.keys().map(|shard| dump.record(shard).length).sum(),
         hashes_ok: contents.values().filter(|checked| checked.intact).count() as u64,
-        places_ok: contents.keys().filter(|at| right(at)).count() as u64,
+        places_ok: contents.keys().filter(|shard| right(shard)).count() as u64,
         findings,
         tensors: verdicts,
         not_checked,
@@ -142,19 +143,19 @@ fn judge(
     contents: &Contents,
 ) -> (TensorVerdict, Vec<VerifyFinding>, Vec<NotChecked>) {
     let mut not_checked = Vec::new();
-    let mut found = declared::tensor(dump, key, info);
-    found.extend(contents::findings(dump, key, info, contents));
+    let mut findings = declared::tensor(dump, key, info);
+    findings.extend(contents::findings(dump, key, info, contents));
     // Boxes of different shapes or dtypes cannot be compared; the disagreement was already
     // reported.
     let comparable = !info.disagreements.iter().any(|d| d.spoils_bytes());
     if comparable && info.partial.is_some() {
-        found.extend(addends::findings(dump, key, info, contents, &mut not_checked));
+        findings.extend(addends::findings(dump, key, info, contents, &mut not_checked));
     } else if comparable {
-        found.extend(agreement::findings(dump, key, &info.shards, contents));
-        found.extend(gaps(dump, key, info));
+        findings.extend(agreement::findings(dump, key, &info.shards, contents));
+        findings.extend(gaps(dump, key, info));
     }
-    let unusable = unusable(dump, key, info, &found);
-    let sources = info.shards.iter().map(|at| dump.record(at).fingerprint_source);
+    let unusable = unusable(dump, key, info, &findings);
+    let sources = info.shards.iter().map(|shard| dump.record(shard).fingerprint_source);
     let by_framework = sources.clone().all(|source| source == FingerprintSource::Framework);
     let verdict = TensorVerdict {
         key: key.clone(),
@@ -163,15 +164,15 @@ fn judge(
         shape: info.shape.clone(),
         partial: info.partial,
         shards: info.shards.len() as u64,
-        bytes: info.shards.iter().map(|at| dump.record(at).length).sum(),
-        fingerprint: whole_fingerprint(dump, info, contents, &found),
+        bytes: info.shards.iter().map(|shard| dump.record(shard).length).sum(),
+        fingerprint: whole_fingerprint(dump, info, contents, &findings),
         fingerprint_source: match by_framework {
             true => FingerprintSource::Framework,
             false => FingerprintSource::Recorder,
         },
         unusable,
     };
-    (verdict, found, not_checked)
+    (verdict, findings, not_checked)
 }
 
 /// The parts of a tensor that no intact shard holds.
@@ -180,17 +181,17 @@ fn gaps(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFindin
         return Vec::new();
     };
     let all = missing.gaps.clone();
-    let one = |gap: &IndexBox| {
+    let finding_of = |gap: &IndexBox| {
         let only = assemble::Incomplete { gaps: vec![gap.clone()], ..missing.clone() };
         let finding = VerifyFinding::fault(FindingKind::Gap, only.to_string());
         finding.of(key).at(gap).by(missing.ranks.clone())
     };
-    let mut found: Vec<_> = all.iter().take(NAMED_GAPS).map(one).collect();
+    let mut findings: Vec<_> = all.iter().take(NAMED_GAPS).map(finding_of).collect();
     if all.len() > NAMED_GAPS {
         let sentence = format!("{key} has {} gaps in all", all.len());
-        found.push(VerifyFinding::fault(FindingKind::Gap, sentence).of(key));
+        findings.push(VerifyFinding::fault(FindingKind::Gap, sentence).of(key));
     }
-    found
+    findings
 }
 
 /// The most severe reason why no verdict may be based on the tensor. A damaged file or shard is not
@@ -199,7 +200,7 @@ fn unusable(
     dump: &StepDump,
     key: &TensorKey,
     info: &TensorInfo,
-    found: &[VerifyFinding],
+    findings: &[VerifyFinding],
 ) -> Option<String> {
     use FindingKind::{DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree};
     let spoiling = [DeclarationsDisagree, Gap, MissingAddend, OutOfPlace, ReplicasDisagree];
@@ -209,7 +210,7 @@ fn unusable(
         f.kind == ReplicasDisagree && box_of.is_some_and(|place| disagrees(dump, info, place))
     };
     let spoilt =
-        spoiling.iter().find_map(|kind| found.iter().find(|f| f.kind == *kind && !versions(f)));
+        spoiling.iter().find_map(|kind| findings.iter().find(|f| f.kind == *kind && !versions(f)));
     if let Some(finding) = spoilt {
         return Some(finding.sentence.clone());
     }
@@ -224,21 +225,21 @@ fn whole_fingerprint(
     dump: &StepDump,
     info: &TensorInfo,
     contents: &Contents,
-    found: &[VerifyFinding],
+    findings: &[VerifyFinding],
 ) -> Option<Fingerprint> {
     use FindingKind::{DeclarationsDisagree, Gap, OutOfPlace, Overlap, ReplicasDisagree};
     let spoils = [DeclarationsDisagree, Gap, OutOfPlace, Overlap, ReplicasDisagree];
-    if info.partial.is_some() || info.ragged || found.iter().any(|f| spoils.contains(&f.kind)) {
+    if info.partial.is_some() || info.ragged || findings.iter().any(|f| spoils.contains(&f.kind)) {
         return None;
     }
     let mut boxes = BTreeSet::new();
     let mut sum = Fingerprint::default();
-    for at in &info.shards {
+    for shard in &info.shards {
         // The first intact shard of a box represents its replicas.
-        if let Some(own) = contents[at].fingerprint
-            && boxes.insert(&dump.record(at).place)
+        if let Some(shard_fingerprint) = contents[shard].fingerprint
+            && boxes.insert(&dump.record(shard).place)
         {
-            sum = sum.plus(own);
+            sum = sum.plus(shard_fingerprint);
         }
     }
     Some(sum)
@@ -246,16 +247,16 @@ fn whole_fingerprint(
 
 /// Ranks of the job that hold no shard of a tensor.
 fn absent_ranks(dump: &StepDump, info: &TensorInfo) -> Vec<Rank> {
-    let held: BTreeSet<Rank> = info.shards.iter().map(|at| dump.record(at).rank).collect();
+    let holders: BTreeSet<Rank> = info.shards.iter().map(|shard| dump.record(shard).rank).collect();
     let all = (0..dump.manifest.world_size.min(MAX_RANKS)).map(Rank);
-    all.filter(|rank| !held.contains(rank)).collect()
+    all.filter(|rank| !holders.contains(rank)).collect()
 }
 
 /// What none of the checks can prove.
 fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) -> Vec<NotChecked> {
-    let mut found = Vec::new();
+    let mut not_checked = Vec::new();
     for (key, info) in dump.tensors().iter().filter(|(_, info)| info.ragged) {
-        found.push(NotChecked {
+        not_checked.push(NotChecked {
             what: format!("how long each rank's part of {key} should be"),
             why: format!(
                 "it is ragged: every rank recorded a part of its own length, and the whole, {:?}, is those parts one after the other in the order of the mesh",
@@ -274,23 +275,23 @@ fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) ->
             0 => String::new(),
             more => format!(" and {more} more"),
         };
-        found.push(NotChecked {
+        not_checked.push(NotChecked {
             what: format!("the place of {}{more}", declared.join(", ")),
             why: "the box is the job's own declaration: the recorder's fingerprint proves that it travelled unchanged, not that it was right".into(),
         });
     }
     let lost = contents.values().filter(|checked| !checked.intact).count();
     if lost > 0 {
-        found.push(NotChecked {
+        not_checked.push(NotChecked {
             what: format!("the place of {lost} shards"),
             why: "their bytes are lost or altered".into(),
         });
     }
     if !dump.listed {
-        found.push(NotChecked {
+        not_checked.push(NotChecked {
             what: "whether every file and every tensor of the step is there".into(),
             why: "without a manifest only what is there can speak".into(),
         });
     }
-    found
+    not_checked
 }

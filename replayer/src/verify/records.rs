@@ -42,9 +42,9 @@ fn run_record(
             why: "it was written before it had a seal".into(),
         });
     }
-    let (own, of) = (&read.record, (&dump.run, dump.attempt));
-    ((&own.run, own.attempt) != of).then(|| {
-        let (run, attempt) = (&own.run, own.attempt);
+    let (record, dump_names) = (&read.record, (&dump.run, dump.attempt));
+    ((&record.run, record.attempt) != dump_names).then(|| {
+        let (run, attempt) = (&record.run, record.attempt);
         fault(path, format!("{RUN_RECORD} is of run {run} attempt {attempt}: it was moved here"))
     })
 }

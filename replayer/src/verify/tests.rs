@@ -13,7 +13,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::assemble::tests::{WORLD, cut};
-use crate::dump::fixture::{Dumped, Held, commit, held, key, naive_cut, noise, slabs};
+use crate::dump::fixture::{
+    Dumped, FixtureShard, commit, fixture_shard, key, naive_cut, noise, slabs,
+};
 use crate::dump::{OpenError, Selection, open};
 
 fn check(dumped: &Dumped) -> Verification {
@@ -22,42 +24,48 @@ fn check(dumped: &Dumped) -> Verification {
 
 /// The kinds of the faults, each once.
 fn faults(verification: &Verification) -> Vec<FindingKind> {
-    let found = verification.findings.iter();
+    let findings = verification.findings.iter();
     let mut kinds: Vec<_> =
-        found.filter(|f| f.severity == Severity::Fault).map(|f| f.kind).collect();
+        findings.filter(|f| f.severity == Severity::Fault).map(|f| f.kind).collect();
     kinds.dedup();
     kinds
 }
 
 fn sentences(verification: &Verification, kind: FindingKind) -> Vec<&str> {
-    let found = verification.findings.iter().filter(|f| f.kind == kind);
-    found.map(|f| f.sentence.as_str()).collect()
+    let findings = verification.findings.iter().filter(|f| f.kind == kind);
+    findings.map(|f| f.sentence.as_str()).collect()
 }
 
 /// q of 8 rows by 3 on 4 ranks, two rows each.
-fn four_slabs() -> Vec<Held> {
+fn four_slabs() -> Vec<FixtureShard> {
     slabs("q", &[8, 3], 4, &noise(5, 96))
 }
 
 /// The same box on each of `ranks`.
-fn replicas(ranks: u32) -> Vec<Held> {
+fn replicas(ranks: u32) -> Vec<FixtureShard> {
     let whole = noise(5, 96);
     let place = || IndexBox::whole(&[8, 3]);
-    let one = |rank| {
+    let replica = |rank| {
         let global = (Dtype::F32, &[8, 3][..]);
-        let mut shard = held(&key("k"), global, place(), rank, whole.clone());
+        let mut shard = fixture_shard(&key("k"), global, place(), rank, whole.clone());
         shard.record.replica = rank;
         shard
     };
-    (0..ranks).map(one).collect()
+    (0..ranks).map(replica).collect()
 }
 
 /// Gives a shard other bytes, as if the rank had held them.
-fn hold(shard: &mut Held, change: impl FnOnce(&mut Vec<u8>)) {
+fn hold(shard: &mut FixtureShard, change: impl FnOnce(&mut Vec<u8>)) {
     change(&mut shard.bytes);
     let record = &shard.record;
     let global = (record.dtype, record.shape.as_slice());
-    let new = held(&record.key, global, record.place.clone(), record.rank.0, shard.bytes.clone());
+    let new = fixture_shard(
+        &record.key,
+        global,
+        record.place.clone(),
+        record.rank.0,
+        shard.bytes.clone(),
+    );
     shard.record.hash = new.record.hash;
     shard.record.fingerprint = new.record.fingerprint;
 }
@@ -69,7 +77,7 @@ proptest! {
     /// fingerprint is also that of the array before it was cut.
     #[test]
     fn nothing_is_found_in_a_clean_dump_however_it_is_cut(cut in cut()) {
-        let verification = check(&commit(cut.held("q"), WORLD));
+        let verification = check(&commit(cut.fixture_shards("q"), WORLD));
         prop_assert!(verification.intact(), "{:#?}", verification.findings);
         prop_assert_eq!(verification.unusable(&key("q")), None);
         prop_assert_eq!(verification.hashes_ok, cut.shards.len() as u64);
@@ -124,18 +132,19 @@ fn a_flip_of_any_byte_of_a_shard_file_is_found_and_its_file_named() {
     let start = dumped.data_start(1);
     let text = clean[..start].iter().rposition(|b| *b == b'}').unwrap() + 2;
     let padding = (text..start).step_by(61);
-    for at in (0..text).chain(padding).chain(start..clean.len()) {
+    for offset in (0..text).chain(padding).chain(start..clean.len()) {
         let mut bytes = clean.clone();
-        bytes[at] ^= 1 << (at % 8);
+        bytes[offset] ^= 1 << (offset % 8);
         std::fs::write(&path, &bytes).unwrap();
         let verification = check(&dumped);
-        let kind = [FindingKind::DamagedFile, FindingKind::BytesAltered][usize::from(at >= start)];
+        let kind =
+            [FindingKind::DamagedFile, FindingKind::BytesAltered][usize::from(offset >= start)];
         let finding = verification.findings.iter().find(|f| f.kind == kind);
-        let finding = finding.unwrap_or_else(|| panic!("byte {at}: nothing found"));
+        let finding = finding.unwrap_or_else(|| panic!("byte {offset}: nothing found"));
         assert_eq!((finding.path.as_ref(), &finding.ranks[..]), (Some(&path), &[Rank(1)][..]));
         // Shards whose bytes match their hash can be read although the header is damaged.
         let usable = verification.unusable(&key("q")).is_none();
-        assert_eq!(usable, at < start, "byte {at}");
+        assert_eq!(usable, offset < start, "byte {offset}");
     }
 }
 
@@ -144,14 +153,14 @@ fn a_flip_of_any_byte_of_the_manifest_is_found() {
     let dumped = commit(replicas(1), 1);
     let path = dumped.step.manifest();
     let clean = std::fs::read(&path).unwrap();
-    for at in 0..clean.len() {
+    for offset in 0..clean.len() {
         let mut bytes = clean.clone();
-        bytes[at] ^= 1 << (at % 8);
+        bytes[offset] ^= 1 << (offset % 8);
         std::fs::write(&path, &bytes).unwrap();
         match open(&dumped.run, &Selection::default()) {
-            Ok(dump) => assert!(!verify(&dump, &|_| ()).intact(), "byte {at}: nothing found"),
+            Ok(dump) => assert!(!verify(&dump, &|_| ()).intact(), "byte {offset}: nothing found"),
             Err(OpenError::Newer { .. }) => {}
-            Err(error) => panic!("byte {at}: {error}"),
+            Err(error) => panic!("byte {offset}: {error}"),
         }
     }
 }
@@ -239,7 +248,7 @@ fn gaps_and_overlaps_are_named_by_their_boxes() {
         let mut shards = four_slabs();
         let place = IndexBox(vec![(1, 3), (0, 2)]);
         let bytes = naive_cut(&[8, 3], &noise(5, 96), &place, 4);
-        let mut extra = held(&key("q"), (Dtype::F32, &[8, 3]), place, 3, bytes);
+        let mut extra = fixture_shard(&key("q"), (Dtype::F32, &[8, 3]), place, 3, bytes);
         if differs {
             hold(&mut extra, |bytes| bytes[9] ^= 1);
         }
@@ -258,7 +267,7 @@ fn gaps_and_overlaps_are_named_by_their_boxes() {
 
 #[test]
 fn ranks_that_declare_a_tensor_differently_are_named() {
-    type Change = fn(&mut Held);
+    type Change = fn(&mut FixtureShard);
     let cases: [(&str, Change); 4] = [
         ("dtype: f32 on ranks 0, 1 and 3, i32 on rank 2", |s| s.record.dtype = Dtype::I32),
         ("shape: [8, 3] on ranks 0, 1 and 3, [9, 3] on rank 2", |s| s.record.shape[0] = 9),
@@ -279,7 +288,7 @@ fn ranks_that_declare_a_tensor_differently_are_named() {
 }
 
 /// One whole addend of dk per rank.
-fn addends(ranks: u32) -> Vec<Held> {
+fn addends(ranks: u32) -> Vec<FixtureShard> {
     let mut shards = replicas(ranks);
     for (rank, shard) in shards.iter_mut().enumerate() {
         hold(shard, |bytes| *bytes = noise(rank as u64, 96));
@@ -305,7 +314,7 @@ fn addends_may_differ_but_none_may_be_lost_or_narrower() {
     let mut shards = addends(3);
     let place = IndexBox(vec![(0, 5), (0, 3)]);
     let bytes = shards[2].bytes[..60].to_vec();
-    shards[2] = held(&key("dk"), (Dtype::F32, &[8, 3]), place, 2, bytes);
+    shards[2] = fixture_shard(&key("dk"), (Dtype::F32, &[8, 3]), place, 2, bytes);
     shards[2].record.partial = Some(Reduction::Sum);
     let verification = check(&commit(shards, 3));
     assert_eq!(
@@ -334,7 +343,7 @@ fn on_a_mesh_the_addends_are_counted_and_their_replicas_compared() {
         }
         shards
     };
-    let check_mesh = |shards: Vec<Held>| {
+    let check_mesh = |shards: Vec<FixtureShard>| {
         let mut dumped = commit(shards, 4);
         dumped.manifest.mesh = Mesh(vec![("data".into(), 2), ("tensor".into(), 2)]);
         dumped.seal();

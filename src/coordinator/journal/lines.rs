@@ -25,7 +25,7 @@ impl Lines {
     }
 
     /// The existing lines of an attempt.
-    pub(super) fn found(backend: &Backend, attempt: &Path) -> Result<Lines, JournalError> {
+    pub(super) fn existing(backend: &Backend, attempt: &Path) -> Result<Lines, JournalError> {
         let mut lines = Lines::begin(backend, attempt);
         let read = |source| JournalError::Read { path: lines.directory.clone(), source };
         let names = backend.list(&lines.directory).map_err(read)?.files;

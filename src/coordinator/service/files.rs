@@ -48,7 +48,7 @@ impl Service {
         let (shown, wire) = open(request);
         let (member, step, claim) = wire::report(wire)?;
         self.check_member(&shown, &member)?;
-        one(self.look_and_record(member, step, vec![claim]).await?)
+        single_outcome(self.look_and_record(member, step, vec![claim]).await?)
     }
 
     pub(super) async fn report_all(
@@ -116,7 +116,7 @@ impl Service {
         };
         let (member, step, claim) = wire::report(header)?;
         self.check_member(&shown, &member)?;
-        let claimed = match one(self.admit(&member, step, vec![claim.clone()]).await?)? {
+        let claimed = match single_outcome(self.admit(&member, step, vec![claim.clone()]).await?)? {
             Admission::Known(shards) => return Ok(shards),
             Admission::Wanted(attempt, world_size) => {
                 // Marked before the answer, because the whole file is read before that.
@@ -166,7 +166,7 @@ impl Service {
             Ok(())
         };
         let (file, _seat) = receive(receiving, writing).await?;
-        one(self.record(member, step, vec![file]).await?)
+        single_outcome(self.record(member, step, vec![file]).await?)
     }
 
     pub(super) async fn scalars(
@@ -216,7 +216,7 @@ fn weighed(
     member: &Member,
     step: Step,
 ) -> VecDeque<(Task, u64)> {
-    let one = |(claim, admission): (FileClaim, Result<Admission, Refusal>)| match admission {
+    let task_of = |(claim, admission): (FileClaim, Result<Admission, Refusal>)| match admission {
         Err(refusal) => (Err(refusal), 0),
         Ok(Admission::Known(shards)) => (Ok(Err(shards)), 0),
         Ok(Admission::Wanted(attempt, world_size)) => {
@@ -226,7 +226,7 @@ fn weighed(
             (Ok(Ok(claimed)), weight)
         }
     };
-    claims.into_iter().zip(admissions).map(one).collect()
+    claims.into_iter().zip(admissions).map(task_of).collect()
 }
 
 /// Takes the first tasks whose headers together are within the limit of a reservation; returns them
@@ -257,7 +257,7 @@ enum Looked {
 }
 
 /// The outcome of a request with one file.
-fn one<T>(mut outcomes: Vec<Result<T, Refusal>>) -> Result<T, Refusal> {
+fn single_outcome<T>(mut outcomes: Vec<Result<T, Refusal>>) -> Result<T, Refusal> {
     outcomes.pop().unwrap_or(Err(Refusal::Stopping))
 }
 

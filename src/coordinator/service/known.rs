@@ -50,8 +50,9 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let own = request.uri().path().starts_with(METHODS);
-        let standing = standing(request.extensions()).filter(|one| own && !one.is_known()).cloned();
+        let is_own_method = request.uri().path().starts_with(METHODS);
+        let standing =
+            standing(request.extensions()).filter(|one| is_own_method && !one.is_known()).cloned();
         let answer = self.0.call(request);
         Box::pin(async move {
             let answer = answer.await?;

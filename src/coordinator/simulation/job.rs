@@ -26,7 +26,7 @@ pub(super) enum Ask {
 
 /// The answer to a rank.
 #[derive(Clone, Debug)]
-pub(super) enum Told {
+pub(super) enum Answer {
     /// The newest arrival, and the attempt that it entered with whether to repeat the request, or
     /// None if it must wait.
     Joined(u64, Option<(Attempt, bool)>),
@@ -132,12 +132,12 @@ impl Process {
     /// Handles an answer; true when this process is refused for good.
     pub(super) fn hear(
         &mut self,
-        told: &Told,
+        told: &Answer,
         acknowledged: &mut Acknowledged,
         committed: &mut Vec<(Attempt, Step)>,
     ) -> bool {
         match told {
-            Told::Joined(arrivals, inside) => {
+            Answer::Joined(arrivals, inside) => {
                 self.heard = *arrivals;
                 if let Some((attempt, vouch)) = *inside {
                     self.vouch = vouch;
@@ -145,7 +145,7 @@ impl Process {
                     assert_eq!(entered, attempt, "one process entered two attempts");
                 }
             }
-            Told::Reported(Ask::Report(member, step, file)) => {
+            Answer::Reported(Ask::Report(member, step, file)) => {
                 let key = (member.attempt, *step, self.rank, file.name.clone());
                 acknowledged.insert(key, file.header_hash);
                 self.pass(
@@ -153,13 +153,13 @@ impl Process {
                     if file.name == layout::file_name(self.rank, None) { 0 } else { 1 },
                 );
             }
-            Told::Closed(Ask::Close(member, step, _), done) => {
+            Answer::Closed(Ask::Close(member, step, _), done) => {
                 if *done {
                     committed.push((member.attempt, *step));
                 }
                 self.pass(*step, u64::from(FILES));
             }
-            Told::Refused(why) => {
+            Answer::Refused(why) => {
                 let replaced = why.contains("attempt") || why.contains("left over");
                 assert!(replaced, "an honest rank was refused: {why}");
                 return replaced;

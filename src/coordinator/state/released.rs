@@ -18,7 +18,7 @@ impl AttemptState {
     pub(crate) fn taken_by(&self, step: Step) -> Taken {
         let Some(state) = self.steps.get(&step) else { return Taken::default() };
         let entries = state.sums.files.max(state.closed.len() as u64);
-        Taken { entries, bytes: state.said() }
+        Taken { entries, bytes: state.bytes_of_closes() }
     }
 
     /// Number of reported files of a step.
@@ -40,8 +40,8 @@ impl AttemptState {
     pub(crate) fn recall(&mut self, step: Step, manifest: &Manifest) -> Result<(), String> {
         let Some(sums) = self.released.get(&step) else { return Ok(()) };
         let opened = &self.opened;
-        let own = (&opened.run, opened.attempt, step);
-        if own != (&manifest.run, manifest.attempt, manifest.step) {
+        let opened_as = (&opened.run, opened.attempt, step);
+        if opened_as != (&manifest.run, manifest.attempt, manifest.step) {
             let (run, attempt, step) = (&manifest.run, manifest.attempt, manifest.step);
             return Err(format!("it is of run {run}, attempt {attempt}, step {step}"));
         }

@@ -55,8 +55,8 @@ pub(super) struct KeptFiles(Vec<(Name, Kept)>);
 
 impl KeptFiles {
     pub(super) fn get(&self, name: &Name) -> Option<&Kept> {
-        let at = self.0.binary_search_by(|(own, _)| own.cmp(name)).ok()?;
-        Some(&self.0[at].1)
+        let index = self.0.binary_search_by(|(own, _)| own.cmp(name)).ok()?;
+        Some(&self.0[index].1)
     }
 
     /// False if there is a file of that name, which stays.
@@ -143,8 +143,8 @@ impl StepState {
 
     /// Files of one rank reported so far.
     pub(crate) fn reported(&self, rank: Rank) -> u32 {
-        let own = self.files.get(&rank).map_or(0, |own| own.0.len());
-        u32::try_from(own).unwrap_or(u32::MAX)
+        let count = self.files.get(&rank).map_or(0, |count| count.0.len());
+        u32::try_from(count).unwrap_or(u32::MAX)
     }
 
     /// The texts of all reported files in the manifest's order: by rank and name.
@@ -153,9 +153,10 @@ impl StepState {
     }
 
     pub(super) fn header_hashes(&self) -> BTreeMap<(Rank, Name), TrustHash> {
-        let hashes_of_rank = |(rank, own): (&Rank, &KeptFiles)| {
+        let hashes_of_rank = |(rank, files): (&Rank, &KeptFiles)| {
             let rank = *rank;
-            own.0
+            files
+                .0
                 .iter()
                 .map(move |(name, kept)| ((rank, name.clone()), kept.header_hash))
                 .collect::<Vec<_>>()
@@ -174,14 +175,14 @@ impl StepState {
     pub(super) fn add(&mut self, file: &FileRecord) -> (Sums, u64) {
         let sums = Sums::of(file);
         let kept = Kept { header_hash: file.header_hash, sums, text: file.to_text() };
-        let held = kept.text.len() as u64;
-        let own = self.files.entry(file.rank).or_default();
-        if !own.insert(file.name.clone(), kept) {
+        let text_bytes = kept.text.len() as u64;
+        let files_of_rank = self.files.entry(file.rank).or_default();
+        if !files_of_rank.insert(file.name.clone(), kept) {
             return Default::default();
         }
         self.sums.add(sums);
         self.note_short(file.rank);
-        (sums, held)
+        (sums, text_bytes)
     }
 
     /// Updates whether a rank has yet to report files that it counted.
@@ -197,21 +198,21 @@ impl StepState {
     /// bytes that were kept in memory for each rank.
     pub(super) fn settle(&mut self) -> BTreeMap<Rank, u64> {
         self.committed = true;
-        let mut held = self.weights.clone();
-        for (rank, own) in &mut self.files {
-            *held.entry(*rank).or_default() += own.settle();
+        let mut weights = self.weights.clone();
+        for (rank, files) in &mut self.files {
+            *weights.entry(*rank).or_default() += files.settle();
         }
-        held
+        weights
     }
 
     /// The ranks' selections, one entry for all ranks with the same one.
     pub(super) fn selections(&self) -> Vec<RankSelection> {
         let mut groups: Vec<(&Selection, Vec<u32>)> = Vec::new();
         for (rank, closing) in &self.closed {
-            let Some(own) = closing.selection.as_deref() else { continue };
-            match groups.iter_mut().find(|(selection, _)| *selection == own) {
+            let Some(selection_of_rank) = closing.selection.as_deref() else { continue };
+            match groups.iter_mut().find(|(selection, _)| *selection == selection_of_rank) {
                 Some((_, ranks)) => ranks.push(rank.0),
-                None => groups.push((own, vec![rank.0])),
+                None => groups.push((selection_of_rank, vec![rank.0])),
             }
         }
         let record = |(selection, ranks): (&Selection, Vec<u32>)| RankSelection {
@@ -222,7 +223,7 @@ impl StepState {
     }
 
     /// Bytes of its ranks' closes.
-    pub(super) fn said(&self) -> u64 {
+    pub(super) fn bytes_of_closes(&self) -> u64 {
         self.weights.values().sum()
     }
 

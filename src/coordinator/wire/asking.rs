@@ -188,7 +188,7 @@ pub enum GreetError {
 
 async fn greeted(place: &Place, run: &str) -> Result<Greeting, AskError> {
     let mut rpc = connect(&place.address, &place.access)?;
-    let mut found = None;
+    let mut fastest = None;
     for _ in 0..GREETINGS {
         let begin = Instant::now();
         let mut request = Request::new(proto::RunStatusRequest { run: run.into() });
@@ -197,8 +197,8 @@ async fn greeted(place: &Place, run: &str) -> Result<Greeting, AskError> {
         let seconds = begin.elapsed().as_secs_f64();
         let (metadata, says) = match answer {
             Ok(answer) => {
-                let of = answer.get_ref();
-                let (joined, all) = (of.joined, of.world_size);
+                let status = answer.get_ref();
+                let (joined, all) = (status.joined, status.world_size);
                 let says = format!("run {run}: {joined} of {all} ranks joined");
                 (answer.metadata().clone(), says)
             }
@@ -212,11 +212,11 @@ async fn greeted(place: &Place, run: &str) -> Result<Greeting, AskError> {
             let value = metadata.get(name).and_then(|value| value.to_str().ok());
             value.unwrap_or_default().to_string()
         };
-        let before = found.map_or(f64::INFINITY, |before: Greeting| before.seconds);
+        let before = fastest.map_or(f64::INFINITY, |before: Greeting| before.seconds);
         let seconds = seconds.min(before);
-        found = Some(Greeting { version: word(VERSION), build: word(BUILD), seconds, says });
+        fastest = Some(Greeting { version: word(VERSION), build: word(BUILD), seconds, says });
     }
-    Ok(found.expect("asked at least once"))
+    Ok(fastest.expect("asked at least once"))
 }
 
 /// A number of bytes in words: `1.5 GiB`.

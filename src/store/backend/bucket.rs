@@ -225,10 +225,10 @@ impl Bucket {
     fn send_parts(&self, file: &Path, key: Key, moved: Moved) -> io::Result<()> {
         let (store, path) = (self.store.clone(), file.to_path_buf());
         wait_io(async move {
-            let upload = store.put_multipart(&key).await.map_err(told)?;
+            let upload = store.put_multipart(&key).await.map_err(as_io_error)?;
             let mut parts = WriteMultipart::new_with_chunk_size(upload, PART_BYTES);
             match feed(&mut parts, &path, &moved).await {
-                Ok(()) => parts.finish().await.map_err(told).map(drop),
+                Ok(()) => parts.finish().await.map_err(as_io_error).map(drop),
                 Err(error) => {
                     // The provider charges for uploaded parts until the upload is aborted.
                     let _ = parts.abort().await;
@@ -251,7 +251,7 @@ impl Bucket {
                 async move { store.get_range(&key, range).await }
             });
             let mut parts = futures::stream::iter(reads).buffered(PARTS);
-            while let Some(part) = parts.try_next().await.map_err(told)? {
+            while let Some(part) = parts.try_next().await.map_err(as_io_error)? {
                 io::Write::write_all(&mut file, &part)?;
             }
             Ok(())
@@ -325,7 +325,7 @@ async fn feed(parts: &mut WriteMultipart, path: &Path, moved: &Moved) -> io::Res
         if piece.is_empty() {
             return Ok(());
         }
-        parts.wait_for_capacity(PARTS).await.map_err(told)?;
+        parts.wait_for_capacity(PARTS).await.map_err(as_io_error)?;
         moved.fetch_add(piece.len() as u64, Ordering::Relaxed);
         parts.put(piece.into());
     }
@@ -398,11 +398,11 @@ fn wait_io<T: Send + 'static>(
 fn wait<T: Send + 'static>(
     call: impl Future<Output = object_store::Result<T>> + Send + 'static,
 ) -> io::Result<T> {
-    wait_io(async move { call.await.map_err(told) })
+    wait_io(async move { call.await.map_err(as_io_error) })
 }
 
 /// Translates an error to the one of a file system.
-fn told(error: object_store::Error) -> io::Error {
+fn as_io_error(error: object_store::Error) -> io::Error {
     use object_store::Error;
     let kind = match &error {
         Error::NotFound { .. } => io::ErrorKind::NotFound,

@@ -82,10 +82,10 @@ fn lists_name_what_lies_directly_in_a_place(backend: &Backend, root: &Path) {
     for name in ["b/deep/file", "a/file", "z.json", "y.json"] {
         assert!(backend.create(&root.join(name), name.as_bytes()).unwrap());
     }
-    let found = backend.list(root).unwrap();
+    let listed = backend.list(root).unwrap();
     let names = |names: &[&str]| names.iter().map(ToString::to_string).collect();
     assert_eq!(
-        found,
+        listed,
         Listing { directories: names(&["a", "b"]), files: names(&["y.json", "z.json"]) }
     );
     // The directory `ab` is not below `a`, although its name begins with it.

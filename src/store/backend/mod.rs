@@ -168,11 +168,11 @@ impl Backend {
     /// True when a file or an object has this name durably. The process that created a file may not
     /// have synced its directory: this call does.
     pub fn settled(&self, target: &Path) -> io::Result<bool> {
-        let held = self.holds(target)?;
-        if let (true, Backend::Directory) = (held, self) {
+        let is_there = self.holds(target)?;
+        if let (true, Backend::Directory) = (is_there, self) {
             durable::sync_parent(target)?;
         }
-        Ok(held)
+        Ok(is_there)
     }
 
     /// What is directly in a place, sorted; empty if the place does not exist.

@@ -26,17 +26,17 @@ fn file(directory: &tempfile::TempDir, name: &str) -> File {
 }
 
 /// Writes `all` in chunks that end at `cuts`, and gives back what the file holds from `at` on.
-fn written(pieces: &mut Pieces, at: u64, all: &[u8], cuts: &[usize]) -> Vec<u8> {
+fn written(pieces: &mut Pieces, offset: u64, all: &[u8], cuts: &[usize]) -> Vec<u8> {
     let mut from = 0;
     for &cut in cuts.iter().chain([&all.len()]) {
         pieces.push(&all[from..cut]).unwrap();
         from = cut;
     }
     pieces.finish().unwrap();
-    let mut found = vec![0; all.len()];
-    assert_eq!(pieces.file().metadata().unwrap().size(), at + all.len() as u64);
-    pieces.file().read_exact_at(&mut found, at).unwrap();
-    found
+    let mut read = vec![0; all.len()];
+    assert_eq!(pieces.file().metadata().unwrap().size(), offset + all.len() as u64);
+    pieces.file().read_exact_at(&mut read, offset).unwrap();
+    read
 }
 
 /// Goal: the file has the same contents however the pushes are cut, with and without direct writes.
@@ -100,17 +100,17 @@ fn many_open_files_hold_bounded_memory_and_all_their_bytes() {
     let open = |n: u32| Pieces::new(file(&directory, &n.to_string()), 4096, true);
     let mut files: Vec<Pieces> = (0..64).map(open).collect();
     for chunk in all.chunks(1_000_003) {
-        for at in 0..files.len() {
-            files[at].push(chunk).unwrap();
+        for index in 0..files.len() {
+            files[index].push(chunk).unwrap();
             // Only this file's memory: other tests fill pieces at the same time.
-            let held: usize = files.iter().map(|file| file.piece.room()).sum();
-            assert!(held < 2 * FILLING_BYTES, "{held} bytes are held");
+            let bytes: usize = files.iter().map(|file| file.piece.room()).sum();
+            assert!(bytes < 2 * FILLING_BYTES, "{bytes} bytes are held");
         }
     }
     for file in &mut files {
         file.finish().unwrap();
-        let mut found = vec![0; all.len()];
-        file.file().read_exact_at(&mut found, 4096).unwrap();
-        assert!(found == all);
+        let mut read = vec![0; all.len()];
+        file.file().read_exact_at(&mut read, 4096).unwrap();
+        assert!(read == all);
     }
 }

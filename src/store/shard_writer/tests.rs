@@ -46,14 +46,14 @@ fn bytes(length: usize, seed: u8) -> Vec<u8> {
 }
 
 /// Names and contents of the shards of a published file, each with its hash checked.
-fn held(path: &Path) -> Vec<(String, usize)> {
+fn names_and_lengths(path: &Path) -> Vec<(String, usize)> {
     let file = ShardFile::open(path).unwrap();
-    let one = |(index, shard): (usize, &ShardRecord)| {
+    let name_and_length = |(index, shard): (usize, &ShardRecord)| {
         let data = file.bytes(index);
         assert_eq!(ContentHash::of(data), shard.hash, "{}", shard.entry);
         (shard.entry.clone(), data.len())
     };
-    file.shards().iter().enumerate().map(one).collect()
+    file.shards().iter().enumerate().map(name_and_length).collect()
 }
 
 fn writer(directory: &tempfile::TempDir) -> ShardWriter {
@@ -84,7 +84,10 @@ fn a_write_that_fails_later_takes_out_its_shards_alone() {
     let (record, created) = finished.publish().unwrap();
     assert!(created);
     let path = directory.path().join(record.name.as_str());
-    assert_eq!(held(&path), [("a".into(), large), ("d".into(), large), ("d#1".into(), 100)]);
+    assert_eq!(
+        names_and_lengths(&path),
+        [("a".into(), large), ("d".into(), large), ("d#1".into(), 100)]
+    );
 }
 
 /// Goal: a full disk gives an error, never a file with missing bytes.
@@ -129,8 +132,8 @@ fn a_header_larger_than_its_room_gives_the_same_file_inserted_or_copied() {
         } else {
             let (record, _) = writer.finish().unwrap().publish().unwrap();
             let path = directory.path().join(record.name.as_str());
-            let found = held(&path);
-            assert_eq!((found.len(), &*found[400].0), (401, "small#399"));
+            let shards = names_and_lengths(&path);
+            assert_eq!((shards.len(), &*shards[400].0), (401, "small#399"));
             files.push(std::fs::read(path).unwrap());
         }
     }

@@ -2,11 +2,11 @@
 
 use super::super::Device;
 use super::super::machine::Machine;
-use super::super::own::launch::Launches;
 use super::super::room::Room;
 use super::super::tests::{
     Little, NOISE, Named, Owned, cuda, flat, heads, host, on, on_every_machine,
 };
+use super::super::user_kernel::launch::Launches;
 use super::{Comparison, Rooms};
 use crate::compare::RowTally;
 use crate::compare::allowance::{
@@ -54,7 +54,7 @@ pub(in crate::device) fn sized(draw: &mut Draw, about: f64) -> f64 {
 
 /// What is allowed of a case's elements.
 fn stage(draw: &mut Draw, seed: u64, parts: i64) -> Allowance {
-    let mut size = |of: f64| sized(draw, of);
+    let mut size = |value: f64| sized(draw, value);
     let rounding = |size: &mut dyn FnMut(f64) -> f64| Rounding {
         square: size(1e-6),
         constant: size(1e-9),
@@ -99,9 +99,9 @@ impl Case {
     fn of(shape: (usize, usize), seed: u64, parts: i64) -> Case {
         let (rows, columns) = shape;
         let mut draw = Draw::new(seed);
-        let mut size = |of: f64| sized(&mut draw, of);
+        let mut size = |value: f64| sized(&mut draw, value);
         let all = rows * columns;
-        let mut list = |of: f64| (0..all).map(|_| size(of)).collect::<Vec<f64>>();
+        let mut list = |value: f64| (0..all).map(|_| size(value)).collect::<Vec<f64>>();
         let dense = [list(1.0), list(0.5), list(1e-4), list(1e-5), list(0.1)];
         let mut label = [list(1.0), list(0.3), list(1e-4), list(0.4), list(1.0)];
         let (side, storage) = (list(1.0).iter().map(|&x| x as f32).collect(), list(1e-5));
@@ -110,14 +110,14 @@ impl Case {
             rows.filter(|(row, _)| !is_label(*row)).for_each(|(_, row)| row.fill(0.0));
         }
         let noise = list(5e-3);
-        let captured = (0..all).map(|at| {
-            let (x, y) = (dense[0][at], label[0][at]);
+        let captured = (0..all).map(|index| {
+            let (x, y) = (dense[0][index], label[0][index]);
             let right = [x, y, x + y][parts as usize - 1];
-            (right * (1.0 + noise[at] * [1.0, -1.0][at % 2])) as f32
+            (right * (1.0 + noise[index] * [1.0, -1.0][index % 2])) as f32
         });
         let captured = captured.collect();
         let stage = stage(&mut draw, seed, parts);
-        let mut size = |of: f64| sized(&mut draw, of);
+        let mut size = |value: f64| sized(&mut draw, value);
         let mut of_row = |row: usize| OfRow {
             side: size(1e-6),
             total: size(1e-7),
@@ -139,24 +139,29 @@ impl Case {
 
     fn comparison<'a>(&'a self, captured: Values<'a>, summed: bool) -> Comparison<'a> {
         let (rows, cols) = self.shape;
-        let of = |values| Matrix { rows, cols, values };
+        let matrix = |values| Matrix { rows, cols, values };
         Comparison {
-            captured: of(captured),
+            captured: matrix(captured),
             stage: &self.stage,
             rows: &self.rows,
             columns: &self.columns,
             label: self.label.each_ref().map(|values| &values[..]),
-            side: of(Values::F32(&self.side)),
+            side: matrix(Values::F32(&self.side)),
             storage: if summed { &self.storage } else { &[] },
             bound: 20.0,
         }
     }
 
-    fn here(&self, of: &Comparison) -> Vec<RowTally> {
-        of.here(self.dense.each_ref().map(|values| &values[..]))
+    fn here(&self, comparison: &Comparison) -> Vec<RowTally> {
+        comparison.here(self.dense.each_ref().map(|values| &values[..]))
     }
 
-    fn there<M: Machine>(&self, machine: &M, of: &Comparison, vocabulary: bool) -> Vec<RowTally> {
+    fn there<M: Machine>(
+        &self,
+        machine: &M,
+        comparison: &Comparison,
+        vocabulary: bool,
+    ) -> Vec<RowTally> {
         let mut rooms: [Room<M>; 5] = [(); 5].map(|()| Room::default());
         let mut dense = [0; 5];
         for ((address, room), values) in dense.iter_mut().zip(&mut rooms).zip(&self.dense) {
@@ -164,7 +169,7 @@ impl Case {
                 *address = room.put(machine, values).unwrap();
             }
         }
-        Rooms::default().compare(machine, of, (dense, vocabulary)).unwrap()
+        Rooms::default().compare(machine, comparison, (dense, vocabulary)).unwrap()
     }
 }
 
@@ -174,14 +179,15 @@ fn words(rows: &[RowTally]) -> Vec<Vec<u64>> {
         word if f64::from_bits(word).is_nan() => u64::MAX,
         word => word,
     };
-    let of = |row: &RowTally| bytemuck::bytes_of(row).as_chunks().0.iter().map(word).collect();
-    rows.iter().map(of).collect()
+    let row_words =
+        |row: &RowTally| bytemuck::bytes_of(row).as_chunks().0.iter().map(word).collect();
+    rows.iter().map(row_words).collect()
 }
 
 pub(in crate::device) fn assert_same(what: &str, there: &[RowTally], here: &[RowTally]) {
     assert_eq!(there.len(), here.len());
-    for (row, (found, wanted)) in words(there).iter().zip(words(here)).enumerate() {
-        assert_eq!(*found, wanted, "{what}, row {row}: {:?}, not {:?}", there[row], here[row]);
+    for (row, (got, wanted)) in words(there).iter().zip(words(here)).enumerate() {
+        assert_eq!(*got, wanted, "{what}, row {row}: {:?}, not {:?}", there[row], here[row]);
     }
 }
 
@@ -211,17 +217,25 @@ pub(in crate::device) fn assert_kept(device: &dyn Device, what: &str, fixture: &
                 .map(|name| list(&labels, name));
         let hits = list(&labels, "hits");
         case.rows.iter_mut().zip(&hits).for_each(|(row, hits)| row.hits = *hits);
-        let of = case.comparison(Values::F32(&case.captured), false);
-        assert_same(&format!("{what}: dk"), &kept.compare(&of).unwrap(), &case.here(&of));
+        let comparison = case.comparison(Values::F32(&case.captured), false);
+        assert_same(
+            &format!("{what}: dk"),
+            &kept.compare(&comparison).unwrap(),
+            &case.here(&comparison),
+        );
     }
     drop(kept);
     let mut case = Case::of((inputs.q.rows, inputs.q.cols), 6, DENSE | LABEL);
     case.dense = ["dq_lse", "dq_lse_sq", "dq_lse_var", "dq_dropped", "dq_confident"]
         .map(|name| list(&fetched, name));
     case.label = [dq.dq_label.clone(), Vec::new(), dq.dq_label_var.clone(), Vec::new(), Vec::new()];
-    let of = case.comparison(Values::F32(&case.captured), false);
+    let comparison = case.comparison(Values::F32(&case.captured), false);
     let mut kept = walk.dq_to_compare().expect("all of dq lies there");
-    assert_same(&format!("{what}: dq"), &kept.compare(&of).unwrap(), &case.here(&of));
+    assert_same(
+        &format!("{what}: dq"),
+        &kept.compare(&comparison).unwrap(),
+        &case.here(&comparison),
+    );
 }
 
 fn what_a_walk_keeps_is_compared_as_what_it_would_have_fetched<M: Launches>(machine: &M) {
@@ -254,8 +268,9 @@ fn rows_of_a_vocabulary_are_those_of_the_cpu<M: Launches>(machine: &M) {
             for (captured, summed) in
                 [(Values::F32(&case.captured), false), (Values::F64(&wide), true)]
             {
-                let of = case.comparison(captured, summed);
-                let (there, here) = (case.there(machine, &of, true), case.here(&of));
+                let comparison = case.comparison(captured, summed);
+                let (there, here) =
+                    (case.there(machine, &comparison, true), case.here(&comparison));
                 assert_same(&format!("seed {seed}, parts {parts}"), &there, &here);
                 beyond += here.iter().map(|row| row.exceeding).sum::<u64>();
                 within += here.iter().map(|row| row.scores[1]).sum::<u32>();
@@ -273,14 +288,14 @@ fn rows_of_tokens_are_those_of_the_cpu<M: Launches>(machine: &M) {
         let [y, _, variance, ..] = case.label.clone();
         case.label = [y, Vec::new(), variance, Vec::new(), Vec::new()];
         (case.dense[3], case.dense[4]) = (Vec::new(), Vec::new());
-        let of = case.comparison(Values::F32(&case.captured), false);
-        assert_same("tokens", &case.there(machine, &of, false), &case.here(&of));
-        let part = of.part(5..9);
+        let comparison = case.comparison(Values::F32(&case.captured), false);
+        assert_same("tokens", &case.there(machine, &comparison, false), &case.here(&comparison));
+        let part = comparison.part(5..9);
         let mut some = Case { dense: case.dense.clone(), ..Case::new(seed, DENSE | LABEL) };
         for values in some.dense.iter_mut().filter(|values| !values.is_empty()) {
             *values = values[5 * COLUMNS..9 * COLUMNS].to_vec();
         }
-        assert_same("some", &some.there(machine, &part, false), &case.here(&of)[5..9]);
+        assert_same("some", &some.there(machine, &part, false), &case.here(&comparison)[5..9]);
     }
 }
 
@@ -288,25 +303,25 @@ fn what_is_no_number_is_counted_as_on_the_cpu<M: Launches>(machine: &M) {
     let wrong = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 0.0, f32::MAX, 1e-45];
     for seed in 0..8 {
         let mut case = Case::new(seed, DENSE | LABEL);
-        for (at, value) in wrong.iter().enumerate() {
-            case.captured[at * 11 + 1] = *value;
-            case.dense[0][at * 13 + 2] = f64::from(*value);
-            case.dense[2][at * 17 + 3] = f64::from(*value);
-            let labelled = at * 3 * COLUMNS + at;
+        for (index, value) in wrong.iter().enumerate() {
+            case.captured[index * 11 + 1] = *value;
+            case.dense[0][index * 13 + 2] = f64::from(*value);
+            case.dense[2][index * 17 + 3] = f64::from(*value);
+            let labelled = index * 3 * COLUMNS + index;
             case.label[0][labelled] = -case.dense[0][labelled];
             case.label[1][labelled + 1] = 0.0;
             // The first of two largest differences is the one that is kept.
-            for twin in [at * COLUMNS + 7, at * COLUMNS + 9] {
+            for twin in [index * COLUMNS + 7, index * COLUMNS + 9] {
                 (case.captured[twin], case.dense[0][twin], case.label[0][twin]) = (1e6, 1.0, 0.0);
             }
         }
         case.captured[40..60].fill(0.0);
         case.dense[0][50..70].fill(0.0);
         case.label[0][50..70].fill(0.0);
-        let of = case.comparison(Values::F32(&case.captured), false);
-        let here = case.here(&of);
+        let comparison = case.comparison(Values::F32(&case.captured), false);
+        let here = case.here(&comparison);
         assert!(here.iter().map(|row| row.nonfinite).sum::<u64>() > 4);
-        assert_same("no numbers", &case.there(machine, &of, true), &here);
+        assert_same("no numbers", &case.there(machine, &comparison, true), &here);
     }
 }
 
@@ -316,17 +331,21 @@ fn every_format_is_rounded_and_measured_as_on_the_cpu<M: Launches>(machine: &M) 
     for first in (0..1u32 << 16).step_by(ROWS * COLUMNS) {
         let bits: Vec<u16> = (0..ROWS * COLUMNS).map(|at| (first as usize + at) as u16).collect();
         for values in [Values::Bf16(&bits), Values::F16(&bits)] {
-            let of = Matrix { rows: ROWS, cols: COLUMNS, values };
+            let matrix = Matrix { rows: ROWS, cols: COLUMNS, values };
             let steps = |at: usize| [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 3.0, -2.0, 4000.0][at % 9];
-            let near = |at: usize| {
-                let x = of.get_f64(at);
+            let near = |index: usize| {
+                let x = matrix.get_f64(index);
                 let spacing = x.abs()
                     * f64::exp2(if matches!(values, Values::Bf16(_)) { -8.0 } else { -10.0 });
-                x + steps(at) * spacing
+                x + steps(index) * spacing
             };
             case.dense[0] = (0..ROWS * COLUMNS).map(near).collect();
-            let of = case.comparison(values, false);
-            assert_same("formats", &case.there(machine, &of, true), &case.here(&of));
+            let comparison = case.comparison(values, false);
+            assert_same(
+                "formats",
+                &case.there(machine, &comparison, true),
+                &case.here(&comparison),
+            );
         }
     }
 }

@@ -7,10 +7,10 @@ use crate::compare::plane::{OfToken, PlaneAllowance, PlaneStage};
 use crate::compare::row::PIECE;
 use crate::device::compare::tests::{assert_same, sized};
 use crate::device::machine::Machine;
-use crate::device::own::launch::Launches;
 use crate::device::plan::{Plan, Sizes};
 use crate::device::policy::{self, tests::policies};
 use crate::device::tests::{Little, NOISE, Owned, cuda, heads, host, on_every_machine};
+use crate::device::user_kernel::launch::Launches;
 use crate::draw::Draw;
 use crate::kernels::fixture::{Counter, Fixture};
 use crate::kernels::policy::{Policy, forward_work};
@@ -26,13 +26,13 @@ on_every_machine! {
 const STAGES: [PlaneStage; 3] = [PlaneStage::Logits, PlaneStage::Logprobs, PlaneStage::Dlogits];
 
 fn rounding(draw: &mut Draw) -> Rounding {
-    let mut size = |of: f64| sized(draw, of);
+    let mut size = |value: f64| sized(draw, value);
     Rounding { square: size(1e-6), constant: size(1e-9), unit: size(1e-3), half: size(1e-5) }
 }
 
 fn allowance(draw: &mut Draw, stage: PlaneStage) -> PlaneAllowance {
     let [entry, subtracted, stored] = [(); 3].map(|()| rounding(draw));
-    let mut size = |of: f64| sized(draw, of);
+    let mut size = |value: f64| sized(draw, value);
     PlaneAllowance {
         stage: stage as i64,
         entry,
@@ -47,7 +47,7 @@ fn allowance(draw: &mut Draw, stage: PlaneStage) -> PlaneAllowance {
 
 /// Numbers of a token, none of them 0.
 fn token(draw: &mut Draw, label: u32) -> OfToken {
-    let mut size = |of: f64| sized(draw, of);
+    let mut size = |value: f64| sized(draw, value);
     OfToken {
         lse: size(3.0),
         upstream: -size(0.3),
@@ -66,8 +66,8 @@ fn captured(draw: &mut Draw, values: &[f64]) -> Vec<f32> {
         .map(|x| (x * (1.0 + 1e-2 * (2.0 * draw.unit() - 1.0)) + 1e-3 * draw.unit()) as f32)
         .collect();
     let wrong = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, f32::MAX, 1e-45];
-    for (at, value) in wrong.into_iter().enumerate() {
-        let place = at * all.len() / wrong.len() + 3;
+    for (index, value) in wrong.into_iter().enumerate() {
+        let place = index * all.len() / wrong.len() + 3;
         all[place] = value;
     }
     all
@@ -82,24 +82,24 @@ fn entries_are_compared_as_on_the_cpu_piece_by_piece<M: Launches>(machine: &M) {
         let upstream = owned.upstream(&inputs, &NOISE);
         for stage in STAGES {
             let mut draw = Draw::new(seed as u64 + 1);
-            let of = (stage, &NoProgress as &dyn Progress);
-            let mut held = plane(machine, &inputs, upstream, of).unwrap();
-            let (values, variances) = (held.values().unwrap(), held.variances().unwrap());
+            let stage_and_progress = (stage, &NoProgress as &dyn Progress);
+            let mut kept = plane(machine, &inputs, upstream, stage_and_progress).unwrap();
+            let (values, variances) = (kept.values().unwrap(), kept.variances().unwrap());
             let captured = captured(&mut draw, &values);
             let stage_of = allowance(&mut draw, stage);
             let tokens: Vec<OfToken> =
                 inputs.labels.iter().map(|&label| token(&mut draw, label)).collect();
             let dlogits = stage == PlaneStage::Dlogits;
             let (rows, cols) = (inputs.q.rows, inputs.k.rows);
-            let of = PlaneComparison {
+            let comparison = PlaneComparison {
                 captured: Matrix { rows, cols, values: Values::F32(&captured) },
                 columns: if dlogits { cols } else { inputs.valid_vocab },
                 stage: &stage_of,
                 tokens: &tokens,
                 bound: 20.0,
             };
-            let here = of.here(&values, &variances);
-            assert_same(&format!("{stage:?}"), &held.compare(&of).unwrap(), &here);
+            let here = comparison.here(&values, &variances);
+            assert_same(&format!("{stage:?}"), &kept.compare(&comparison).unwrap(), &here);
             beyond += here.iter().map(|row| row.exceeding).sum::<u64>();
             within += here.iter().map(|row| row.scores[1]).sum::<u32>();
             assert!(here.iter().map(|row| row.nonfinite).sum::<u64>() > 1);
@@ -120,9 +120,9 @@ fn squared_errors_of_policies_are_those_of_their_planes<M: Launches>(machine: &M
         let upstream = owned.upstream(&inputs, &NOISE);
         for stage in [PlaneStage::Logits, PlaneStage::Dlogits] {
             let little = Little(machine);
-            let of = (stage, &NoProgress as &dyn Progress);
-            let mut held = plane(&little, &inputs, upstream, of).unwrap();
-            let exact = held.values().unwrap();
+            let stage_and_progress = (stage, &NoProgress as &dyn Progress);
+            let mut kept = plane(&little, &inputs, upstream, stage_and_progress).unwrap();
+            let exact = kept.values().unwrap();
             let given = (upstream.lse, &upstream.cotangents);
             for ((name, policy), format) in policies().into_iter().zip(formats.iter().cycle()) {
                 let (mut energy, counter) = (0.0, Counter::default());
@@ -135,9 +135,9 @@ fn squared_errors_of_policies_are_those_of_their_planes<M: Launches>(machine: &M
                         PlaneStage::Dlogits => tile.dlogits,
                         _ => tile.logits,
                     };
-                    for (at, &x) in values.iter().enumerate() {
-                        let row = tile.tokens.start + at / tile.cols.len();
-                        let column = tile.cols.start + at % tile.cols.len();
+                    for (index, &x) in values.iter().enumerate() {
+                        let row = tile.tokens.start + index / tile.cols.len();
+                        let column = tile.cols.start + index % tile.cols.len();
                         if column < inputs.valid_vocab {
                             let x = format.map_or(x, |format| format.round64(x));
                             energy += (x - exact[row * inputs.k.rows + column]).powi(2);
@@ -146,11 +146,11 @@ fn squared_errors_of_policies_are_those_of_their_planes<M: Launches>(machine: &M
                 })
                 .unwrap();
                 let stored = (*format, &counter as &dyn Progress);
-                let found = held.energy(&policy, &inputs, given, stored).unwrap().unwrap();
+                let got = kept.energy(&policy, &inputs, given, stored).unwrap().unwrap();
                 let terms = (inputs.q.rows * inputs.k.rows) as f64;
                 let close = terms * f64::EPSILON * energy;
-                let same = (found - energy).abs() <= close || found.to_bits() == energy.to_bits();
-                assert!(same || !energy.is_finite(), "{what}, {name}: {found:e}, not {energy:e}");
+                let same = (got - energy).abs() <= close || got.to_bits() == energy.to_bits();
+                assert!(same || !energy.is_finite(), "{what}, {name}: {got:e}, not {energy:e}");
                 assert_eq!(counter.total(), forward_work(&inputs), "{what}");
             }
         }
@@ -161,11 +161,11 @@ fn what_a_device_does_not_emulate_is_said<M: Launches>(machine: &M) {
     let fixture = Fixture::usual();
     let (inputs, owned) = (fixture.inputs(), Owned::of(&fixture));
     let upstream = owned.upstream(&inputs, &NOISE);
-    let of = (PlaneStage::Dlogits, &NoProgress as &dyn Progress);
-    let mut held = plane(machine, &inputs, upstream, of).unwrap();
+    let stage_and_progress = (PlaneStage::Dlogits, &NoProgress as &dyn Progress);
+    let mut kept = plane(machine, &inputs, upstream, stage_and_progress).unwrap();
     let given = (upstream.lse, &upstream.cotangents);
     let mut energy = |policy: &Policy, stored| {
-        held.energy(policy, &inputs, given, (stored, &NoProgress)).unwrap()
+        kept.energy(policy, &inputs, given, (stored, &NoProgress)).unwrap()
     };
     let mut slow = Policy::plain_f32();
     slow.sums.dq.precision = Precision::F64;

@@ -26,24 +26,24 @@ pub(in crate::device) fn backward<M: Machine>(
     policy: &Policy,
     inputs: &HeadInputs,
     (lse, cotangents): (&[f64], &Cotangents<f64>),
-    (own, progress): (Tiles, &dyn Progress),
+    (own_tiles, progress): (Tiles, &dyn Progress),
     on_dk: &mut dyn FnMut(DkParts),
 ) -> Result<DqParts, DeviceError> {
     if !policy.is_fast() {
-        return Ok(policy::backward(policy, inputs, lse, cotangents, own, progress, on_dk));
+        return Ok(policy::backward(policy, inputs, lse, cotangents, own_tiles, progress, on_dk));
     }
     policy::check_backward(inputs, lse, cotangents);
     let narrow = Narrow::new(lse, cotangents);
-    let tiles = tiles(machine, (policy, inputs), own)?;
+    let tiles = tiles(machine, (policy, inputs), own_tiles)?;
     let elements = inputs.q.rows * inputs.q.cols;
     let fits = elements * size_of::<f32>() <= machine.free()? / SHARE;
     let there = There {
         back: Back::of(machine, &narrow)?,
         head: Head::new(machine, policy, inputs)?,
-        queries: Queries { held: Vec::new(), all: fits },
+        queries: Queries { chunks: Vec::new(), all: fits },
         key: Operands::default(),
         tile: Tile::default(),
-        own: Room::default(),
+        part: Room::default(),
         dq: DqSums::zeros(machine, elements, fits)?,
         dk: Room::default(),
         dbias: Room::default(),
@@ -62,7 +62,7 @@ struct There<'a, M: Machine> {
     key: Operands<M>,
     tile: Tile<M>,
     /// A tile's own part of a sum, where that is rounded.
-    own: Room<M>,
+    part: Room<M>,
     dq: DqSums<M>,
     dk: Room<M>,
     dbias: Room<M>,
@@ -142,7 +142,7 @@ impl<M: Machine> There<'_, M> {
         };
         for (product, rounding) in [(dq, of_dq), (dk, of_dk)] {
             let sum = Sum { target: product.target, elements: product.rows * depth, rounding };
-            sum.join(machine, &mut self.own, product.add, |target, add| {
+            sum.join(machine, &mut self.part, product.add, |target, add| {
                 // SAFETY: the targets have a row of D for each token and each row of the block,
                 // the operands are stored as the product takes them.
                 unsafe { machine.multiply(&Product { target, add, ..product }) }
@@ -161,7 +161,7 @@ impl<M: Machine> There<'_, M> {
         let (machine, width) = (self.head.machine, self.key.rows.len());
         let tile = self.tile.values.address(machine);
         let sum = Sum { target: self.dbias.address(machine), elements: width, rounding };
-        sum.join(machine, &mut self.own, adds, |sums, adds| {
+        sum.join(machine, &mut self.part, adds, |sums, adds| {
             let (threads, rows, adds) = (width as i64, rows as i64, adds.into());
             // SAFETY: the tile has those rows, the sums a value a column.
             unsafe { machine.launch(&Columns { threads, tile, rows, sums, adds }) }
@@ -181,16 +181,16 @@ impl Sum {
     fn join<M: Machine>(
         &self,
         machine: &M,
-        own: &mut Room<M>,
+        room_of_part: &mut Room<M>,
         adds: bool,
         add: impl FnOnce(u64, bool) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let Some((part, total)) = self.rounding else { return add(self.target, adds) };
-        let own = own.of(machine, halves(self.elements))?;
-        add(own, false)?;
+        let part_address = room_of_part.of(machine, halves(self.elements))?;
+        add(part_address, false)?;
         let joined = Joined {
             threads: self.elements as i64,
-            own,
+            own: part_address,
             target: self.target,
             part: format(part),
             total: format(total),
@@ -203,7 +203,7 @@ impl Sum {
 
 /// Chunks of q, in the order of the walk.
 struct Queries<M: Machine> {
-    held: Vec<Operands<M>>,
+    chunks: Vec<Operands<M>>,
     /// Whether all of them are kept.
     all: bool,
 }
@@ -215,11 +215,11 @@ impl<M: Machine> Queries<M> {
         chunk: usize,
         span: Range<usize>,
     ) -> Result<&Operands<M>, DeviceError> {
-        let at = if self.all { chunk } else { 0 };
-        if self.held.len() <= at {
-            self.held.push(Operands::default());
+        let index = if self.all { chunk } else { 0 };
+        if self.chunks.len() <= index {
+            self.chunks.push(Operands::default());
         }
-        let query = &mut self.held[at];
+        let query = &mut self.chunks[index];
         if query.rows != span {
             query.load(head.machine, head.policy, (&head.inputs.q, span), true)?;
         }

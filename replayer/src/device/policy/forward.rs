@@ -21,13 +21,13 @@ pub(in crate::device) fn forward<M: Machine>(
     machine: &M,
     policy: &Policy,
     inputs: &HeadInputs,
-    (own, progress): (Tiles, &dyn Progress),
+    (own_tiles, progress): (Tiles, &dyn Progress),
 ) -> Result<PolicyForward, DeviceError> {
     if !policy.is_fast() {
-        return Ok(policy::forward(policy, inputs, own, progress));
+        return Ok(policy::forward(policy, inputs, own_tiles, progress));
     }
     policy::check(inputs);
-    let tiles = tiles(machine, (policy, inputs), own)?;
+    let tiles = tiles(machine, (policy, inputs), own_tiles)?;
     let (tokens, depth) = (inputs.q.rows, inputs.q.cols);
     let mut head = Head::new(machine, policy, inputs)?;
     let mut rows = Rows::begin(machine, tokens)?;

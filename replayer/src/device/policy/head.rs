@@ -150,7 +150,7 @@ impl<'a, M: Machine> Head<'a, M> {
         let values = tile.values.address(machine);
         let single = matches!(self.products.gradients, Compute::F32 | Compute::Tf32 | Compute::F64);
         let operand = if single { 0 } else { tile.operand.of(machine, halves(size))? };
-        let of = |room: &Room<M>| at(machine, room, query.rows.start);
+        let address = |room: &Room<M>| at(machine, room, query.rows.start);
         let policy = self.policy;
         let dlogits = Dlogits {
             threads: size as i64,
@@ -159,12 +159,12 @@ impl<'a, M: Machine> Head<'a, M> {
             stored: format(stored(self.products.gradients)),
             columns: key.rows.len() as i64,
             first: key.rows.start as i64,
-            lse: of(&back.lse),
-            g_lse: of(&back.g_lse),
-            g_label: of(&back.g_label),
-            smooth: of(&back.smooth),
-            labels: of(&self.labels),
-            label_g: of(&back.label_g),
+            lse: address(&back.lse),
+            g_lse: address(&back.g_lse),
+            g_label: address(&back.g_label),
+            smooth: address(&back.smooth),
+            labels: address(&self.labels),
+            label_g: address(&back.label_g),
             transform: self.inputs.transform.into(),
             whole: whole.into(),
             p: format(policy.p),

@@ -99,13 +99,13 @@ fn format(precision: Precision) -> i64 {
 fn tiles<M: Machine>(
     machine: &M,
     (policy, inputs): (&Policy, &HeadInputs),
-    own: Tiles,
+    own_tiles: Tiles,
 ) -> Result<Tiles, DeviceError> {
     let sizes = Sizes { tokens: inputs.q.rows, rows: 0, depth: inputs.q.cols, terms: 1 };
     let large = Plan::of(machine.free()?, sizes).tiles;
     Ok(Tiles {
-        tokens: if policy.path == Path::Plain { large.tokens } else { own.tokens },
-        vocab: if policy.path == Path::Fused { own.vocab } else { large.vocab },
+        tokens: if policy.path == Path::Plain { large.tokens } else { own_tiles.tokens },
+        vocab: if policy.path == Path::Fused { own_tiles.vocab } else { large.vocab },
     })
 }
 

@@ -37,12 +37,12 @@ impl<M: Machine> Operands<M> {
         backward: bool,
     ) -> Result<(), DeviceError> {
         let Products { logits, gradients } = Products::of(policy);
-        let of =
+        let rounding =
             |operand, compute| Rounding { input: policy.input, operand, stored: stored(compute) };
         let whole = (matrix, rows.clone(), 0..matrix.cols);
-        let first = of(Precision::F32, logits);
+        let first = rounding(Precision::F32, logits);
         narrow(machine, (&mut self.bits, &mut self.logits), whole.clone(), first)?;
-        let second = of(policy.operand, gradients);
+        let second = rounding(policy.operand, gradients);
         if backward && (!policy.operand.keeps_f32() || first.stored != second.stored) {
             narrow(machine, (&mut self.bits, &mut self.gradients), whole, second)?;
         }
@@ -59,7 +59,7 @@ impl<M: Machine> Operands<M> {
     pub(super) fn of_gradients(&self, machine: &M) -> u64 {
         match self.gradients.address(machine) {
             0 => self.of_logits(machine),
-            own => own,
+            room => room,
         }
     }
 }

@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::device::Device;
-use crate::device::own::launch::Launches;
 use crate::device::tests::{Little, cuda, heads, host, on_every_machine, runs};
+use crate::device::user_kernel::launch::Launches;
 use crate::kernels::fixture::{Counter, Fixture};
 use crate::kernels::policy::{self, DkParts, DqParts, LogitRounding, PolicyForward, Walk};
 use crate::kernels::{Cotangents, Matrix, NoProgress, Transform, Values};
@@ -77,8 +77,8 @@ impl Upstream {
 
 /// NaN with NaN.
 fn bits(values: &[f64]) -> Vec<u64> {
-    let of = |x: &f64| if x.is_nan() { f64::NAN.to_bits() } else { x.to_bits() };
-    values.iter().map(of).collect()
+    let bits_of = |x: &f64| if x.is_nan() { f64::NAN.to_bits() } else { x.to_bits() };
+    values.iter().map(bits_of).collect()
 }
 
 /// dq, then dk, each with its parts, then dbias; what a path does not tell apart is empty.
@@ -131,7 +131,8 @@ fn every_kernel_in_the_source_is_loaded_and_no_other() {
 
 #[test]
 fn a_policys_products_are_in_the_narrowest_type_that_holds_its_operands() {
-    let found: Vec<_> = policies().iter().map(|(name, of)| (*name, Products::of(of))).collect();
+    let products: Vec<_> =
+        policies().iter().map(|(name, policy)| (*name, Products::of(policy))).collect();
     for (name, logits, gradients) in [
         ("plain f32", Compute::F32, Compute::F32),
         ("plain bf16", Compute::Bf16, Compute::Bf16),
@@ -140,7 +141,7 @@ fn a_policys_products_are_in_the_narrowest_type_that_holds_its_operands() {
         ("f16", Compute::F16, Compute::F16),
         ("f8", Compute::Bf16, Compute::Tf32),
     ] {
-        assert!(found.contains(&(name, Products { logits, gradients })), "{name}: {found:?}");
+        assert!(products.contains(&(name, Products { logits, gradients })), "{name}: {products:?}");
     }
 }
 
@@ -167,13 +168,19 @@ fn elements_have_the_bits_of_the_cpu_in_every_format<M: Launches>(machine: &M) {
         for (format, transform) in
             formats.into_iter().flat_map(|format| [(format, Transform::NONE), (format, capped)])
         {
-            let of = Policy { logits: format, p: format, dlogits: format, ..Policy::plain_f32() };
-            assert_plane(machine, &of, Matrix { rows: 256, cols: 256, values }, transform);
+            let rounded_policy =
+                Policy { logits: format, p: format, dlogits: format, ..Policy::plain_f32() };
+            assert_plane(
+                machine,
+                &rounded_policy,
+                Matrix { rows: 256, cols: 256, values },
+                transform,
+            );
         }
     }
 }
 
-fn assert_plane<M: Launches>(machine: &M, of: &Policy, given: Matrix, transform: Transform) {
+fn assert_plane<M: Launches>(machine: &M, policy: &Policy, given: Matrix, transform: Transform) {
     let none = Matrix { rows: 256, cols: 0, values: Values::F32(&[]) };
     let labels = vec![7; 256];
     let plain = HeadInputs::plain(none, none, &labels, 256);
@@ -186,15 +193,20 @@ fn assert_plane<M: Launches>(machine: &M, of: &Policy, given: Matrix, transform:
         to.extend([bits(tile.logits), bits(tile.dlogits)]);
     };
     let upstream = (&zeros[..], &cotangents);
-    Device::policy_plane(machine, of, &inputs, upstream, tiles, &mut |tile| keep(&mut got, tile))
-        .unwrap();
-    policy::plane(of, &inputs, &zeros, &cotangents, tiles.0, tiles.1, &mut |tile| {
+    Device::policy_plane(machine, policy, &inputs, upstream, tiles, &mut |tile| {
+        keep(&mut got, tile)
+    })
+    .unwrap();
+    policy::plane(policy, &inputs, &zeros, &cotangents, tiles.0, tiles.1, &mut |tile| {
         keep(&mut wanted, tile);
     });
     for (tile, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
-        for (at, (x, y)) in got.iter().zip(wanted).enumerate() {
+        for (index, (x, y)) in got.iter().zip(wanted).enumerate() {
             let [x, y] = [*x, *y].map(f64::from_bits);
-            assert!(x.to_bits() == y.to_bits(), "{of:?} tile {tile} at {at}: {x:e}, not {y:e}");
+            assert!(
+                x.to_bits() == y.to_bits(),
+                "{policy:?} tile {tile} at {index}: {x:e}, not {y:e}"
+            );
         }
     }
     assert_eq!(got.len(), wanted.len());
@@ -236,7 +248,7 @@ fn logits_that_are_given_have_the_forward_sums_of_the_cpu_bit_for_bit<M: Launche
 /// with their addition. A sum that begins with 0 and one that begins with its first term differ in
 /// the sign of 0, which cuBLAS does not promise.
 fn products_without_a_choice_of_order_have_the_bits_of_the_cpu<M: Launches>(machine: &M) {
-    let exact = |of: &Policy| Products::of(of).gradients != Compute::F32;
+    let exact = |policy: &Policy| Products::of(policy).gradients != Compute::F32;
     for (name, policy) in policies() {
         if policy.path != Path::Fused || !exact(&policy) {
             continue;
@@ -273,12 +285,12 @@ fn tiles_give_the_gradients_of_the_cpu_within_the_rounding_of_their_sums<M: Laun
                 let narrow = if nth % 3 == 2 { policy.output } else { policy.parts };
                 let spacing = 2.0 * narrow.unit_roundoff().max(policy.output.unit_roundoff());
                 assert_eq!(got.len(), wanted.len());
-                for (at, (x, y)) in got.iter().zip(wanted).enumerate() {
+                for (index, (x, y)) in got.iter().zip(wanted).enumerate() {
                     let terms = (fixture.tokens.max(fixture.vocab) + 4) as f64;
-                    let sums = 4.0 * terms * f64::powi(2.0, -24) * magnitudes[nth][at];
+                    let sums = 4.0 * terms * f64::powi(2.0, -24) * magnitudes[nth][index];
                     let allowed = sums + if narrow.keeps_f32() { 0.0 } else { spacing * y.abs() };
                     let close = (x - y).abs() <= allowed;
-                    assert!(close, "{what}, {name}: {} at {at}: {x:e}, not {y:e}", NAMES[nth]);
+                    assert!(close, "{what}, {name}: {} at {index}: {x:e}, not {y:e}", NAMES[nth]);
                 }
             }
         }
@@ -301,8 +313,9 @@ fn magnitudes(fixture: &Fixture) -> [Vec<f64>; 7] {
         &NoProgress,
         &mut |tile| {
             let width = tile.cols.len();
-            for (at, g) in tile.dlogits.iter().enumerate() {
-                let (row, col) = (tile.tokens.start + at / width, tile.cols.start + at % width);
+            for (index, g) in tile.dlogits.iter().enumerate() {
+                let (row, col) =
+                    (tile.tokens.start + index / width, tile.cols.start + index % width);
                 // The label's part may cancel in an entry, and stands alone on the fused path.
                 let g = g.abs() + 2.0 * f64::from(fixture.g_label[row].abs());
                 dq[row * d..(row + 1) * d].iter_mut().for_each(|sum| *sum += g * k);

@@ -7,8 +7,8 @@ use super::*;
 use crate::device::compare::tests::assert_kept;
 use crate::device::host::Host;
 use crate::device::machine::{Arguments, Product};
-use crate::device::own::launch::{Code, Launch, Passed};
 use crate::device::tests::{NOISE, assert_all, cuda, heads, host, on, wanted};
+use crate::device::user_kernel::launch::{Code, Launch, Passed};
 use crate::kernels::NoProgress;
 use crate::kernels::fixture::Fixture;
 
@@ -57,7 +57,7 @@ fn what_machines_share_is_what_the_reference_has() {
                 (&got.logit_sum, &alone.logit_sum),
                 (&got.logit_squares, &alone.logit_squares),
             ] {
-                let bits = |of: &[f64]| of.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                 assert_eq!(bits(got), bits(alone), "{what}");
             }
         }
@@ -67,7 +67,9 @@ fn what_machines_share_is_what_the_reference_has() {
 #[test]
 fn what_machines_keep_is_compared_as_what_they_would_have_fetched() {
     for device in [hosts(2), hosts(3)] {
-        for (what, fixture) in heads().iter().filter(|(_, of)| of.inputs().given.is_none()) {
+        for (what, fixture) in
+            heads().iter().filter(|(_, fixture)| fixture.inputs().given.is_none())
+        {
             assert_kept(&device, what, fixture);
         }
     }
@@ -94,9 +96,9 @@ fn slab_after_slab_gives_what_one_machine_gives() {
         walk.finish(&mut dq).unwrap();
         dq
     };
-    let (three, one) = (walked(&hosts(3)), walked(&Host::new()));
+    let (three, single) = (walked(&hosts(3)), walked(&Host::new()));
     // A token's sums are over the vocabulary alone: nobody else has a part in them.
-    assert_eq!((three.dq_lse, three.dq_label), (one.dq_lse, one.dq_label));
+    assert_eq!((three.dq_lse, three.dq_label), (single.dq_lse, single.dq_label));
 }
 
 #[test]

@@ -20,7 +20,7 @@ use crate::diagnose::detectors::addends::{divisor, unrecorded};
 use crate::diagnose::detectors::captured::Values;
 use crate::diagnose::detectors::fitted_numbers::rounded;
 use crate::diagnose::detectors::least_squares::multiples;
-use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::sum_counts::{CountedSums, GradientPart};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::head::step::numbers;
@@ -67,7 +67,7 @@ impl Cause for AccumulationWindow {
 /// The hypothesis of sums that contain some ranks' microbatches more or less often than once, from
 /// the weights of their tokens, as ranks that share tokens have no addend of their own.
 fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let sums = CountedSums::of(evidence, Of::Whole)?;
+    let sums = CountedSums::of(evidence, GradientPart::Whole)?;
     if !sums.of_parts || sums.parts.is_empty() {
         return None;
     }
@@ -87,24 +87,25 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let keys: Vec<Key> = evidence.failing_of(&stages).map(|(key, _)| key).collect();
     let (mut weights, mut fitted) = (BTreeMap::new(), 0);
     for key in keys {
-        let Some(found) = solved(evidence, key) else { continue };
-        let (held, found): (Vec<usize>, Vec<f64>) = found.into_iter().unzip();
+        let Some(solution) = solved(evidence, key) else { continue };
+        let (positions, multiples): (Vec<usize>, Vec<f64>) = solution.into_iter().unzip();
         let divisor = divisor(evidence, key);
-        let whole = whole(&found, divisor);
+        let whole = whole(&multiples, divisor);
         // Weights that are no whole numbers count as fitted, one for each microbatch.
-        fitted = if whole.is_some() { fitted } else { held.len() };
-        let Some(solved) = whole.or_else(|| raw(&found, divisor)) else { continue };
+        fitted = if whole.is_some() { fitted } else { positions.len() };
+        let Some(solved) = whole.or_else(|| raw(&multiples, divisor)) else { continue };
         let mut of_microbatches = vec![1.0; count];
-        held.into_iter().zip(solved).for_each(|(at, weight)| of_microbatches[at] = weight);
+        positions.into_iter().zip(solved).for_each(|(at, weight)| of_microbatches[at] = weight);
         weights.insert((key.stage, key.rank), of_microbatches);
     }
     let Some((&(_, rank), first)) = weights.iter().next() else { return Vec::new() };
     let words: Vec<String> = first.iter().map(|x| short(*x)).collect();
-    let ids: Vec<Option<Microbatch>> = evidence.inputs.iter().map(|one| one.microbatch).collect();
+    let ids: Vec<Option<Microbatch>> =
+        evidence.inputs.iter().map(|inputs| inputs.microbatch).collect();
     let mut parameters = vec![("weights of the microbatches", words.join(", "))];
     parameters.extend(rank.map(|rank| ("rank", rank.to_string())));
     if weights.len() > 1 {
-        let alike = weights.values().all(|one| one == first);
+        let alike = weights.values().all(|values| values == first);
         let others = if alike { "other ranks likewise" } else { "other ranks have other weights" };
         parameters.push(("beside it", others.to_string()));
     }
@@ -114,7 +115,7 @@ fn windows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// The hypothesis that gradients of microbatches contain those of other microbatches too, because
 /// the buffer that they were recorded from was not cleared.
 fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let mut world = Uncleared { of: BTreeMap::new() };
+    let mut world = Uncleared { gradients: BTreeMap::new() };
     let mut words = Vec::new();
     let stages: Vec<Stage> =
         Stage::GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits).collect();
@@ -128,44 +129,51 @@ fn uncleared(evidence: &Evidence<'_>) -> Option<Hypothesis> {
                 let other_key = Key { microbatch: inputs.microbatch, ..key };
                 Some((other_key, evidence.captured(other_key)?))
             })
-            .filter(|(_, of)| of.values.len() == captured.values.len())
+            .filter(|(_, values)| values.values.len() == captured.values.len())
             .collect();
-        let rows = |of: &Values| -> Vec<f64> {
-            table.keys().flat_map(|&row| of.row(row).to_vec()).collect()
+        let rows = |values: &Values| -> Vec<f64> {
+            table.keys().flat_map(|&row| values.row(row).to_vec()).collect()
         };
-        let own: Vec<f64> = table.values().flatten().copied().collect();
-        let seen: Vec<Vec<f64>> = others.iter().map(|(_, of)| rows(of)).collect();
-        if evidence.spend((others.len() + 1).pow(2) * own.len()) {
+        let own_values: Vec<f64> = table.values().flatten().copied().collect();
+        let seen: Vec<Vec<f64>> = others.iter().map(|(_, values)| rows(values)).collect();
+        if evidence.spend((others.len() + 1).pow(2) * own_values.len()) {
             return None;
         }
-        let all: Vec<&[f64]> = std::iter::once(&own).chain(&seen).map(|x| &x[..]).collect();
+        let all: Vec<&[f64]> = std::iter::once(&own_values).chain(&seen).map(|x| &x[..]).collect();
         let weights = multiples(&all, &rows(&captured))?;
         let near = |x: f64| (x - x.round()).abs() <= 2.0 * NEAR && x.round() <= 2.0;
         if weights.len() < 2 || weights[0].round() != 1.0 || !weights.iter().all(|&x| near(x)) {
             return None;
         }
-        let held = others.iter().zip(&weights[1..]).filter(|(_, x)| x.round() > 0.0);
-        let held: Vec<(f64, Key, Rc<Values>)> =
-            held.map(|((of, values), x)| (x.round(), *of, values.clone())).collect();
-        if held.is_empty() {
+        let held_microbatches = others.iter().zip(&weights[1..]).filter(|(_, x)| x.round() > 0.0);
+        let held_microbatches: Vec<(f64, Key, Rc<Values>)> =
+            held_microbatches.map(|((key, values), x)| (x.round(), *key, values.clone())).collect();
+        if held_microbatches.is_empty() {
             return None;
         }
         let microbatch_name = |(_, key, _): &(f64, Key, Rc<Values>)| {
             key.microbatch.map_or("another".to_string(), |mb| mb.to_string())
         };
-        let names: Vec<String> = held.iter().map(microbatch_name).collect();
-        let own = key.microbatch.map_or(String::new(), |mb| format!(" of microbatch {mb}"));
-        let said = format!("{}{own} holds what microbatch {} holds", key.stage, names.join(", "));
+        let names: Vec<String> = held_microbatches.iter().map(microbatch_name).collect();
+        let of_own_microbatch =
+            key.microbatch.map_or(String::new(), |mb| format!(" of microbatch {mb}"));
+        let said = format!(
+            "{}{of_own_microbatch} holds what microbatch {} holds",
+            key.stage,
+            names.join(", ")
+        );
         if !words.contains(&said) {
             words.push(said);
         }
-        let held = held.into_iter().map(|(times, _, of)| (times, of.columns, of.values.clone()));
-        world.of.insert(key, held.collect());
+        let addends = held_microbatches
+            .into_iter()
+            .map(|(times, _, values)| (times, values.columns, values.values.clone()));
+        world.gradients.insert(key, addends.collect());
     }
     words.truncate(TOLD);
     let parameters = vec![("which", words.join("; "))];
     let fitted = words.len();
-    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
+    (!world.gradients.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
 /// The report lists at most this many gradients.
@@ -174,16 +182,24 @@ const TOLD: usize = 4;
 /// Captured gradients of other microbatches that are added to a gradient: how often, the number of
 /// columns, and the values.
 struct Uncleared {
-    of: BTreeMap<Key, Vec<(f64, usize, Vec<f64>)>>,
+    gradients: BTreeMap<Key, Vec<(f64, usize, Vec<f64>)>>,
 }
 
 impl World for Uncleared {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
-        for (times, columns, held) in self.of.get(&key).into_iter().flatten() {
-            for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
-                let held = &held[row * columns..(row + 1) * columns];
-                values.iter_mut().zip(held).for_each(|(x, more)| *x += times * more);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let key = Key {
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
+        };
+        for (times, columns, addend) in self.gradients.get(&key).into_iter().flatten() {
+            for (row, values) in expectation
+                .rows
+                .iter()
+                .zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+            {
+                let addend_row = &addend[row * columns..(row + 1) * columns];
+                values.iter_mut().zip(addend_row).for_each(|(x, more)| *x += times * more);
             }
         }
     }
@@ -227,11 +243,12 @@ fn solved(evidence: &Evidence<'_>, key: Key) -> Option<Vec<(usize, f64)>> {
         Some(evidence.inputs.iter().map(sum_over_ranks).collect())
     })?;
     // A rank without tokens in a microbatch adds zeros, of which no weight can be solved.
-    let held: Vec<usize> =
+    let nonzero: Vec<usize> =
         (0..parts.len()).filter(|&at| parts[at].iter().any(|&x| x != 0.0)).collect();
-    let all: Vec<&[f64]> = held.iter().map(|&at| &parts[at][..]).collect();
-    let found = multiples(&all, &total).filter(|found| found.iter().all(|x| x.is_finite()))?;
-    Some(held.into_iter().zip(found).collect())
+    let all: Vec<&[f64]> = nonzero.iter().map(|&at| &parts[at][..]).collect();
+    let solution =
+        multiples(&all, &total).filter(|solution| solution.iter().all(|x| x.is_finite()))?;
+    Some(nonzero.into_iter().zip(solution).collect())
 }
 
 /// One rank's addend of a tensor, at its place in the whole tensor, or the sum of all addends.
@@ -248,8 +265,8 @@ fn values_of(evidence: &Evidence<'_>, key: &TensorKey, rank: Option<Rank>) -> Op
 
 /// The weights relative to the declared ones, as solved; none where all are equal, which is one
 /// factor on the sum.
-fn raw(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
-    let all: Vec<f64> = found.iter().map(|x| rounded(x * divisor, 3)).collect();
+fn raw(multiples: &[f64], divisor: f64) -> Option<Vec<f64>> {
+    let all: Vec<f64> = multiples.iter().map(|x| rounded(x * divisor, 3)).collect();
     let differs = |x: &f64| (x - all[0]).abs() > NEAR * all[0].abs();
     all.iter().any(differs).then_some(all)
 }
@@ -259,16 +276,16 @@ fn raw(found: &[f64], divisor: f64) -> Option<Vec<f64>> {
 fn whole(solved: &[f64], divisor: f64) -> Option<Vec<f64>> {
     let count = solved.len() as f64;
     let weights: Vec<f64> = solved.iter().map(|x| x * divisor).collect();
-    let held = weights.iter().filter(|x| x.abs() > NEAR).count() as f64;
+    let counted = weights.iter().filter(|x| x.abs() > NEAR).count() as f64;
     // The sum may be divided by the number of microbatches in it, by that of all, or not at all.
-    let factors = [1.0, 1.0 / count, count, 1.0 / held, count / held];
+    let factors = [1.0, 1.0 / count, count, 1.0 / counted, count / counted];
     let nearest = |factor: f64| {
-        let one = |x: &f64| {
+        let nearest_multiple = |x: &f64| {
             let n = (x / factor).round();
             let near = (x / factor - n).abs() <= NEAR * n.max(1.0);
             (near && (0.0..=LARGEST).contains(&n)).then_some(n * factor)
         };
-        weights.iter().map(one).collect::<Option<Vec<f64>>>()
+        weights.iter().map(nearest_multiple).collect::<Option<Vec<f64>>>()
     };
     let solved = factors.into_iter().find_map(nearest)?;
     solved.iter().any(|x| *x != solved[0]).then_some(solved)
@@ -284,8 +301,8 @@ impl World for Window {
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
         // The sum over ranks is one sum, from whichever rank an addend comes.
         let rank = rank.filter(|_| stage == Stage::Accumulate);
-        let at = self.ids.iter().position(|id| *id == microbatch && id.is_some());
+        let position = self.ids.iter().position(|id| *id == microbatch && id.is_some());
         let weights = self.weights.get(&(stage, rank));
-        weights.zip(at).map_or(1.0, |(weights, at)| weights[at])
+        weights.zip(position).map_or(1.0, |(weights, at)| weights[at])
     }
 }

@@ -53,8 +53,8 @@ impl Cause for AllIgnored {
             }
         };
         let sound = |key: &Key| {
-            let one = &evidence.residuals[key];
-            one.nonfinite > 0 && none(key) && are_all_nan(evidence, key, &empty)
+            let residual = &evidence.residuals[key];
+            residual.nonfinite > 0 && none(key) && are_all_nan(evidence, key, &empty)
         };
         if empty.is_empty() || evidence.failing.is_empty() || !evidence.failing.iter().all(sound) {
             return None;
@@ -88,16 +88,16 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let mut by_rank = evidence.step.clone();
     by_rank.options.scope = Scope::Rank.into();
-    let empty_part = |one: &MicrobatchInputs| {
-        let silent = |&t: &usize| one.labels[t] == IGNORED || one.weights[t] == 0.0;
-        let units = by_rank.denominators(&all, one).unwrap_or_default();
+    let empty_part = |inputs: &MicrobatchInputs| {
+        let silent = |&t: &usize| inputs.labels[t] == IGNORED || inputs.weights[t] == 0.0;
+        let units = by_rank.denominators(&all, inputs).unwrap_or_default();
         let ranks: Vec<Rank> = units
             .iter()
             .filter(|(unit, _)| !unit.rows.is_empty() && unit.rows.iter().all(&silent))
             .flat_map(|(unit, _)| unit.ranks.clone())
             .collect();
-        let whole = (0..one.tokens()).all(|t| silent(&t));
-        (whole || !ranks.is_empty()).then_some((one.microbatch, ranks))
+        let whole = (0..inputs.tokens()).all(|t| silent(&t));
+        (whole || !ranks.is_empty()).then_some((inputs.microbatch, ranks))
     };
     evidence.inputs.iter().filter_map(empty_part).collect()
 }
@@ -107,10 +107,12 @@ fn empty(evidence: &Evidence<'_>) -> Vec<Empty> {
 fn are_all_nan(evidence: &Evidence<'_>, key: &Key, empty: &[Empty]) -> bool {
     let residual = &evidence.residuals[key];
     let share = residual.nonfinite as f64 / residual.elements.max(1) as f64;
-    let inputs = evidence.inputs.iter().find(|one| one.microbatch == key.microbatch);
+    let inputs = evidence.inputs.iter().find(|inputs| inputs.microbatch == key.microbatch);
     match key.stage {
-        of if of.share() == Share::Label => true,
-        of if of.is_of_k() || of.is_sum() => share >= MOST * valid(&evidence.inputs[0], evidence),
+        stage if stage.share() == Share::Label => true,
+        stage if stage.is_of_k() || stage.is_sum() => {
+            share >= MOST * valid(&evidence.inputs[0], evidence)
+        }
         _ if key.rank.is_some() => share >= MOST,
         _ => inputs.is_some_and(|inputs| share >= MOST * silent_share(evidence, inputs, empty)),
     }

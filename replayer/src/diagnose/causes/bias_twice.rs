@@ -9,7 +9,7 @@ use crate::diagnose::detectors::common_factor::stages_times;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::diagnose::worlds::{BackwardStarts, DeclaredLse, FORWARD_ONLY, ForwardOnly, Scaled};
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
-use crate::replay::world::{At, Pass, UnitTokens, World};
+use crate::replay::world::{Pass, StagePlace, UnitTokens, World};
 
 /// The catalogue's entry.
 pub struct BiasTwice;
@@ -32,7 +32,7 @@ impl Cause for BiasTwice {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let biased = evidence.inputs.iter().any(|one| one.bias.is_some());
+        let biased = evidence.inputs.iter().any(|inputs| inputs.bias.is_some());
         let gradients = evidence.fails_any(&Stage::GRADIENTS);
         if !biased || !(gradients || evidence.fails_any(&Stage::FORWARD)) {
             return Vec::new();
@@ -40,18 +40,19 @@ impl Cause for BiasTwice {
         let mut hypotheses = Vec::new();
         for times in [0.0, 2.0] {
             // Automatic differentiation of a bias that is added twice gives twice its gradient.
-            let own: &[f64] = if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
+            let gradient_factors: &[f64] =
+                if evidence.fails(Stage::Dbias) { &[1.0, times] } else { &[1.0] };
             for (lse, place) in BackwardStarts::of(evidence, &|_| {}, times).each() {
                 let with_gradient = |&gradient: &f64| {
                     let mut parameters =
                         vec![("times", times.to_string()), ("in", place.to_string())];
-                    if own.len() > 1 {
+                    if gradient_factors.len() > 1 {
                         parameters.push(("its gradient times", gradient.to_string()));
                     }
                     let lse = lse.clone();
                     Hypothesis::new(Biased { times, lse, gradient }, parameters)
                 };
-                hypotheses.extend(own.iter().map(with_gradient));
+                hypotheses.extend(gradient_factors.iter().map(with_gradient));
             }
             if let Some(world) = ForwardOnly::of(evidence, &|_| {}, times) {
                 let parameters =
@@ -79,7 +80,10 @@ impl Cause for BiasTwice {
 /// Whether a stage fails because all of it is zero.
 fn is_zero(evidence: &Evidence<'_>, stage: Stage) -> bool {
     evidence.fails(stage)
-        && evidence.residuals.iter().all(|(key, one)| key.stage != stage || one.captured == 0.0)
+        && evidence
+            .residuals
+            .iter()
+            .all(|(key, residual)| key.stage != stage || residual.captured == 0.0)
 }
 
 struct Biased {
@@ -94,8 +98,8 @@ impl World for Biased {
         inputs.bias.iter_mut().flatten().for_each(|b| *b *= self.times);
     }
 
-    fn scale(&self, at: At) -> f64 {
-        if at.stage == Stage::Dbias { self.gradient } else { 1.0 }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if place.stage == Stage::Dbias { self.gradient } else { 1.0 }
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {

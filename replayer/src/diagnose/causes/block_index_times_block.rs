@@ -118,7 +118,7 @@ fn sizes(evidence: &Evidence<'_>, operand: Operand) -> Vec<usize> {
 /// whose block lies beyond the end.
 fn strict(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(nans_found) = nans(evidence) else { return Vec::new() };
-    let Some(key) = nans_found.of.keys().find(|key| key.stage >= Stage::DkLse) else {
+    let Some(key) = nans_found.masks.keys().find(|key| key.stage >= Stage::DkLse) else {
         return Vec::new();
     };
     let rows = nans_found.rows(*key, true);
@@ -160,7 +160,7 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             let right = |t: &usize| match rows[*t] {
                 Row::From(other) => table
                     .get(&other)
-                    .is_none_or(|of| energy(of) == 0.0 || alike(captured.row(*t), of)),
+                    .is_none_or(|values| energy(values) == 0.0 || alike(captured.row(*t), values)),
                 _ => energy(captured.row(*t)) == 0.0,
             };
             fits = table.keys().all(right);
@@ -181,10 +181,10 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 fn rows_written(n: usize, runs: &[Vec<usize>], size: usize) -> Vec<Row> {
     let mut all = vec![Row::Zeros; n];
     for run in runs {
-        for at in 0..run.len() {
-            let to = (at / size) * size * size + at % size;
+        for position in 0..run.len() {
+            let to = (position / size) * size * size + position % size;
             if let Some(&to) = run.get(to) {
-                all[to] = Row::From(run[at]);
+                all[to] = Row::From(run[position]);
             }
         }
     }

@@ -18,7 +18,7 @@ use super::unwritten_tile;
 use crate::diagnose::cause::{Cause, Hypothesis};
 use crate::diagnose::detectors::addend_counts::{ALL, Counted, What, counted};
 use crate::diagnose::detectors::class_counts::CountedClasses;
-use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::sum_counts::{CountedSums, GradientPart};
 use crate::diagnose::detectors::token_counts::CountedTokens;
 use crate::diagnose::evidence::Evidence;
 use crate::head::Stage;
@@ -53,14 +53,16 @@ impl Cause for BlockMiscounted {
         let in_stage =
             |stage| counted(evidence, stage, &ALL).into_iter().map(move |found| (stage, found));
         let all = all.flat_map(in_stage);
-        let mut found: Vec<Hypothesis> =
+        let mut hypotheses: Vec<Hypothesis> =
             all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();
-        let kinds = [(Of::Whole, What::Addends), (Of::Softmax, What::OfSoftmax)];
-        found.extend(kinds.into_iter().filter_map(|(of, what)| of_sums(evidence, of, what)));
-        found.extend(of_tokens(evidence));
-        found.extend(of_classes(evidence));
-        found.extend(unwritten_tile::hypothesis(evidence));
-        found
+        let kinds =
+            [(GradientPart::Whole, What::Addends), (GradientPart::Softmax, What::OfSoftmax)];
+        hypotheses
+            .extend(kinds.into_iter().filter_map(|(part, what)| of_sums(evidence, part, what)));
+        hypotheses.extend(of_tokens(evidence));
+        hypotheses.extend(of_classes(evidence));
+        hypotheses.extend(unwritten_tile::hypothesis(evidence));
+        hypotheses
     }
 }
 
@@ -91,8 +93,8 @@ fn of_classes(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 
 /// Tokens that are in sums of dk more or less often than once, unless all of a rank's or a
 /// microbatch's tokens have one weight.
-fn of_sums(evidence: &Evidence<'_>, of: Of, what: What) -> Option<Hypothesis> {
-    let counted = CountedSums::of(evidence, of)?;
+fn of_sums(evidence: &Evidence<'_>, terms: GradientPart, what: What) -> Option<Hypothesis> {
+    let counted = CountedSums::of(evidence, terms)?;
     if counted.of_parts || counted.is_of_devices() {
         return None;
     }

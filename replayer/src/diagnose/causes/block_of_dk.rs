@@ -91,8 +91,8 @@ impl<'a> Kernel<'a> {
         let tried = maps.filter_map(|blocks| Some((blocks, self.q(evidence, blocks)?)));
         let tried = tried
             .flat_map(|(blocks, q)| [false, true].map(|whole| ((blocks, whole), off(&q, whole))));
-        let (found, least) = tried.min_by(|a, b| a.1.total_cmp(&b.1))?;
-        (least <= LEFT * off(self.gradient.other(), false)).then_some(found)
+        let (reading, least) = tried.min_by(|a, b| a.1.total_cmp(&b.1))?;
+        (least <= LEFT * off(self.gradient.other(), false)).then_some(reading)
     }
 
     /// The rows of q that the unit's tokens read.
@@ -108,12 +108,12 @@ impl<'a> Kernel<'a> {
     /// A row of dk computed with these rows of q. `whole`: whether the softmax reads them too.
     fn row(&self, q: &Rows, class: usize, whole: bool) -> Vec<f64> {
         let mut sum = vec![0.0; q.cols];
-        for (at, &token) in self.tokens.iter().enumerate() {
-            let row = q.row(at);
+        for (index, &token) in self.tokens.iter().enumerate() {
+            let row = q.row(index);
             let entry = match whole {
-                false => self.entries.row(at)[class],
+                false => self.entries.row(index)[class],
                 true => {
-                    let label = self.inputs.labels[self.gradient.plane.rows[at]] as usize;
+                    let label = self.inputs.labels[self.gradient.plane.rows[index]] as usize;
                     self.direct.entry((row, class), token, label == class)
                 }
             };

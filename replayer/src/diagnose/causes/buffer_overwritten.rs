@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use backtape::identity::Microbatch;
 use backtape::nan::largest;
 
-use super::overwritten_logits::{Held, PLANE, SAME, Tokens, of_logits};
+use super::overwritten_logits::{LogitsContent, PLANE, SAME, Tokens, of_logits};
 use crate::assemble::Row;
 use crate::diagnose::cause::{Cause, Effort, Hypothesis};
 use crate::diagnose::data_worlds::ReplacedValues;
@@ -79,9 +79,9 @@ fn of_gradients(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    let is_any = !world.of.is_empty();
-    let one = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
-    is_any.then(one).into_iter().collect()
+    let is_any = !world.rows_of_key.is_empty();
+    let hypothesis = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
+    is_any.then(hypothesis).into_iter().collect()
 }
 
 /// The input or the other gradient that a captured gradient equals: its name and values.
@@ -150,9 +150,9 @@ fn of_columns(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     words.sort();
     words.dedup();
-    let is_any = !world.of.is_empty();
-    let one = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
-    is_any.then(one).into_iter().collect()
+    let is_any = !world.rows_of_key.is_empty();
+    let hypothesis = || Hypothesis::new(world, vec![("tensor", words.join("; "))]);
+    is_any.then(hypothesis).into_iter().collect()
 }
 
 /// The hypothesis of a second backward that reads logits over which the first one wrote their
@@ -171,7 +171,7 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all = tokens(evidence, inputs);
         let few: Vec<usize> = all.iter().copied().step_by(all.len().div_ceil(4).max(1)).collect();
         let sample = overwritten(evidence, inputs, &few);
-        sample.is_some_and(|of| shows(evidence, (inputs.microbatch, &few), &of))
+        sample.is_some_and(|overwritten| shows(evidence, (inputs.microbatch, &few), &overwritten))
     };
     if !evidence.inputs.iter().any(shown) {
         return Vec::new();
@@ -188,7 +188,7 @@ fn second_backward(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         ("tensor", "logits".to_string()),
         ("holds", "their gradient, when a second backward reads them".to_string()),
     ];
-    vec![Hypothesis::new(SecondBackward { of: all }, parameters)]
+    vec![Hypothesis::new(SecondBackward { tokens: all }, parameters)]
 }
 
 /// Logits of some tokens that hold their own gradient, before the head's transform, which gives
@@ -215,14 +215,14 @@ fn overwritten(
     for &t in tokens {
         let q = direct.q(Row::From(t));
         let upstream = options.cotangents(g[t], lse[t], valid);
-        let held: Vec<f64> = (0..valid)
+        let held_values: Vec<f64> = (0..valid)
             .map(|v| {
                 let logit = direct.logit_of(&q, v);
-                Held::Gradient.of(logit, lse[t], upstream, inputs.labels[t] as usize == v)
+                LogitsContent::Gradient.of(logit, lse[t], upstream, inputs.labels[t] as usize == v)
             })
             .collect();
-        overwritten.lse[t] = direct.lse(&held);
-        for (v, &x) in held.iter().enumerate() {
+        overwritten.lse[t] = direct.lse(&held_values);
+        for (v, &x) in held_values.iter().enumerate() {
             let bias = direct.head.bias.map_or(0.0, |bias| bias[v]);
             overwritten.raw[t * vocab + v] = transform.undone(x) - bias;
         }
@@ -234,7 +234,7 @@ fn overwritten(
 fn shows(
     evidence: &Evidence<'_>,
     (mb, tokens): (Option<Microbatch>, &[usize]),
-    of: &Overwritten,
+    overwritten: &Overwritten,
 ) -> bool {
     let shown = || {
         let key = *evidence
@@ -247,12 +247,13 @@ fn shows(
         let vocab = direct.head.k.rows;
         let (mut off, mut size) = (0.0, 0.0);
         for &t in tokens {
-            let own = cotangents.get(&t)?;
+            let token_cotangents = cotangents.get(&t)?;
             let mut row = vec![0.0; captured.columns];
             for v in 0..inputs.valid_vocab {
-                let (z, slope) = direct.logit(of.raw[t * vocab + v], v);
+                let (z, slope) = direct.logit(overwritten.raw[t * vocab + v], v);
                 let is_label = inputs.labels[t] as usize == v;
-                let entry = slope * own.entry(probability(z, of.lse[t]), is_label);
+                let entry =
+                    slope * token_cotangents.entry(probability(z, overwritten.lse[t]), is_label);
                 match key.stage {
                     Stage::Dlogits => row[v] = entry,
                     _ => row
@@ -270,20 +271,21 @@ fn shows(
 }
 
 struct SecondBackward {
-    of: Tokens<Overwritten>,
+    tokens: Tokens<Overwritten>,
 }
 
 impl World for SecondBackward {
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        if let Some(of) = self.of.get(&inputs.microbatch) {
-            inputs.reads = Some(Misread { q: None, k: None, scores: Some(of.raw.clone()) });
+        if let Some(overwritten) = self.tokens.get(&inputs.microbatch) {
+            inputs.reads =
+                Some(Misread { q: None, k: None, scores: Some(overwritten.raw.clone()) });
         }
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let of = self.of.get(&inputs.microbatch).filter(|_| pass == Pass::Backward);
-        if let Some(of) = of {
-            lse.copy_from_slice(&of.lse);
+        let overwritten = self.tokens.get(&inputs.microbatch).filter(|_| pass == Pass::Backward);
+        if let Some(overwritten) = overwritten {
+            lse.copy_from_slice(&overwritten.lse);
         }
     }
 }

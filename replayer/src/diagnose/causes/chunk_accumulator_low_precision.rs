@@ -80,8 +80,9 @@ pub(super) fn of_dk(evidence: &Evidence<'_>, roundings: &Roundings) -> Vec<Hypot
                 true => searched(evidence, &base, precision, declared),
                 false => Vec::new(),
             };
-            hypotheses.extend(inside.iter().map(|of| hypothesis(&whole, of, declared, false)));
-            hypotheses.extend(apart.iter().map(|of| hypothesis(&base, of, declared, true)));
+            hypotheses
+                .extend(inside.iter().map(|pieces| hypothesis(&whole, pieces, declared, false)));
+            hypotheses.extend(apart.iter().map(|pieces| hypothesis(&base, pieces, declared, true)));
         }
     }
     hypotheses

@@ -51,8 +51,8 @@ impl Cause for Clipping {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        if let Some(found) = of_parts(evidence).or_else(|| of_repeated_clips(evidence)) {
-            return vec![found];
+        if let Some(hypothesis) = of_parts(evidence).or_else(|| of_repeated_clips(evidence)) {
+            return vec![hypothesis];
         }
         let all = [&Stage::GRADIENTS[..], &Stage::SUMS].concat();
         let failing: BTreeSet<Stage> =
@@ -76,9 +76,9 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let sum = Summed::of(evidence, key, true)?;
     type Whose = fn(&Addend) -> (Option<Microbatch>, Option<Rank>);
     let kinds: [(&str, Whose); 3] = [
-        ("each rank's part", |of| (None, of.rank)),
-        ("each microbatch's part", |of| (of.microbatch, None)),
-        ("each rank's part of each microbatch", |of| (of.microbatch, of.rank)),
+        ("each rank's part", |addend| (None, addend.rank)),
+        ("each microbatch's part", |addend| (addend.microbatch, None)),
+        ("each rank's part of each microbatch", |addend| (addend.microbatch, addend.rank)),
     ];
     kinds.into_iter().find_map(|(words, whose)| {
         let sums = sum.by(whose);
@@ -91,8 +91,8 @@ fn of_parts(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let norms: Vec<f64> = each.iter().map(|sum| energy(sum).sqrt()).collect();
         let to = clipped_to(&norms, &factors)?;
         let weight = |addend: &Addend| {
-            let at = sums.keys().position(|of| *of == whose(addend));
-            at.map_or(1.0, |at| factors[at])
+            let position = sums.keys().position(|of| *of == whose(addend));
+            position.map_or(1.0, |at| factors[at])
         };
         let of_part = |(addend, _): &Part| Addend { weight: weight(addend), ..addend.clone() };
         let addends: Vec<Addend> = sum.parts.iter().map(of_part).collect();
@@ -113,20 +113,20 @@ const ROUNDING: f64 = 16.0;
 /// The hypothesis that the sum over microbatches was clipped to one norm after each of them was
 /// added: the norm is that of the captured sum.
 fn of_repeated_clips(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let (mut of, mut to, mut fitted) = (Vec::new(), BTreeSet::new(), 1);
+    let (mut solved_sums, mut to, mut fitted) = (Vec::new(), BTreeSet::new(), 1);
     for (key, _) in evidence.failing_of(&Stage::SUMS) {
         let sum = Summed::of(evidence, key, false)?;
         let norm = energy(&sum.captured.values).sqrt();
         let mut order: BTreeMap<Option<Microbatch>, Vec<usize>> = BTreeMap::new();
-        for (at, (addend, _)) in sum.parts.iter().enumerate() {
-            order.entry(addend.microbatch).or_default().push(at);
+        for (index, (addend, _)) in sum.parts.iter().enumerate() {
+            order.entry(addend.microbatch).or_default().push(index);
         }
         let mut total = vec![0.0; sum.captured.values.len()];
         let mut weights = vec![0.0; sum.parts.len()];
-        for own in order.values() {
-            for &at in own {
-                total.iter_mut().zip(&sum.parts[at].1).for_each(|(sum, x)| *sum += x);
-                weights[at] = 1.0;
+        for indices in order.values() {
+            for &index in indices {
+                total.iter_mut().zip(&sum.parts[index].1).for_each(|(sum, x)| *sum += x);
+                weights[index] = 1.0;
             }
             let factor = (norm / energy(&total).sqrt()).min(1.0);
             total.iter_mut().chain(&mut weights).for_each(|x| *x *= factor);
@@ -149,13 +149,15 @@ fn of_repeated_clips(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             return None;
         }
         let parts = sum.parts.iter().zip(weights);
-        let addends = parts.map(|((of, _), weight)| Addend { weight, ..of.clone() }).collect();
-        of.push(Solved::of(&sum, (key, 1.0), addends));
+        let addends =
+            parts.map(|((addend, _), weight)| Addend { weight, ..addend.clone() }).collect();
+        solved_sums.push(Solved::of(&sum, (key, 1.0), addends));
     }
     let mut parameters = vec![("clipped", "the sum, after every microbatch".to_string())];
     let to: Vec<String> = to.into_iter().collect();
     parameters.extend((!to.is_empty()).then(|| ("max_norm", to.join(", "))));
-    (!of.is_empty()).then(|| Hypothesis::new(Weighted { of }, parameters).fitted(fitted))
+    (!solved_sums.is_empty())
+        .then(|| Hypothesis::new(Weighted { sums: solved_sums }, parameters).fitted(fitted))
 }
 
 /// The weights of a sum's addends, if those of each microbatch are no larger than those of the next
@@ -178,8 +180,8 @@ fn falling(
         return None;
     }
     let mut weights = vec![1.0; sum.parts.len()];
-    for (own, factor) in order.values().zip(factors) {
-        own.iter().for_each(|&at| weights[at] = factor);
+    for (indices, factor) in order.values().zip(factors) {
+        indices.iter().for_each(|&at| weights[at] = factor);
     }
     Some(weights)
 }
@@ -190,9 +192,9 @@ fn clipped_to(norms: &[f64], factors: &[f64]) -> Option<f64> {
     let cut: Vec<usize> = (0..factors.len()).filter(|&at| factors[at] < 1.0 - ALIKE).collect();
     let to = norms[*cut.first()?] * factors[cut[0]];
     let alike = |x: f64| (x - to).abs() <= ALIKE * to;
-    let of_place = |at: usize| match cut.contains(&at) {
-        true => alike(norms[at] * factors[at]),
-        false => (factors[at] - 1.0).abs() <= ALIKE && norms[at] <= to * (1.0 + ALIKE),
+    let of_place = |index: usize| match cut.contains(&index) {
+        true => alike(norms[index] * factors[index]),
+        false => (factors[index] - 1.0).abs() <= ALIKE && norms[index] <= to * (1.0 + ALIKE),
     };
     let told = cut.len() > 1 || round(to).is_some();
     (told && (0..factors.len()).all(of_place)).then_some(to)
@@ -207,11 +209,14 @@ fn round(norm: f64) -> Option<f64> {
 /// The one factor of all comparisons: the mean of theirs, weighted by their precision; none where
 /// they differ.
 pub(super) fn common(each: &[(Key, Residual)]) -> Option<f64> {
-    let weight = |one: &Residual| one.reference / one.floor.max(f64::MIN_POSITIVE);
-    let sum: f64 = each.iter().map(|(_, one)| weight(one)).sum();
-    let mean = each.iter().map(|(_, one)| weight(one) * one.factor).sum::<f64>() / sum;
-    let alike = |(_, one): &(Key, Residual)| {
-        one.nonfinite == 0 && one.is_scaled() && (one.factor - mean).abs() <= ALIKE * mean
+    let weight = |residual: &Residual| residual.reference / residual.floor.max(f64::MIN_POSITIVE);
+    let sum: f64 = each.iter().map(|(_, residual)| weight(residual)).sum();
+    let mean =
+        each.iter().map(|(_, residual)| weight(residual) * residual.factor).sum::<f64>() / sum;
+    let alike = |(_, residual): &(Key, Residual)| {
+        residual.nonfinite == 0
+            && residual.is_scaled()
+            && (residual.factor - mean).abs() <= ALIKE * mean
     };
     (mean > 0.0 && mean.is_finite() && each.iter().all(alike)).then_some(mean)
 }

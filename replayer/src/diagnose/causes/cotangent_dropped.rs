@@ -55,12 +55,12 @@ impl Cause for CotangentDropped {
             there.iter().map(move |&out| Dropped { out, place, kept: declared(evidence) })
         });
         let mut hypotheses = Vec::new();
-        for one in all.filter(|one| one.is_possible(evidence)) {
-            if one.out.weights != Weights::Kept && !one.out.mean {
-                let counted = Dropped { kept: Denominators::new(), ..one.clone() };
+        for dropped in all.filter(|dropped| dropped.is_possible(evidence)) {
+            if dropped.out.weights != Weights::Kept && !dropped.out.mean {
+                let counted = Dropped { kept: Denominators::new(), ..dropped.clone() };
                 hypotheses.push(counted.hypothesis());
             }
-            hypotheses.push(one.hypothesis());
+            hypotheses.push(dropped.hypothesis());
         }
         hypotheses
     }
@@ -131,13 +131,13 @@ impl LeftOut {
     fn there(evidence: &Evidence<'_>) -> Vec<LeftOut> {
         let any = |of: fn(&MicrobatchInputs) -> &[f64]| {
             let not_one = |(&x, &label): (&f64, &u32)| label != IGNORED && x != 1.0;
-            evidence.inputs.iter().any(|one| of(one).iter().zip(&one.labels).any(not_one))
+            evidence.inputs.iter().any(|inputs| of(inputs).iter().zip(&inputs.labels).any(not_one))
         };
-        let cotangent = evidence.step.options.cotangent != 1.0 || any(|one| &one.cotangent);
+        let cotangent = evidence.step.options.cotangent != 1.0 || any(|inputs| &inputs.cotangent);
         // The weights of a policy loss are its mask: without them other tokens count.
-        let weights = any(|one| &one.weights);
+        let weights = any(|inputs| &inputs.weights);
         // Without weights, tokens of weight 0 may count like the others, or stay out.
-        let masked = evidence.inputs.iter().any(|one| one.weights.contains(&0.0));
+        let masked = evidence.inputs.iter().any(|inputs| inputs.weights.contains(&0.0));
         let mean = declared(evidence).values().flatten().any(|&n| n != 1.0);
         let mut combinations = Vec::new();
         for cotangent in [false, true].into_iter().take(1 + usize::from(cotangent)) {
@@ -168,9 +168,9 @@ type Denominators = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 fn declared(evidence: &Evidence<'_>) -> Denominators {
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-    let of_microbatch = |own: &MicrobatchInputs| {
-        let divisors = evidence.step.denominators(&all, own).ok()?;
-        Some((own.microbatch, divisors.into_iter().map(|(_, n)| n).collect()))
+    let of_microbatch = |inputs: &MicrobatchInputs| {
+        let divisors = evidence.step.denominators(&all, inputs).ok()?;
+        Some((inputs.microbatch, divisors.into_iter().map(|(_, n)| n).collect()))
     };
     evidence.inputs.iter().filter_map(of_microbatch).collect()
 }
@@ -204,8 +204,9 @@ impl Dropped {
         };
         Stage::GRADIENTS.iter().filter(|&&stage| self.place.holds(stage)).any(|&stage| {
             evidence.fails(stage)
-                && informative(evidence, stage)
-                    .all(|(key, one)| one.nonfinite == 0 && is_towards(one.factor, wanted(&key)))
+                && informative(evidence, stage).all(|(key, residual)| {
+                    residual.nonfinite == 0 && is_towards(residual.factor, wanted(&key))
+                })
         })
     }
 
@@ -255,13 +256,13 @@ impl World for Dropped {
         &self,
         _step: &HeadStep<'_>,
         _all: &[&MicrobatchInputs],
-        own: &MicrobatchInputs,
-        of: &mut Vec<(Unit, f64)>,
+        inputs: &MicrobatchInputs,
+        denominators: &mut Vec<(Unit, f64)>,
     ) {
         if self.out.mean {
-            of.iter_mut().for_each(|(_, n)| *n = 1.0);
-        } else if let Some(kept) = self.kept.get(&own.microbatch) {
-            of.iter_mut().zip(kept).for_each(|((_, n), &declared)| *n = declared);
+            denominators.iter_mut().for_each(|(_, n)| *n = 1.0);
+        } else if let Some(kept) = self.kept.get(&inputs.microbatch) {
+            denominators.iter_mut().zip(kept).for_each(|((_, n), &declared)| *n = declared);
         }
     }
 }

@@ -93,21 +93,25 @@ impl World for Silent {
 
 /// The hypothesis that sums lack one addend and contain all others once.
 fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let lacks_one = |found: &Solved| {
-        let out = found.addends.iter().filter(|of| of.weight == 0.0).count();
-        let once = found.addends.iter().filter(|of| of.weight == 1.0).count();
-        out == 1 && once + out == found.addends.len() && once > 1 && found.scale == 1.0
+    let lacks_one = |solved: &Solved| {
+        let out = solved.addends.iter().filter(|addend| addend.weight == 0.0).count();
+        let once = solved.addends.iter().filter(|addend| addend.weight == 1.0).count();
+        out == 1 && once + out == solved.addends.len() && once > 1 && solved.scale == 1.0
     };
     let sums: Vec<Solved> = solved(evidence).into_iter().filter(lacks_one).collect();
     let Some(first) = sums.first() else { return Vec::new() };
-    let Some(out) = first.addends.iter().find(|of| of.weight == 0.0 && of.microbatch.is_some())
+    let Some(out) =
+        first.addends.iter().find(|addend| addend.weight == 0.0 && addend.microbatch.is_some())
     else {
         return Vec::new(); // A whole rank is missing: it was not reduced, another cause.
     };
     // If every rank's sum lacks the same microbatch, the accumulation window is wrong, which is
     // another cause.
-    let same = |one: &Solved| {
-        one.addends.iter().any(|of| of.weight == 0.0 && of.microbatch == out.microbatch)
+    let same = |solved: &Solved| {
+        solved
+            .addends
+            .iter()
+            .any(|addend| addend.weight == 0.0 && addend.microbatch == out.microbatch)
     };
     if sums.len() > 1 && sums.iter().all(same) {
         return Vec::new();
@@ -115,5 +119,5 @@ fn lacking(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mb = out.microbatch.map_or(String::new(), |mb| mb.to_string());
     let rank = out.rank.map_or("all".into(), |rank| rank.to_string());
     let parameters = vec![("microbatch", mb), ("rank", rank)];
-    vec![Hypothesis::new(Weighted { of: sums }, parameters)]
+    vec![Hypothesis::new(Weighted { sums }, parameters)]
 }

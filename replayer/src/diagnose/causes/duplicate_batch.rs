@@ -64,19 +64,19 @@ fn same(a: &[f64], b: &[f64]) -> bool {
 /// another microbatch, which passes.
 fn of_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let mut from = BTreeMap::new();
-    for inputs in evidence.inputs.iter().filter(|one| one.microbatch.is_some()) {
+    for inputs in evidence.inputs.iter().filter(|inputs| inputs.microbatch.is_some()) {
         let is_of_microbatch =
             |key: &&Key| key.microbatch == inputs.microbatch && key.stage != Stage::Loss;
         let Some(&key) = evidence.failing.iter().find(is_of_microbatch) else { continue };
-        let Some(own) = evidence.captured(key) else { continue };
+        let Some(captured) = evidence.captured(key) else { continue };
         let is_other = |other: &&MicrobatchInputs| {
             let other_key = Key { microbatch: other.microbatch, ..key };
-            let passes = evidence.residuals.get(&other_key).is_some_and(|found| found.passes);
+            let passes = evidence.residuals.get(&other_key).is_some_and(|residual| residual.passes);
             passes
                 && other.tokens() == inputs.tokens()
                 && evidence
                     .captured(other_key)
-                    .is_some_and(|found| same(&own.values, &found.values))
+                    .is_some_and(|values| same(&captured.values, &values.values))
         };
         if let Some(other) = evidence.inputs.iter().find(is_other) {
             from.insert(inputs.microbatch, (other.microbatch, None));
@@ -106,8 +106,8 @@ impl ByRank {
         let captured = evidence.captured(**keys.first()?)?;
         let rows = evidence.reference().rows_of(place);
         let all = keys.iter().map(|key| &evidence.residuals[*key]);
-        let (floor, n) =
-            all.fold((0.0, 0), |(floor, n), one| (floor + one.floor, n + one.elements));
+        let (floor, n) = all
+            .fold((0.0, 0), |(floor, n), residual| (floor + residual.floor, n + residual.elements));
         let right = |tokens: &Vec<usize>| {
             let looked: Vec<_> = tokens.iter().filter_map(|t| rows.get_key_value(t)).collect();
             let off: f64 = looked.iter().map(|(t, row)| distance(captured.row(**t), row)).sum();
@@ -138,13 +138,13 @@ fn of_ranks_data(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let Some((key, _)) = keys.find(|(key, _)| key.microbatch == inputs.microbatch) else {
             continue;
         };
-        let Some(own) = ByRank::of(evidence, inputs, key.stage) else { continue };
+        let Some(by_rank) = ByRank::of(evidence, inputs, key.stage) else { continue };
         let mut from: Vec<usize> = (0..inputs.tokens()).collect();
-        for to in own.wrong() {
-            let values = own.values(to);
-            let is_other = |&of: &usize| own.right[of] && same(&values, &own.values(of));
-            if let Some(other) = (0..own.ranks.len()).find(is_other) {
-                let (to, other) = (&own.ranks[to], &own.ranks[other]);
+        for to in by_rank.wrong() {
+            let values = by_rank.values(to);
+            let is_other = |&of: &usize| by_rank.right[of] && same(&values, &by_rank.values(of));
+            if let Some(other) = (0..by_rank.ranks.len()).find(is_other) {
+                let (to, other) = (&by_rank.ranks[to], &by_rank.ranks[other]);
                 to.1.iter().zip(&other.1).for_each(|(&t, &other)| from[t] = other);
                 pairs.push(format!("{} has those of {}", to.0, other.0));
             }
@@ -174,26 +174,28 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             evidence.failing.iter().any(is_of_stage)
         };
         let Some(stage) = OF_TOKENS.into_iter().find(|&stage| fails(stage)) else { continue };
-        let Some(own) = by_rank(inputs, stage) else { continue };
-        for to in own.wrong() {
-            let values = own.values(to);
+        let Some(ranks_here) = by_rank(inputs, stage) else { continue };
+        for to in ranks_here.wrong() {
+            let values = ranks_here.values(to);
             let is_other = |other: &&MicrobatchInputs| {
                 by_rank(other, stage).is_some_and(|found| {
-                    found.ranks == own.ranks && found.right[to] && same(&values, &found.values(to))
+                    found.ranks == ranks_here.ranks
+                        && found.right[to]
+                        && same(&values, &found.values(to))
                 })
             };
             let mut others =
                 evidence.inputs.iter().filter(|one| one.microbatch != inputs.microbatch);
             let Some(other) = others.find(is_other) else { continue };
             let place = from.entry(inputs.microbatch);
-            let (of, tokens) = place.or_insert((other.microbatch, Some(Vec::new())));
-            if *of != other.microbatch {
+            let (microbatch, tokens) = place.or_insert((other.microbatch, Some(Vec::new())));
+            if *microbatch != other.microbatch {
                 return None; // The ranks read different microbatches, so it is no single stale buffer.
             }
-            tokens.iter_mut().for_each(|tokens| tokens.extend(&own.ranks[to].1));
+            tokens.iter_mut().for_each(|tokens| tokens.extend(&ranks_here.ranks[to].1));
             let word = |mb: Option<Microbatch>| mb.map_or("all".into(), |mb| mb.to_string());
             let (rank, mb, other) =
-                (&own.ranks[to].0, word(inputs.microbatch), word(other.microbatch));
+                (&ranks_here.ranks[to].0, word(inputs.microbatch), word(other.microbatch));
             pairs.push(format!("{rank} in microbatch {mb} has those of microbatch {other}"));
         }
     }
@@ -203,23 +205,25 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 
 /// The hypothesis that sums contain one microbatch twice and another not at all.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let twice = |found: &Solved| {
-        let weights: Vec<f64> = found.addends.iter().map(|of| of.weight).collect();
+    let twice = |solved: &Solved| {
+        let weights: Vec<f64> = solved.addends.iter().map(|addend| addend.weight).collect();
         let total: f64 = weights.iter().sum();
         weights.contains(&2.0) && weights.contains(&0.0) && total == weights.len() as f64
     };
     let sums: Vec<Solved> = solved(evidence).into_iter().filter(twice).collect();
     let Some(first) = sums.first() else { return Vec::new() };
     let named = |weight: f64| {
-        let all = first.addends.iter().filter(|of| of.weight == weight);
-        let one = |of: &crate::diagnose::detectors::addends::Addend| match (of.microbatch, of.rank)
-        {
+        let all = first.addends.iter().filter(|addend| addend.weight == weight);
+        let name_of = |addend: &crate::diagnose::detectors::addends::Addend| match (
+            addend.microbatch,
+            addend.rank,
+        ) {
             (Some(mb), Some(rank)) => format!("{mb} of rank {rank}"),
             (Some(mb), None) => mb.to_string(),
             (None, rank) => rank.map_or("all".into(), |rank| format!("rank {rank}")),
         };
-        all.map(one).collect::<Vec<String>>().join(", ")
+        all.map(name_of).collect::<Vec<String>>().join(", ")
     };
     let parameters = vec![("twice", named(2.0)), ("left out", named(0.0))];
-    vec![Hypothesis::new(Weighted { of: sums }, parameters)]
+    vec![Hypothesis::new(Weighted { sums }, parameters)]
 }

@@ -46,17 +46,19 @@ impl World for Emulated {
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        if let Some(of) = self.forward.get(&inputs.microbatch).filter(|_| pass == Pass::Forward) {
-            lse.copy_from_slice(&of.lse);
+        if let Some(forward) =
+            self.forward.get(&inputs.microbatch).filter(|_| pass == Pass::Forward)
+        {
+            lse.copy_from_slice(&forward.lse);
         }
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let here = self.forward.get(&of.at.microbatch);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let here = self.forward.get(&expectation.place.microbatch);
         if let Some(label) = here.and_then(|here| here.label.as_ref())
-            && of.at.stage == Stage::LabelLogits
+            && expectation.place.stage == Stage::LabelLogits
         {
-            of.values.copy_from_slice(label);
+            expectation.values.copy_from_slice(label);
         }
     }
 
@@ -72,12 +74,12 @@ impl World for Emulated {
 
 /// The forward pass of every microbatch in a rounding policy. `label`: whether the label's logit
 /// comes from this pass; if not, it is as declared, because the job computes it separately.
-pub(super) fn forward(evidence: &Evidence<'_>, of: &Policy, label: bool) -> Forward {
+pub(super) fn forward(evidence: &Evidence<'_>, policy: &Policy, label: bool) -> Forward {
     let of_microbatch = |inputs: &MicrobatchInputs| {
         let head = inputs.head(evidence.step)?;
         let roundings = evidence.roundings()?;
         let run = |head: &crate::kernels::matrix::HeadInputs<'_>| {
-            policy::forward(of, head, roundings.tiles, evidence.progress())
+            policy::forward(policy, head, roundings.tiles, evidence.progress())
         };
         let middle = run(&head);
         let both = near_ties(roundings.compute(), &head, &middle.lse);
@@ -92,13 +94,13 @@ pub(super) fn forward(evidence: &Evidence<'_>, of: &Policy, label: bool) -> Forw
 
 /// Whether the logits are computed from q and k, not recorded.
 pub(super) fn has_products(evidence: &Evidence<'_>) -> bool {
-    let product = |one: &MicrobatchInputs| matches!(one.scores, Scores::Product { .. });
+    let product = |inputs: &MicrobatchInputs| matches!(inputs.scores, Scores::Product { .. });
     evidence.inputs.iter().all(product)
 }
 
 /// Whether some token has a label.
 pub(super) fn has_labels(evidence: &Evidence<'_>) -> bool {
-    evidence.inputs.iter().flat_map(|one| &one.labels).any(|&label| label != IGNORED)
+    evidence.inputs.iter().flat_map(|inputs| &inputs.labels).any(|&label| label != IGNORED)
 }
 
 /// The path of a head that computes whole entries of dlogits: the declared one, or the plain one
@@ -125,7 +127,7 @@ pub(super) fn bases(roundings: &Roundings) -> Vec<Policy> {
 /// where its inputs are wide.
 pub(super) fn likely_formats(roundings: &Roundings) -> Vec<Precision> {
     match roundings.widest.input {
-        own @ (Precision::Bf16 | Precision::F16) => vec![own],
+        format @ (Precision::Bf16 | Precision::F16) => vec![format],
         _ => vec![Precision::Bf16, Precision::F16],
     }
 }
@@ -135,6 +137,6 @@ pub(super) fn likely_formats(roundings: &Roundings) -> Vec<Precision> {
 /// bf16 may scatter in f32.
 pub(super) fn formats_below(declared: Precision, roundings: &Roundings) -> Vec<Precision> {
     let mut formats = likely_formats(roundings);
-    formats.retain(|of| of.unit_roundoff() > declared.unit_roundoff());
+    formats.retain(|precision| precision.unit_roundoff() > declared.unit_roundoff());
     formats
 }

@@ -62,10 +62,12 @@ impl Cause for GemmLowPrecision {
 }
 
 fn of(evidence: &Evidence<'_>, roundings: &Roundings, precision: Precision) -> Vec<Hypothesis> {
-    let own = roundings.narrowest.path;
+    let narrowest = roundings.narrowest.path;
     // The dump of a fused head does not show whether its kernel computes the label's part
     // separately.
-    let paths = [own, whole(own)].into_iter().take(1 + usize::from(whole(own) != own));
+    let paths = [narrowest, whole(narrowest)]
+        .into_iter()
+        .take(1 + usize::from(whole(narrowest) != narrowest));
     paths.flat_map(|path| on_path(evidence, roundings, (precision, path))).collect()
 }
 

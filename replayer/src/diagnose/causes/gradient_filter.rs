@@ -60,7 +60,7 @@ impl Cause for GradientFilter {
 
 /// Whether dk is nowhere larger than it should be: a filter only takes away.
 fn loses(evidence: &Evidence<'_>) -> bool {
-    let most = |stage| largest(evidence.failing_of(&[stage]).map(|(_, of)| of.factor));
+    let most = |stage| largest(evidence.failing_of(&[stage]).map(|(_, residual)| residual.factor));
     // The factor may exceed 1 a little, by noise.
     most(Stage::Dk) < 1.01
 }
@@ -97,20 +97,20 @@ struct Skips {
 }
 
 impl World for Skips {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let at = of.at;
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let place = expectation.place;
         let here = |unit: &Filtered| {
-            unit.microbatch == at.microbatch && (unit.rank == at.rank || at.rank.is_none())
+            unit.microbatch == place.microbatch && (unit.rank == place.rank || place.rank.is_none())
         };
         for (unit, tiled) in self.units.iter().zip(&self.tiles) {
             if !here(unit) {
                 continue;
             }
-            match of.at.stage {
-                Stage::Dk | Stage::DkLse => self.subtract_from_dk(unit, tiled, of),
-                Stage::Dq | Stage::DqLse => self.subtract_from_dq(unit, tiled, of),
-                Stage::Dbias => self.subtract_from_dbias(unit, tiled, of),
-                Stage::Dlogits => clear(unit, tiled, of),
+            match expectation.place.stage {
+                Stage::Dk | Stage::DkLse => self.subtract_from_dk(unit, tiled, expectation),
+                Stage::Dq | Stage::DqLse => self.subtract_from_dq(unit, tiled, expectation),
+                Stage::Dbias => self.subtract_from_dbias(unit, tiled, expectation),
+                Stage::Dlogits => clear(unit, tiled, expectation),
                 _ => {}
             }
         }
@@ -136,14 +136,16 @@ impl Skips {
         entries
     }
 
-    fn subtract_from_dk(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+    fn subtract_from_dk(&self, unit: &Filtered, tiled: &Tiled, expectation: &mut Expectation<'_>) {
         let tokens: Vec<usize> = (0..unit.rows.len()).collect();
-        let valid: Vec<usize> = of.rows.iter().copied().filter(|&v| v < unit.classes).collect();
+        let valid: Vec<usize> =
+            expectation.rows.iter().copied().filter(|&v| v < unit.classes).collect();
         let q = unit.part.head().q;
         let lost = self.lost(unit, tiled, &tokens, &valid);
         for (t, row) in lost.chunks(valid.len().max(1)).enumerate() {
-            for (at, &entry) in row.iter().enumerate().filter(|(_, x)| **x != 0.0) {
-                let values = &mut of.values[at * of.columns..(at + 1) * of.columns];
+            for (index, &entry) in row.iter().enumerate().filter(|(_, x)| **x != 0.0) {
+                let values = &mut expectation.values
+                    [index * expectation.columns..(index + 1) * expectation.columns];
                 values.iter_mut().enumerate().for_each(|(d, value)| {
                     *value -= entry * q.get_f64(t * q.cols + d);
                 });
@@ -151,15 +153,17 @@ impl Skips {
         }
     }
 
-    fn subtract_from_dq(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+    fn subtract_from_dq(&self, unit: &Filtered, tiled: &Tiled, expectation: &mut Expectation<'_>) {
         let k = unit.part.head().k;
         let classes: Vec<usize> = (0..unit.classes).collect();
-        let own = |(at, row): (usize, &usize)| Some((at, unit.rows.binary_search(row).ok()?));
+        let place_and_row =
+            |(at, row): (usize, &usize)| Some((at, unit.rows.binary_search(row).ok()?));
         let (places, tokens): (Vec<usize>, Vec<usize>) =
-            of.rows.iter().enumerate().filter_map(own).unzip();
+            expectation.rows.iter().enumerate().filter_map(place_and_row).unzip();
         let lost = self.lost(unit, tiled, &tokens, &classes);
-        for (&at, row) in places.iter().zip(lost.chunks(classes.len().max(1))) {
-            let values = &mut of.values[at * of.columns..(at + 1) * of.columns];
+        for (&place, row) in places.iter().zip(lost.chunks(classes.len().max(1))) {
+            let values = &mut expectation.values
+                [place * expectation.columns..(place + 1) * expectation.columns];
             for (v, &entry) in row.iter().enumerate().filter(|(_, x)| **x != 0.0) {
                 values.iter_mut().enumerate().for_each(|(d, value)| {
                     *value -= entry * k.get_f64(v * k.cols + d);
@@ -168,20 +172,26 @@ impl Skips {
         }
     }
 
-    fn subtract_from_dbias(&self, unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
+    fn subtract_from_dbias(
+        &self,
+        unit: &Filtered,
+        tiled: &Tiled,
+        expectation: &mut Expectation<'_>,
+    ) {
         let tokens: Vec<usize> = (0..unit.rows.len()).collect();
-        let valid: Vec<usize> = of.rows.iter().copied().filter(|&v| v < unit.classes).collect();
+        let valid: Vec<usize> =
+            expectation.rows.iter().copied().filter(|&v| v < unit.classes).collect();
         for row in self.lost(unit, tiled, &tokens, &valid).chunks(valid.len().max(1)) {
-            of.values.iter_mut().zip(row).for_each(|(value, entry)| *value -= entry);
+            expectation.values.iter_mut().zip(row).for_each(|(value, entry)| *value -= entry);
         }
     }
 }
 
-fn clear(unit: &Filtered, tiled: &Tiled, of: &mut Expectation<'_>) {
-    for (at, row) in of.rows.iter().enumerate() {
+fn clear(unit: &Filtered, tiled: &Tiled, expectation: &mut Expectation<'_>) {
+    for (index, row) in expectation.rows.iter().enumerate() {
         let Ok(token) = unit.rows.binary_search(row) else { continue };
-        for v in (0..of.columns.min(unit.classes)).filter(|&v| tiled.drops(token, v)) {
-            of.values[at * of.columns + v] = 0.0;
+        for v in (0..expectation.columns.min(unit.classes)).filter(|&v| tiled.drops(token, v)) {
+            expectation.values[index * expectation.columns + v] = 0.0;
         }
     }
 }

@@ -66,9 +66,12 @@ impl Cause for IndexOverflow32 {
                     // dlogits may be stored in few bits. A stray entry `-g` rounds alike for all
                     // tokens, while p - g together does not, so the rounding matters.
                     let seen = evidence.roundings().filter(|_| hypotheses.len() > before);
-                    let kept = seen.map(|of| of.widest.dlogits);
-                    let few = kept.filter(|&of| of.unit_roundoff() > FULL.unit_roundoff());
-                    hypotheses.extend(few.and_then(|of| of_labels(evidence, index, Some(of))));
+                    let kept = seen.map(|roundings| roundings.widest.dlogits);
+                    let few =
+                        kept.filter(|&precision| precision.unit_roundoff() > FULL.unit_roundoff());
+                    hypotheses.extend(
+                        few.and_then(|precision| of_labels(evidence, index, Some(precision))),
+                    );
                 }
             }
         }
@@ -106,12 +109,12 @@ impl Index {
     fn wrapped(self, index: usize, size: usize) -> Option<usize> {
         let (whole, index, size) = (1i128 << self.bits, index as i128, size as i128);
         let half = if self.signed { whole / 2 } else { 0 };
-        let held = (index + half).rem_euclid(whole) - half;
-        let held = match self.negative {
-            Negative::Dropped if held < 0 => return None,
-            _ => held.rem_euclid(size),
+        let wrapped = (index + half).rem_euclid(whole) - half;
+        let wrapped = match self.negative {
+            Negative::Dropped if wrapped < 0 => return None,
+            _ => wrapped.rem_euclid(size),
         };
-        usize::try_from(held).ok()
+        usize::try_from(wrapped).ok()
     }
 }
 
@@ -128,9 +131,9 @@ fn moved(
     let mut wrapped = WrappedTokens::new();
     for run in runs {
         let size = run.len() * vocab;
-        for (at, &t) in run.iter().enumerate() {
+        for (position, &t) in run.iter().enumerate() {
             let label = inputs.labels[t];
-            let flat = at * vocab + label as usize;
+            let flat = position * vocab + label as usize;
             if label == IGNORED || (flat as i128) < index.border() {
                 continue;
             }

@@ -44,7 +44,7 @@ impl Cause for IntTargetOutOfRange {
             return Vec::new();
         }
         let all: Vec<OutOfRange> =
-            evidence.inputs.iter().filter_map(|one| out_of_range(evidence, one)).collect();
+            evidence.inputs.iter().filter_map(|inputs| out_of_range(evidence, inputs)).collect();
         if all.iter().all(|out_of_range| out_of_range.labels.is_empty()) {
             return Vec::new();
         }
@@ -66,9 +66,9 @@ impl Cause for IntTargetOutOfRange {
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         // Only where nothing fails; otherwise a hypothesis must explain the failure.
         let outside: Vec<&MicrobatchInputs> =
-            evidence.inputs.iter().filter(|one| !one.outside.is_empty()).collect();
+            evidence.inputs.iter().filter(|inputs| !inputs.outside.is_empty()).collect();
         let first = outside.first().filter(|_| evidence.failing.is_empty())?;
-        let count: usize = outside.iter().map(|one| one.outside.len()).sum();
+        let count: usize = outside.iter().map(|inputs| inputs.outside.len()).sum();
         let (token, label) = first.outside[0];
         Some(Observed {
             evidence: format!(
@@ -102,13 +102,13 @@ fn out_of_range(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Ou
     let mut ones = vec![None; inputs.tokens()];
     for run in of_ranks(evidence.step, inputs) {
         let counted = run.iter().find(|&&t| reference[t] != 0.0);
-        let one = counted.map(|&t| reference[t] / weight(t));
-        run.iter().for_each(|&t| ones[t] = one);
+        let value = counted.map(|&t| reference[t] / weight(t));
+        run.iter().for_each(|&t| ones[t] = value);
     }
     let any = ones.iter().flatten().next().copied()?;
     let g = |&t: &usize| {
-        let one = ones[t].unwrap_or(any);
-        (t, one * if weight(t) == 0.0 { 1.0 } else { weight(t) })
+        let value = ones[t].unwrap_or(any);
+        (t, value * if weight(t) == 0.0 { 1.0 } else { weight(t) })
     };
     let g = labels.keys().map(g).collect();
     Some(OutOfRange { microbatch: inputs.microbatch, labels, g })
@@ -117,7 +117,7 @@ fn out_of_range(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<Ou
 /// The formats that an entry may be rounded to: f64 for none, and the format of dlogits if it has
 /// few bits. All stray entries are about `-g`, so their roundings are alike and add up.
 fn formats(evidence: &Evidence<'_>) -> Vec<Precision> {
-    let narrow = evidence.roundings().map(|of| of.widest.dlogits);
+    let narrow = evidence.roundings().map(|roundings| roundings.widest.dlogits);
     [Precision::F64].into_iter().chain(narrow.filter(|to| !to.keeps_f32())).collect()
 }
 
@@ -148,9 +148,9 @@ fn stray(
         }
         let mut entries = Vec::new();
         for run in of_ranks(evidence.step, inputs).iter().filter(|_| entry) {
-            for (at, t) in run.iter().enumerate() {
+            for (position, t) in run.iter().enumerate() {
                 let Some(&label) = out_of_range.labels.get(t) else { continue };
-                let flat = at as i64 * vocab + label;
+                let flat = position as i64 * vocab + label;
                 let Ok(row) = usize::try_from(flat.div_euclid(vocab)) else { continue };
                 let Some(&token) = run.get(row) else { continue };
                 let class = flat.rem_euclid(vocab) as usize;
@@ -258,13 +258,13 @@ fn clamped(evidence: &Evidence<'_>, all: &[OutOfRange], clamp: Clamp) -> Option<
     for out_of_range in all {
         let inputs = evidence.inputs_of(out_of_range.microbatch)?;
         let ends = ends(evidence, inputs)?;
-        let mut own = inputs.labels.clone();
+        let mut labels_read = inputs.labels.clone();
         for (&t, &label) in &out_of_range.labels {
             let class = clamp.class(label, ends)?;
-            own[t] = class as u32;
+            labels_read[t] = class as u32;
             g.get_mut(&out_of_range.microbatch)?[t] = out_of_range.g[&t];
         }
-        labels.insert(out_of_range.microbatch, own);
+        labels.insert(out_of_range.microbatch, labels_read);
     }
     let words = clamp.words();
     let world = Relabelled { labels, g: Some(g), ..Relabelled::default() };

@@ -30,8 +30,8 @@ struct Lengths {
 impl Lengths {
     /// The token and the class whose logit is gathered for a token's label.
     fn gathered(self, token: usize, label: usize) -> (usize, usize) {
-        let at = token * self.gather + label;
-        (at / self.row, at % self.row)
+        let offset = token * self.gather + label;
+        (offset / self.row, offset % self.row)
     }
 }
 
@@ -51,12 +51,12 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     // The first token's label logit is gathered from the right place in any case.
     let all: Vec<usize> = (1..inputs.tokens()).filter(counted).collect();
     let some: Vec<usize> = all.iter().step_by(all.len().div_ceil(LOOKED).max(1)).copied().collect();
-    let fits = |of: &Lengths| {
+    let fits = |lengths: &Lengths| {
         let mut shown = 0;
         for &t in &some {
-            let Some(z) = logit(&direct, inputs, *of, t) else { continue };
-            let own = captured.values[t];
-            if !((own - z).abs() <= NEAR * (own.abs() + z.abs())) {
+            let Some(z) = logit(&direct, inputs, *lengths, t) else { continue };
+            let logit = captured.values[t];
+            if !((logit - z).abs() <= NEAR * (logit.abs() + z.abs())) {
                 return false;
             }
             shown += 1;
@@ -78,7 +78,7 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let z = logit(&direct, inputs, lengths, t).unwrap_or(captured.values[t]);
             rows.insert(t, vec![(0, z)]);
         }
-        world.of.insert(key, rows);
+        world.rows_of_key.insert(key, rows);
     }
     let parameters = vec![
         ("operand", "the label's logit".to_string()),
@@ -88,8 +88,13 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 }
 
 /// The logit that is gathered for a token's label; none if that lies outside the logits.
-fn logit(direct: &Direct<'_>, inputs: &MicrobatchInputs, of: Lengths, token: usize) -> Option<f64> {
-    let (row, class) = of.gathered(token, inputs.labels[token] as usize);
+fn logit(
+    direct: &Direct<'_>,
+    inputs: &MicrobatchInputs,
+    lengths: Lengths,
+    token: usize,
+) -> Option<f64> {
+    let (row, class) = lengths.gathered(token, inputs.labels[token] as usize);
     let inside = row < inputs.tokens() && class < direct.head.valid_vocab;
     inside.then(|| direct.logit_at(row, class).0)
 }

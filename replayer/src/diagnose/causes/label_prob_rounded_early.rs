@@ -144,9 +144,9 @@ impl World for Twice {
             Rounds::Gp => self.policy.dlogits,
         };
         let rounded = |x: f64| format.round64(Precision::F32.round64(x));
-        for (at, &t) in tokens.rows.iter().enumerate() {
-            let (g, p) = (tokens.g[at], probability(logits[t], tokens.lse[at]));
-            label[at] = match self.rounds {
+        for (index, &t) in tokens.rows.iter().enumerate() {
+            let (g, p) = (tokens.g[index], probability(logits[t], tokens.lse[index]));
+            label[index] = match self.rounds {
                 Rounds::P => g * (rounded(rounded(p) - 1.0) - rounded(p)),
                 Rounds::Gp => rounded(rounded(g * p) - g) - g * p,
             };

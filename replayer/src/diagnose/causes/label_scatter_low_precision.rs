@@ -48,7 +48,7 @@ impl Cause for LabelScatterLowPrecision {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let stages = [Stage::DkLabel, Stage::Dk];
         let Some(roundings) = evidence.roundings() else { return Vec::new() };
-        let several = evidence.inputs.iter().any(|one| repeats(&one.labels));
+        let several = evidence.inputs.iter().any(|inputs| repeats(&inputs.labels));
         if !evidence.fails_any(&stages) || !several || is_everywhere(evidence) {
             return Vec::new();
         }
@@ -78,9 +78,10 @@ fn is_everywhere(evidence: &Evidence<'_>) -> bool {
     let (mut rare, mut frequent) = ((0.0, 0.0), (0.0, 0.0));
     for (key, _) in evidence.failing_of(&[Stage::DkLabel, Stage::Dk]) {
         let comparisons = evidence.outcome.stage(key.stage).comparisons.iter();
-        let is_of_unit =
-            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
-        for class in comparisons.filter(is_of_unit).flat_map(|one| &one.by_hits) {
+        let is_of_unit = |comparison: &&Comparison| {
+            comparison.microbatch == key.microbatch && comparison.rank == key.rank
+        };
+        for class in comparisons.filter(is_of_unit).flat_map(|comparison| &comparison.by_hits) {
             let to = match class.hits_from {
                 0 | 1 => &mut rare,
                 2 | 3 => continue,
@@ -116,11 +117,11 @@ fn cuts(evidence: &Evidence<'_>, precision: Precision) -> Vec<(usize, Precision,
     let shown = shards_shown(evidence, precision);
     let shards = DEVICES.into_iter().chain(ranks).chain(shown);
     let shards: BTreeSet<usize> = shards.filter(|&n| n > 1).collect();
-    let one = [Walk::Ascending, Walk::Descending].map(|order| (1, precision, order));
+    let single = [Walk::Ascending, Walk::Descending].map(|order| (1, precision, order));
     let several = shards.into_iter().flat_map(|shards| {
         [precision, Precision::F32].map(move |join| (shards, join, Walk::Ascending))
     });
-    one.into_iter().chain(several).collect()
+    single.into_iter().chain(several).collect()
 }
 
 /// The number of shards that best explains the rows of the most frequent labels; none where it is
@@ -153,14 +154,14 @@ fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> 
         for rounds in [true, false] {
             let mut off = 0.0;
             for ((_, tokens), wanted) in frequent.iter().zip(&wanted) {
-                for (at, wanted) in wanted.iter().enumerate() {
+                for (column, wanted) in wanted.iter().enumerate() {
                     let addend = |t: usize| {
-                        let x =
-                            plane.labels[t].map_or(0.0, |(_, entry)| entry) * plane.q.row(t)[at];
+                        let x = plane.labels[t].map_or(0.0, |(_, entry)| entry)
+                            * plane.q.row(t)[column];
                         if rounds { precision.round64(x) } else { x }
                     };
-                    let shard = |of: &[usize]| {
-                        of.iter().fold(0.0, |sum, &t| precision.round64(sum + addend(t)))
+                    let shard = |indices: &[usize]| {
+                        indices.iter().fold(0.0, |sum, &t| precision.round64(sum + addend(t)))
                     };
                     let sum: f64 = tokens.chunk_by(|a, b| a / size == b / size).map(shard).sum();
                     off += (wanted - sum).powi(2);
@@ -170,10 +171,10 @@ fn shards_shown(evidence: &Evidence<'_>, precision: Precision) -> Option<usize> 
         }
         least
     };
-    let one = left(1);
+    let left_by_one = left(1);
     let all = (2..=SHARDS.min(tokens)).map(|shards| (left(shards), shards));
     let (off, shards) = all.min_by(|a, b| a.0.total_cmp(&b.0))?;
-    (off <= LESS * one).then_some(shards)
+    (off <= LESS * left_by_one).then_some(shards)
 }
 
 /// How many rows of frequent labels the number of shards is read off.

@@ -167,7 +167,7 @@ fn seen(
     for extent in 0..candidates.unwrap_or(0) {
         let runs_of =
             |inputs: &MicrobatchInputs| extents(asked, tests, by, inputs).get(extent).cloned();
-        let test = |microbatch| tests.iter().find(|(_, one)| one.microbatch == microbatch);
+        let test = |microbatch| tests.iter().find(|(_, inputs)| inputs.microbatch == microbatch);
         let end = |inputs: &MicrobatchInputs, ends: &[(usize, usize)]| {
             let (test, _) = test(inputs.microbatch)?;
             end_of(asked, test, inputs, ends)
@@ -217,20 +217,20 @@ fn run_length(
     let mut longest = 0;
     for run in of_ranks(asked.evidence.step, inputs) {
         longest = longest.max(run.len());
-        for (at, t) in run.iter().enumerate() {
-            let next = at.checked_add_signed(by).and_then(|at| run.get(at));
+        for (position, t) in run.iter().enumerate() {
+            let next = position.checked_add_signed(by).and_then(|at| run.get(at));
             let Some(&next) = next.filter(|_| counted.binary_search(t).is_ok()) else { continue };
             let label = inputs.labels[next];
             let tells = label != IGNORED && label != inputs.labels[*t];
             if tells && !test.fits(*t, label) {
-                ends.push(at);
+                ends.push(position);
             }
         }
     }
     let reach = by.unsigned_abs();
-    let is_end = |at: usize, length: usize| match by > 0 {
-        true => at % length >= length - reach,
-        false => at % length < reach,
+    let is_end = |index: usize, length: usize| match by > 0 {
+        true => index % length >= length - reach,
+        false => index % length < reach,
     };
     let fits = |&length: &usize| ends.iter().all(|&at| is_end(at, length));
     (reach + 1..longest).rev().find(fits).filter(|_| !ends.is_empty())
@@ -293,11 +293,11 @@ fn shifted(
 fn hypotheses(
     asked: &SuspectTokens<'_>,
     by: isize,
-    of: &RunsOf<'_>,
+    runs_of: &RunsOf<'_>,
     ends: &dyn Fn(&MicrobatchInputs, usize) -> Ends,
 ) -> Vec<Hypothesis> {
     let of_microbatch = |inputs: &MicrobatchInputs| {
-        let extent = of(inputs)?;
+        let extent = runs_of(inputs)?;
         let labels = shifted(asked, inputs, &extent, by, &|t| ends(inputs, t));
         Some((inputs.microbatch, labels, extent.name))
     };
@@ -321,8 +321,10 @@ fn with_denominators(
     fitted: usize,
 ) -> Vec<Hypothesis> {
     let counted = |labels: &[u32]| labels.iter().filter(|&&label| label != IGNORED).count();
-    let same = asked.evidence.inputs.iter().all(|one| {
-        labels.get(&one.microbatch).is_none_or(|of| counted(of) == counted(&one.labels))
+    let same = asked.evidence.inputs.iter().all(|inputs| {
+        labels
+            .get(&inputs.microbatch)
+            .is_none_or(|labels| counted(labels) == counted(&inputs.labels))
     });
     let mut parameters = parameters;
     parameters.extend(asked.place().map(|place| ("only in", place)));
@@ -352,13 +354,13 @@ type EndsOf<'a> =
 fn with_read_ends(
     asked: &SuspectTokens<'_>,
     by: isize,
-    of: &RunsOf<'_>,
+    runs_of: &RunsOf<'_>,
     end: &EndsOf<'_>,
 ) -> Vec<Hypothesis> {
     let mut labels = Labels::new();
     let (mut name, mut kinds) = (String::new(), Vec::new());
     for inputs in asked.evidence.inputs {
-        let Some(extent) = of(inputs) else { return Vec::new() };
+        let Some(extent) = runs_of(inputs) else { return Vec::new() };
         let n = inputs.tokens();
         let (inside, around) = (extent.shifted(n, by), extent.rolled(n, by));
         let ends: Vec<(usize, usize)> =

@@ -62,8 +62,9 @@ impl Cause for LseLogitsMismatch {
             }
             // Where lse was captured, the replay's backward starts from it, so another forward
             // would change no gradient.
-            let captured =
-                |one: &MicrobatchInputs| evidence.step.find(Role::Lse, one.microbatch).is_some();
+            let captured = |inputs: &MicrobatchInputs| {
+                evidence.step.find(Role::Lse, inputs.microbatch).is_some()
+            };
             if evidence.fails(Stage::Lse) {
                 hypotheses.extend([true, false].map(|loss| stored(precision, loss)));
             }
@@ -151,7 +152,7 @@ fn backward(
 /// At which points logits may be rounded; only one where nothing follows the GEMM.
 fn ways(evidence: &Evidence<'_>) -> Vec<LogitRounding> {
     let transform = evidence.step.options.transform;
-    let biased = evidence.inputs.iter().any(|one| one.bias.is_some());
+    let biased = evidence.inputs.iter().any(|inputs| inputs.bias.is_some());
     match biased || !transform.is_identity() {
         true => vec![LogitRounding::Gemm, LogitRounding::Each, LogitRounding::End],
         false => vec![LogitRounding::Each],
@@ -172,7 +173,7 @@ fn forwards(
     let both = [true, false].into_iter();
     let labels = both.filter(|&label| label || base.path == Path::Fused);
     let ways = labels.flat_map(|label| ways(evidence).into_iter().map(move |when| (label, when)));
-    let one = |(label, logits_when): (bool, LogitRounding)| {
+    let hypothesis_of = |(label, logits_when): (bool, LogitRounding)| {
         let policy = Policy { logits: precision, logits_when, ..base };
         let parameters = vec![
             ("what", "logits of the forward".to_string()),
@@ -182,7 +183,7 @@ fn forwards(
         let forward = forward(evidence, &policy, label);
         Hypothesis::new(Emulated { policy: None, forward }, parameters)
     };
-    ways.map(one).collect()
+    ways.map(hypothesis_of).collect()
 }
 
 struct Kept {

@@ -20,9 +20,9 @@ struct Running {
 impl Running {
     fn of(probabilities: &[f64]) -> Running {
         let (mut sums, mut largest) = (vec![0.0f64], vec![0.0f64]);
-        for (at, share) in probabilities.iter().enumerate() {
-            sums.push(sums[at] + share);
-            largest.push(largest[at].max(*share));
+        for (index, share) in probabilities.iter().enumerate() {
+            sums.push(sums[index] + share);
+            largest.push(largest[index].max(*share));
         }
         Running { sums, largest }
     }
@@ -57,10 +57,10 @@ pub(super) fn width(tokens: &[(Vec<f64>, f64)]) -> Option<usize> {
         .map(|(probabilities, wanted)| (Running::of(probabilities), *wanted))
         .collect();
     let off = |of: &dyn Fn(&Running) -> f64| -> f64 {
-        running.iter().map(|(one, wanted)| (of(one) - wanted).powi(2)).sum()
+        running.iter().map(|(running, wanted)| (of(running) - wanted).powi(2)).sum()
     };
     let classes = tokens.first()?.0.len();
-    let all = (1..classes).map(|width| (width, off(&|one| one.ratio(width))));
+    let all = (1..classes).map(|width| (width, off(&|running| running.ratio(width))));
     let (width, least) = all.min_by(|a, b| a.1.total_cmp(&b.1))?;
     (least <= LEFT * off(&|_| 1.0)).then_some(width)
 }

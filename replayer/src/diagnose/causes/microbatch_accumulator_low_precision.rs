@@ -19,7 +19,7 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::kernels::round::Precision;
 use crate::replay::summation_search;
-use crate::replay::summation_search::{Found, divisors};
+use crate::replay::summation_search::{FewBitSum, divisors};
 use crate::replay::world::{Chain, World};
 
 /// The catalogue's entry.
@@ -43,8 +43,9 @@ impl Cause for MicrobatchAccumulatorLowPrecision {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let (own, ranks) = (evidence.fails(Stage::Accumulate), evidence.fails(Stage::Reduce));
-        if !own && !ranks {
+        let (accumulate, ranks) =
+            (evidence.fails(Stage::Accumulate), evidence.fails(Stage::Reduce));
+        if !accumulate && !ranks {
             return Vec::new();
         }
         let options = &evidence.step.options;
@@ -91,11 +92,11 @@ fn ordered(evidence: &Evidence<'_>, over: Over) -> Option<Hypothesis> {
         let rows = order.values.chunks(columns).map(<[f64]>::to_vec).enumerate();
         world = world.rows(key, rows);
     }
-    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
+    (!world.rows_of_key.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
 /// A sum, words for how it was taken, and the number of columns.
-type Ordered = (Found, Vec<(&'static str, String)>, usize);
+type Ordered = (FewBitSum, Vec<(&'static str, String)>, usize);
 
 fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered> {
     let ring = over == Over::Ranks;
@@ -107,7 +108,9 @@ fn ordered_sum(evidence: &Evidence<'_>, key: Key, over: Over) -> Option<Ordered>
     let addends: Vec<Vec<f64>> = match ring {
         true => sum.by(|addend| addend.rank).into_values().collect(),
         // In the sum over all ranks, the order of microbatches within one rank does not show.
-        false if sum.parts.iter().any(|(of, _)| of.rank != sum.parts[0].0.rank) => return None,
+        false if sum.parts.iter().any(|(addend, _)| addend.rank != sum.parts[0].0.rank) => {
+            return None;
+        }
         false => sum.parts.iter().map(|(_, values)| values.clone()).collect(),
     };
     let (wide, divisors) = (sum.total(), divisors(sum.divisor, addends.len()));
@@ -136,13 +139,14 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             let sum = Summed::of(evidence, key, true)?;
             let captured = &sum.captured;
             let wide = sum.total();
-            let rounded = |at: usize| {
-                let sent_addend =
-                    |(_, x): &Part| precision.round64(Precision::F32.round64(x[at] * sum.divisor));
+            let rounded = |index: usize| {
+                let sent_addend = |(_, x): &Part| {
+                    precision.round64(Precision::F32.round64(x[index] * sum.divisor))
+                };
                 sum.parts.iter().map(sent_addend).sum::<f64>() / sum.divisor
             };
             let sent: Vec<f64> = (0..wide.len()).map(rounded).collect();
-            let off = |of: &[f64]| distance(&captured.values, of);
+            let off = |values: &[f64]| distance(&captured.values, values);
             if !(off(&sent) <= HELPS * off(&wide)) {
                 return None;
             }
@@ -153,7 +157,7 @@ fn sent(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             ("addends rounded to", precision.name().to_string()),
             ("accumulator", "f32".to_string()),
         ];
-        (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters))
+        (!world.rows_of_key.is_empty()).then(|| Hypothesis::new(world, parameters))
     })
 }
 

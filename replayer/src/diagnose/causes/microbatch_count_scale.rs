@@ -37,12 +37,15 @@ impl Cause for MicrobatchCountScale {
             return Vec::new();
         }
         let times = |(factor, words): (f64, &str)| {
-            let one = move |stages| {
+            let hypothesis_of = move |stages| {
                 let parameters =
                     vec![("factor", words.to_string()), ("microbatches", count.to_string())];
                 scaled(evidence, Scaled { factor, stages }, parameters)
             };
-            sets_times(evidence, factor, &SCALED).into_iter().flat_map(one).collect::<Vec<_>>()
+            sets_times(evidence, factor, &SCALED)
+                .into_iter()
+                .flat_map(hypothesis_of)
+                .collect::<Vec<_>>()
         };
         [(count, "M"), (1.0 / count, "1/M")].into_iter().flat_map(times).collect()
     }

@@ -50,7 +50,7 @@ impl Cause for MicrobatchMeanOfMeans {
                 let (span, sums, whose) = (span.clone(), sums.clone(), Whose::Own);
                 let world = Counted { count, span, whose, means: 1.0, sums };
                 let Some(ratios) = divisors.ratios(&world, &groups) else { continue };
-                if ratios.iter().all(|one| one.ratio == ratios[0].ratio) {
+                if ratios.iter().all(|ratio| ratio.ratio == ratios[0].ratio) {
                     continue;
                 }
                 let fit = means(evidence, ranks).into_iter().filter(|&n| divisors.fit(&ratios, n));

@@ -19,7 +19,7 @@ const MOVES: [isize; 2] = [1, -1];
 
 /// One input column of a policy loss, read from other tokens.
 struct MovedColumn {
-    of: Role,
+    role: Role,
     /// The token whose value each token reads; none for 0.
     from: From,
 }
@@ -28,27 +28,27 @@ struct MovedColumn {
 type From = BTreeMap<Option<Microbatch>, Vec<Option<usize>>>;
 
 impl World for MovedColumn {
-    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
-        let Some(from) = self.from.get(&inputs.microbatch).filter(|_| of == self.of) else {
+    fn policy_column(&self, role: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        let Some(from) = self.from.get(&inputs.microbatch).filter(|_| role == self.role) else {
             return;
         };
-        let own = values.to_vec();
+        let declared = values.to_vec();
         for (to, from) in values.iter_mut().zip(from) {
-            *to = from.map_or(0.0, |from| own[from]);
+            *to = from.map_or(0.0, |from| declared[from]);
         }
     }
 }
 
 /// The log-probabilities of one policy are replaced by those of another.
 struct OtherPolicyLogprobs {
-    of: Role,
+    role: Role,
     /// The other policy's log-probabilities, `[T]` by microbatch.
     by: BTreeMap<Option<Microbatch>, Vec<f64>>,
 }
 
 impl World for OtherPolicyLogprobs {
-    fn policy_column(&self, of: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
-        if let Some(by) = self.by.get(&inputs.microbatch).filter(|_| of == self.of) {
+    fn policy_column(&self, role: Role, inputs: &MicrobatchInputs, values: &mut [f64]) {
+        if let Some(by) = self.by.get(&inputs.microbatch).filter(|_| role == self.role) {
             values.copy_from_slice(by);
         }
     }
@@ -56,22 +56,25 @@ impl World for OtherPolicyLogprobs {
 
 /// The hypotheses that the old (or reference) policy's log-probabilities are replaced by the
 /// policy's own, or by the other one's.
-fn with_other_policys_logprobs(evidence: &Evidence<'_>, of: Role) -> Vec<Hypothesis> {
-    let column = |role: Role, one: &MicrobatchInputs| {
-        evidence.step.optional(role, one.microbatch, one.tokens()).ok().flatten()
+fn with_other_policys_logprobs(evidence: &Evidence<'_>, replaced: Role) -> Vec<Hypothesis> {
+    let column = |role: Role, inputs: &MicrobatchInputs| {
+        evidence.step.optional(role, inputs.microbatch, inputs.tokens()).ok().flatten()
     };
-    let other = if of == Role::OldLogprobs { Role::RefLogprobs } else { Role::OldLogprobs };
-    let own = |one: &MicrobatchInputs| logprobs(evidence, one);
-    let of_other = |one: &MicrobatchInputs| column(other, one);
+    let other = if replaced == Role::OldLogprobs { Role::RefLogprobs } else { Role::OldLogprobs };
+    let own_logprobs = |inputs: &MicrobatchInputs| logprobs(evidence, inputs);
+    let of_other = |inputs: &MicrobatchInputs| column(other, inputs);
     let sources: [(&str, OfMicrobatch<'_>); 2] =
-        [("policy's own log-probabilities", &own), (words_of(other), &of_other)];
-    let one = |(words, values): (&str, OfMicrobatch<'_>)| {
+        [("policy's own log-probabilities", &own_logprobs), (words_of(other), &of_other)];
+    let hypothesis_of = |(words, values): (&str, OfMicrobatch<'_>)| {
         let values = |inputs: &MicrobatchInputs| Some((inputs.microbatch, values(inputs)?));
         let by = evidence.inputs.iter().map(values).collect::<Option<_>>()?;
-        let words = format!("with the {words} in the place of the {}", words_of(of));
-        Some(Hypothesis::new(OtherPolicyLogprobs { of, by }, vec![("each token counts", words)]))
+        let words = format!("with the {words} in the place of the {}", words_of(replaced));
+        Some(Hypothesis::new(
+            OtherPolicyLogprobs { role: replaced, by },
+            vec![("each token counts", words)],
+        ))
     };
-    sources.into_iter().filter_map(one).collect()
+    sources.into_iter().filter_map(hypothesis_of).collect()
 }
 
 /// Gives a column of a microbatch, `[T]`.
@@ -91,54 +94,55 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     if !evidence.step.is_policy_loss() || !evidence.fails_any(&stages) {
         return Vec::new();
     }
-    let held = |role: &Role| evidence.step.tensors.values().any(|info| info.role == Some(*role));
+    let is_recorded =
+        |role: &Role| evidence.step.tensors.values().any(|info| info.role == Some(*role));
     let columns = [Role::Advantages, Role::OldLogprobs, Role::RefLogprobs];
-    let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
+    let kinds = evidence.inputs.first().map_or(0, |inputs| known(evidence.step, inputs).len());
     let mut hypotheses = Vec::new();
-    for of in columns.into_iter().filter(held) {
+    for role in columns.into_iter().filter(is_recorded) {
         // Where the loss agrees, only the backward is wrong, and `policy_terms` tries another ratio
         // there.
-        if of != Role::Advantages && evidence.fails(Stage::Loss) {
-            hypotheses.extend(with_other_policys_logprobs(evidence, of));
+        if role != Role::Advantages && evidence.fails(Stage::Loss) {
+            hypotheses.extend(with_other_policys_logprobs(evidence, role));
         }
         for kind in 0..kinds {
             for by in MOVES {
-                hypotheses.extend(neighbours(evidence, of, (kind, by, true)));
-                hypotheses.extend(neighbours(evidence, of, (kind, by, false)));
+                hypotheses.extend(neighbours(evidence, role, (kind, by, true)));
+                hypotheses.extend(neighbours(evidence, role, (kind, by, false)));
             }
             for order in Order::ALL {
-                hypotheses.extend(sequences(evidence, of, (kind, order)));
+                hypotheses.extend(sequences(evidence, role, (kind, order)));
             }
         }
     }
     hypotheses
 }
 
-fn hypothesis(of: Role, from: From, words: String) -> Hypothesis {
-    let column = of.name().replace('_', " ");
+fn hypothesis(role: Role, from: From, words: String) -> Hypothesis {
+    let column = role.name().replace('_', " ");
     let words = format!("with the {column} of {words}");
-    Hypothesis::new(MovedColumn { of, from }, vec![("each token counts", words)])
+    Hypothesis::new(MovedColumn { role, from }, vec![("each token counts", words)])
 }
 
 /// The hypothesis that each token reads the value of the token before or after it.
 fn neighbours(
     evidence: &Evidence<'_>,
-    of: Role,
+    role: Role,
     (kind, by, around): (usize, isize, bool),
 ) -> Option<Hypothesis> {
     let (mut from, mut name) = (From::new(), String::new());
-    for one in evidence.inputs {
-        let (n, extent) = (one.tokens(), known(evidence.step, one).into_iter().nth(kind)?);
+    for inputs in evidence.inputs {
+        let (n, extent) = (inputs.tokens(), known(evidence.step, inputs).into_iter().nth(kind)?);
         let places = match around {
             true => extent.rolled(n, by).into_iter().map(Some).collect(),
             false => extent.shifted(n, by),
         };
-        from.insert(one.microbatch, places);
+        from.insert(inputs.microbatch, places);
         name = extent.name;
     }
     let ends = if around { "around the end" } else { "none beyond the end" };
     let next = if by > 0 { "after" } else { "before" };
-    Some(hypothesis(of, from, format!("the token {next} it in {name}, {ends}")))
+    Some(hypothesis(role, from, format!("the token {next} it in {name}, {ends}")))
 }
 
 /// Which sequence's values a token reads, among the sequences of one run.
@@ -168,14 +172,14 @@ impl Order {
     }
 
     /// The place in a run of sequences from which place `at` reads.
-    fn from(self, at: usize, [sequences, length]: [usize; 2]) -> usize {
-        let (own, inside) = (at / length, at % length);
+    fn from(self, position: usize, [sequences, length]: [usize; 2]) -> usize {
+        let (sequence_here, inside) = (position / length, position % length);
         let place = |sequence: usize| sequence % sequences * length + inside;
         match self {
-            Order::Tiled => (at % sequences) * length,
-            Order::Before => place(own + sequences - 1),
-            Order::After => place(own + 1),
-            Order::Reversed => place(sequences - 1 - own),
+            Order::Tiled => (position % sequences) * length,
+            Order::Before => place(sequence_here + sequences - 1),
+            Order::After => place(sequence_here + 1),
+            Order::Reversed => place(sequences - 1 - sequence_here),
         }
     }
 }
@@ -184,25 +188,26 @@ impl Order {
 /// runs are not whole sequences, or hold only one.
 fn sequences(
     evidence: &Evidence<'_>,
-    of: Role,
+    role: Role,
     (kind, order): (usize, Order),
 ) -> Option<Hypothesis> {
     let (mut from, mut name) = (From::new(), String::new());
-    for one in evidence.inputs {
-        let length = one.sequence.max(1);
-        let TokenRuns { name: of_runs, runs } = known(evidence.step, one).into_iter().nth(kind)?;
-        let mut places: Vec<Option<usize>> = vec![None; one.tokens()];
+    for inputs in evidence.inputs {
+        let length = inputs.sequence.max(1);
+        let TokenRuns { name: of_runs, runs } =
+            known(evidence.step, inputs).into_iter().nth(kind)?;
+        let mut places: Vec<Option<usize>> = vec![None; inputs.tokens()];
         for run in &runs {
             if run.len() % length != 0 || run.len() < 2 * length {
                 return None;
             }
             let shape = [run.len() / length, length];
-            for (at, &t) in run.iter().enumerate() {
-                places[t] = Some(run[order.from(at, shape)]);
+            for (position, &t) in run.iter().enumerate() {
+                places[t] = Some(run[order.from(position, shape)]);
             }
         }
-        from.insert(one.microbatch, places);
+        from.insert(inputs.microbatch, places);
         name = of_runs;
     }
-    Some(hypothesis(of, from, format!("{}, in {name}", order.words())))
+    Some(hypothesis(role, from, format!("{}, in {name}", order.words())))
 }

@@ -32,12 +32,12 @@ impl World for ShiftedWeights {
 /// differ, and the failing rows of dq, if there are any, are nonzero exactly where the shifted
 /// weights are.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let differ = |one: &MicrobatchInputs| one.weights.iter().any(|x| *x != one.weights[0]);
+    let differ = |inputs: &MicrobatchInputs| inputs.weights.iter().any(|x| *x != inputs.weights[0]);
     let fails = evidence.fails_any(&[&Stage::GRADIENTS[..], &[Stage::Loss]].concat());
     if !fails || !evidence.inputs.iter().any(differ) {
         return Vec::new();
     }
-    let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
+    let kinds = evidence.inputs.first().map_or(0, |inputs| known(evidence.step, inputs).len());
     let mut hypotheses = Vec::new();
     for kind in 0..kinds {
         for by in MOVES {
@@ -51,39 +51,39 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 fn moved(evidence: &Evidence<'_>, (kind, by, around): (usize, isize, bool)) -> Option<Hypothesis> {
     let (mut weights, mut name) = (BTreeMap::new(), String::new());
-    for one in evidence.inputs {
-        let (n, extent) = (one.tokens(), known(evidence.step, one).into_iter().nth(kind)?);
-        let own: Vec<f64> = match around {
-            true => extent.rolled(n, by).into_iter().map(|from| one.weights[from]).collect(),
+    for inputs in evidence.inputs {
+        let (n, extent) = (inputs.tokens(), known(evidence.step, inputs).into_iter().nth(kind)?);
+        let moved: Vec<f64> = match around {
+            true => extent.rolled(n, by).into_iter().map(|from| inputs.weights[from]).collect(),
             false => {
                 let from = extent.shifted(n, by).into_iter();
-                from.map(|from| from.map_or(0.0, |from| one.weights[from])).collect()
+                from.map(|from| from.map_or(0.0, |from| inputs.weights[from])).collect()
             }
         };
-        if !shows(evidence, one, &own) {
+        if !shows(evidence, inputs, &moved) {
             return None;
         }
-        weights.insert(one.microbatch, own);
+        weights.insert(inputs.microbatch, moved);
         name = extent.name;
     }
-    let (of, ends) = (
+    let (distance, ends) = (
         if by > 0 { format!("{by} after") } else { format!("{} before", -by) },
         if around { "around the end" } else { "none beyond the end" },
     );
-    let words = format!("with the weight of the token {of} it in {name}, {ends}");
+    let words = format!("with the weight of the token {distance} it in {name}, {ends}");
     Some(Hypothesis::new(ShiftedWeights { weights }, vec![("each token counts", words)]))
 }
 
 /// Whether the failing rows of dq are nonzero exactly where these weights are.
-fn shows(evidence: &Evidence<'_>, one: &MicrobatchInputs, weights: &[f64]) -> bool {
-    let is_dq = |key: &&Key| key.stage == Stage::Dq && key.microbatch == one.microbatch;
+fn shows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs, weights: &[f64]) -> bool {
+    let is_dq = |key: &&Key| key.stage == Stage::Dq && key.microbatch == inputs.microbatch;
     let all: Vec<_> = evidence.failing.iter().filter(is_dq).collect();
     all.into_iter().all(|key| {
         let Some(captured) = evidence.captured(*key) else { return true };
         let Some(table) = evidence.reference().stages.get(key) else { return true };
         let fits = |&t: &usize| {
             let holds = captured.row(t).iter().any(|x| *x != 0.0);
-            one.labels[t] == IGNORED || holds == (weights[t] != 0.0)
+            inputs.labels[t] == IGNORED || holds == (weights[t] != 0.0)
         };
         table.keys().all(fits)
     })

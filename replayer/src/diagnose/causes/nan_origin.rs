@@ -46,8 +46,9 @@ impl Cause for NanOrigin {
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let parameters = of_inputs(evidence)?;
         let broken = |mb: Option<Microbatch>| {
-            let head = evidence.inputs_of(mb).and_then(|one| one.head(evidence.step));
-            let whole = |of: &Matrix<'_>| (0..of.len()).all(|at| of.get_f64(at).is_finite());
+            let head = evidence.inputs_of(mb).and_then(|inputs| inputs.head(evidence.step));
+            let whole =
+                |matrix: &Matrix<'_>| (0..matrix.len()).all(|at| matrix.get_f64(at).is_finite());
             head.is_some_and(|head| !whole(&head.q) || !whole(&head.k))
         };
         let after = |key: &Key| {
@@ -64,24 +65,24 @@ impl Cause for NanOrigin {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let overflown: Vec<Hypothesis> = overflown(evidence).into_iter().collect();
-        let Some(found) = nans(evidence) else { return overflown };
+        let Some(first_nans) = nans(evidence) else { return overflown };
         // If no token counts, the NaN is a 0/0, which is `all-ignored`.
         let counts = |mb| {
-            evidence.inputs_of(mb).is_none_or(|one| {
-                let used = |t: &usize| one.labels[*t] != IGNORED && one.weights[*t] != 0.0;
-                (0..one.tokens()).any(|t| used(&t))
+            evidence.inputs_of(mb).is_none_or(|inputs| {
+                let used = |t: &usize| inputs.labels[*t] != IGNORED && inputs.weights[*t] != 0.0;
+                (0..inputs.tokens()).any(|t| used(&t))
             })
         };
-        if !counts(found.first.microbatch) {
+        if !counts(first_nans.first.microbatch) {
             return Vec::new();
         }
-        let parameters = of_inputs(evidence).unwrap_or_else(|| origin(&found));
-        let one = |distrusts: Vec<_>| {
-            let world = NanWhere { of: found.of.clone(), distrusts };
+        let parameters = of_inputs(evidence).unwrap_or_else(|| origin(&first_nans));
+        let hypothesis_of = |distrusts: Vec<_>| {
+            let world = NanWhere { masks: first_nans.masks.clone(), distrusts };
             Hypothesis::new(world, parameters.clone()).fitted(FITTED)
         };
         let mut all = overflown;
-        all.extend([one(Vec::new()), one(vec![found.first.stage])]);
+        all.extend([hypothesis_of(Vec::new()), hypothesis_of(vec![first_nans.first.stage])]);
         all
     }
 }
@@ -90,12 +91,12 @@ impl Cause for NanOrigin {
 fn of_inputs(evidence: &Evidence<'_>) -> Option<Vec<(&'static str, String)>> {
     evidence.inputs.iter().find_map(|inputs| {
         let head = inputs.head(evidence.step)?;
-        let first_nan = |(name, of): (&str, Matrix<'_>)| {
-            let at = (0..of.len()).find(|&at| !of.get_f64(at).is_finite())?;
+        let first_nan = |(name, matrix): (&str, Matrix<'_>)| {
+            let index = (0..matrix.len()).find(|&index| !matrix.get_f64(index).is_finite())?;
             let mut parameters = vec![("stage", name.to_string())];
             parameters.extend(inputs.microbatch.map(|mb| ("microbatch", mb.to_string())));
-            parameters.push(("row", (at / of.cols.max(1)).to_string()));
-            parameters.push(("column", (at % of.cols.max(1)).to_string()));
+            parameters.push(("row", (index / matrix.cols.max(1)).to_string()));
+            parameters.push(("column", (index % matrix.cols.max(1)).to_string()));
             Some(parameters)
         };
         [("q", head.q), ("k", head.k)].into_iter().find_map(first_nan)
@@ -126,14 +127,14 @@ fn overflown(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     Some(Hypothesis::new(OtherLse { lse, captured: captured_lse(evidence) }, parameters))
 }
 
-fn origin(found: &Nans) -> Vec<(&'static str, String)> {
-    let first = found.first;
+fn origin(nans: &Nans) -> Vec<(&'static str, String)> {
+    let first = nans.first;
     let mut parameters = vec![("stage", first.stage.name().to_string())];
     parameters.extend(first.microbatch.map(|mb| ("microbatch", mb.to_string())));
-    parameters.extend(found.rank.map(|rank| ("rank", rank.to_string())));
-    parameters.push(("row", found.row.to_string()));
-    parameters.push(("column", found.column.to_string()));
-    let count: usize = found.of[&first].1.iter().filter(|&&bad| bad).count();
+    parameters.extend(nans.rank.map(|rank| ("rank", rank.to_string())));
+    parameters.push(("row", nans.row.to_string()));
+    parameters.push(("column", nans.column.to_string()));
+    let count: usize = nans.masks[&first].1.iter().filter(|&&bad| bad).count();
     parameters.push(("values", count.to_string()));
     parameters
 }

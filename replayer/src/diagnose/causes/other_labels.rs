@@ -47,7 +47,7 @@ impl Cause for OtherLabels {
             return Vec::new();
         }
         let g = Some(evidence.reference().g.clone());
-        let words = told(evidence, labels);
+        let words = labels_in_words(evidence, labels);
         let (words, follows_a_rule) = words;
         let world = Relabelled { labels: labels.clone(), g, ..Relabelled::default() };
         let hypothesis = Hypothesis::new(world, vec![("labels", words)]);
@@ -56,7 +56,7 @@ impl Cause for OtherLabels {
 }
 
 /// The labels in words, and whether they follow a rule.
-fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
+fn labels_in_words(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
     let (missing, changed): (Vec<_>, Vec<_>) =
         changed(evidence, labels).into_iter().partition(|(.., label)| *label == NONE);
     let Some(&(first, t, label)) = changed.first() else { return (String::new(), false) };
@@ -70,7 +70,7 @@ fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
     let apart = (1..first.tokens()).find(|apart| {
         changed
             .iter()
-            .all(|(one, t, l)| t.checked_sub(*apart).is_some_and(|at| one.labels[at] == *l))
+            .all(|(inputs, t, l)| t.checked_sub(*apart).is_some_and(|at| inputs.labels[at] == *l))
     });
     if let Some(apart) = apart {
         let to = changed.iter().map(|(_, t, _)| *t).max().unwrap_or(t);
@@ -87,13 +87,13 @@ fn told(evidence: &Evidence<'_>, labels: &Labels) -> (String, bool) {
 /// into shards and a shard begins at another class than assumed. `None` where that is not so.
 fn by_classes(evidence: &Evidence<'_>, labels: &Labels) -> Option<String> {
     let mut off: BTreeMap<u32, i64> = BTreeMap::new();
-    for one in evidence.inputs {
-        for (&own, &read) in one.labels.iter().zip(&labels[&one.microbatch]) {
-            if [own, read].iter().any(|label| [IGNORED, NONE].contains(label)) {
+    for inputs in evidence.inputs {
+        for (&declared, &read) in inputs.labels.iter().zip(&labels[&inputs.microbatch]) {
+            if [declared, read].iter().any(|label| [IGNORED, NONE].contains(label)) {
                 continue;
             }
-            let by = i64::from(read) - i64::from(own);
-            if *off.entry(own).or_insert(by) != by {
+            let by = i64::from(read) - i64::from(declared);
+            if *off.entry(declared).or_insert(by) != by {
                 return None;
             }
         }

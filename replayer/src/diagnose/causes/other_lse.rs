@@ -182,16 +182,16 @@ impl ImpliedLse {
             let lse = implied.lse.get_mut(&key.microbatch)?;
             // A token that does not count shows no lse.
             let counts = |at: &usize| energy(dense.row(*at)) > 0.0;
-            for (at, &t) in plane.rows.iter().enumerate().filter(|(at, _)| counts(at)) {
-                let pairs = captured.row(at).iter().zip(labels.row(at));
+            for (index, &t) in plane.rows.iter().enumerate().filter(|(index, _)| counts(index)) {
+                let pairs = captured.row(index).iter().zip(labels.row(index));
                 let rest: Vec<f64> = pairs.map(|(c, l)| c - l).collect();
-                let of = multiple(&rest, dense.row(at));
-                before += of.before;
-                left += of.left;
-                if !(of.times > 0.0) {
+                let fitted = multiple(&rest, dense.row(index));
+                before += fitted.before;
+                left += fitted.left;
+                if !(fitted.times > 0.0) {
                     return None;
                 }
-                *lse.get_mut(t)? -= of.times.ln();
+                *lse.get_mut(t)? -= fitted.times.ln();
                 implied.solved.entry(key.microbatch).or_default().push(t);
             }
             implied.look_at(&plane, key.microbatch);
@@ -203,9 +203,9 @@ impl ImpliedLse {
     /// tried.
     fn look_at(&mut self, plane: &Plane, microbatch: Option<Microbatch>) {
         let (n, Some(lse)) = (plane.rows.len(), self.lse.get(&microbatch)) else { return };
-        for at in (0..n).step_by(n.div_ceil(TOKENS).max(1)) {
-            let share = (lse[plane.rows[at]] - plane.lse[at]).exp();
-            self.probabilities.push((plane.p.row(at).to_vec(), share));
+        for index in (0..n).step_by(n.div_ceil(TOKENS).max(1)) {
+            let share = (lse[plane.rows[index]] - plane.lse[index]).exp();
+            self.probabilities.push((plane.p.row(index).to_vec(), share));
         }
     }
 
@@ -224,12 +224,12 @@ impl ImpliedLse {
             let mb = unit.microbatch;
             let Some(solved) = self.solved.get(&mb) else { continue };
             let rows: BTreeSet<usize> = unit.rows.iter().copied().collect();
-            let own: Vec<usize> = solved.iter().filter(|t| rows.contains(t)).copied().collect();
+            let tokens: Vec<usize> = solved.iter().filter(|t| rows.contains(t)).copied().collect();
             let off = |&t: &usize| (self.lse[&mb][t] - self.declared[&mb][t]).abs() > NEAR;
-            if !own.iter().any(off) {
+            if !tokens.iter().any(off) {
                 continue;
             }
-            let (other, by) = self.source(mb, &own)?;
+            let (other, by) = self.source(mb, &tokens)?;
             let to = lse.get_mut(&mb)?;
             unit.rows.iter().for_each(|&t| to[t] = self.read((mb, t), (other, by)));
             let named = |name: &str, at: Option<String>| at.map(|at| format!("{name} {at}"));
@@ -314,9 +314,9 @@ impl ImpliedLse {
     ) -> Option<Hypothesis> {
         let mut lse = self.declared.clone();
         for (key, _) in evidence.failing_of(&[Stage::Dq]) {
-            let (plane, own) = (evidence.plane(key)?, lse.get_mut(&key.microbatch)?);
-            for (at, &t) in plane.rows.iter().enumerate() {
-                own[t] = plane.lse[at] + ratio(plane.p.row(at)).ln();
+            let (plane, lse_here) = (evidence.plane(key)?, lse.get_mut(&key.microbatch)?);
+            for (index, &t) in plane.rows.iter().enumerate() {
+                lse_here[t] = plane.lse[index] + ratio(plane.p.row(index)).ln();
             }
         }
         // If the loss fails too, it was computed with this lse, unless a recorded forward shows
@@ -337,8 +337,8 @@ impl ImpliedLse {
     /// Whether these lse are the implied ones.
     fn are(&self, other: &Lse) -> bool {
         self.solved.iter().all(|(mb, tokens)| {
-            let (own, other) = (&self.lse[mb], &other[mb]);
-            let near = |&t: &usize| other.get(t).is_some_and(|x| (x - own[t]).abs() <= NEAR);
+            let (lse, other) = (&self.lse[mb], &other[mb]);
+            let near = |&t: &usize| other.get(t).is_some_and(|x| (x - lse[t]).abs() <= NEAR);
             tokens.iter().all(near)
         })
     }
@@ -379,12 +379,12 @@ fn window(tokens: &[Probabilities]) -> Option<(usize, usize)> {
     let is = |sum: &[f64], wanted: f64, from: usize, to: usize| {
         (sum[to] - sum[from] - wanted).abs() <= NEAR * wanted.abs()
     };
-    let fits = |from: usize, to: usize| sums.iter().all(|(sum, of)| is(sum, *of, from, to));
+    let fits = |from: usize, to: usize| sums.iter().all(|(sum, value)| is(sum, *value, from, to));
     if !(*wanted > 0.0) {
         return None;
     }
     let off = |&(from, to): &(usize, usize)| -> f64 {
-        sums.iter().map(|(sum, of)| (sum[to] - sum[from] - of).powi(2)).sum()
+        sums.iter().map(|(sum, value)| (sum[to] - sum[from] - value).powi(2)).sum()
     };
     let ends = |from: usize| {
         let near = first.partition_point(|sum| *sum < first[from] + wanted * (1.0 - NEAR));

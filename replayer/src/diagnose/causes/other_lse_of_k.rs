@@ -28,8 +28,8 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let declared = &evidence.reference().lse;
         let to = lse.entry(key.microbatch).or_insert_with(|| declared[&key.microbatch].clone());
         rows.iter().for_each(|&t| to[t] = declared[&other][t]);
-        let [own, other] = [key.microbatch, other].map(|mb| mb.map_or(0, |mb| mb.0));
-        said.push(format!("microbatch {own} reads that of microbatch {other}"));
+        let [microbatch, other] = [key.microbatch, other].map(|mb| mb.map_or(0, |mb| mb.0));
+        said.push(format!("microbatch {microbatch} reads that of microbatch {other}"));
     }
     said.dedup();
     let parameters = vec![("of", "dk".to_string()), ("lse", said.join(", "))];
@@ -55,8 +55,9 @@ fn source(evidence: &Evidence<'_>, key: Key) -> Option<(Option<Microbatch>, Vec<
     let of_other = |other: &MicrobatchInputs| {
         let lse = evidence.reference().lse.get(&other.microbatch)?;
         let long = plane.rows.iter().all(|&t| t < lse.len());
-        let one = key.microbatch != other.microbatch && long && !evidence.spend(plane.work());
-        one.then(|| (off(&|at| lse[plane.rows[at]]), other.microbatch))
+        let is_candidate =
+            key.microbatch != other.microbatch && long && !evidence.spend(plane.work());
+        is_candidate.then(|| (off(&|at| lse[plane.rows[at]]), other.microbatch))
     };
     let all = evidence.inputs.iter().filter_map(of_other);
     let (left, other) = all.min_by(|a, b| a.0.total_cmp(&b.0))?;

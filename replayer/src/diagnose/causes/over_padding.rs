@@ -11,7 +11,7 @@ use crate::diagnose::cause::Hypothesis;
 use crate::diagnose::detectors::single_tokens::{Direct, WORK};
 use crate::diagnose::evidence::Evidence;
 use crate::head::{MicrobatchInputs, Stage};
-use crate::replay::world::{At, Expectation, UnitName, UnitTokens, World};
+use crate::replay::world::{Expectation, StagePlace, UnitName, UnitTokens, World};
 
 /// The hypotheses, with and without the padding's own entries.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
@@ -28,12 +28,15 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let over = format!("all {columns} columns, the padding included");
         vec![("smoothed over", over), ("the padding's entries", entries.to_string())]
     };
-    let own = entries(evidence, share).map(|own| {
-        Hypothesis::new(OverPadding { share, valid, own }, words("-g ε/V, in dq and dk too"))
+    let with_entries = entries(evidence, share).map(|with_entries| {
+        Hypothesis::new(
+            OverPadding { share, valid, entries: with_entries },
+            words("-g ε/V, in dq and dk too"),
+        )
     });
-    let set = OverPadding { share, valid, own: Entries::new() };
+    let set = OverPadding { share, valid, entries: Entries::new() };
     let set = Hypothesis::new(set, words("set to 0"));
-    [Some(set), own].into_iter().flatten().collect()
+    [Some(set), with_entries].into_iter().flatten().collect()
 }
 
 /// The padding's entries of dlogits and what they add to gradients, by microbatch.
@@ -89,7 +92,7 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
         }
         let of_unit = evidence.reference().cotangents.get(&inputs.microbatch)?;
         let entries: BTreeMap<usize, f64> =
-            of_unit.iter().map(|(&t, own)| (t, own.smooth * share * slope)).collect();
+            of_unit.iter().map(|(&t, cotangents)| (t, cotangents.smooth * share * slope)).collect();
         let mut k = vec![0.0; direct.head.q.cols];
         for row in valid..rows {
             k.iter_mut().zip(direct.k(Row::From(row))).for_each(|(to, k)| *to += k);
@@ -101,8 +104,8 @@ fn entries(evidence: &Evidence<'_>, share: f64) -> Option<Entries> {
         for unit in evidence.step.units(inputs).ok()? {
             let of_token = |&t: &usize| Some((*entries.get(&t)?, direct.q(Row::From(t))));
             let tokens: Vec<(f64, Vec<f64>)> = unit.rows.iter().filter_map(of_token).collect();
-            let of = Sums::of(&tokens, k.len(), unit_roundoff);
-            sums.insert((inputs.microbatch, unit.rank()), of);
+            let sums_of_unit = Sums::of(&tokens, k.len(), unit_roundoff);
+            sums.insert((inputs.microbatch, unit.rank()), sums_of_unit);
         }
         of_microbatches.insert(inputs.microbatch, Padding { entries, k, sums });
     }
@@ -114,7 +117,7 @@ struct OverPadding {
     share: f64,
     /// Columns that are not padding.
     valid: usize,
-    own: Entries,
+    entries: Entries,
 }
 
 impl World for OverPadding {
@@ -122,30 +125,32 @@ impl World for OverPadding {
         smooth.iter_mut().for_each(|x| *x *= self.share);
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let Some(own) = self.own.get(&of.at.microbatch) else { return };
-        let sums = own.sums.get(&(of.at.microbatch, of.at.rank));
-        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let Some(entries) = self.entries.get(&expectation.place.microbatch) else { return };
+        let sums = entries.sums.get(&(expectation.place.microbatch, expectation.place.rank));
+        for (row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             let padded = *row >= self.valid;
-            match (of.at.stage, own.entries.get(row), sums) {
+            match (expectation.place.stage, entries.entries.get(row), sums) {
                 (Stage::Dlogits, Some(entry), _) => {
                     values[self.valid..].iter_mut().for_each(|to| *to += entry);
                 }
                 (Stage::Dq, Some(entry), _) => {
-                    values.iter_mut().zip(&own.k).for_each(|(to, k)| *to += entry * k);
+                    values.iter_mut().zip(&entries.k).for_each(|(to, k)| *to += entry * k);
                 }
-                (Stage::Dk, _, Some(of)) if padded => {
-                    values.iter_mut().zip(&of.products).for_each(|(to, x)| *to += x);
+                (Stage::Dk, _, Some(sums)) if padded => {
+                    values.iter_mut().zip(&sums.products).for_each(|(to, x)| *to += x);
                 }
-                (Stage::Dbias, _, Some(of)) if padded => values[0] += of.entries,
+                (Stage::Dbias, _, Some(sums)) if padded => values[0] += sums.entries,
                 _ => {}
             }
         }
     }
 
-    fn noise(&self, at: At, row: usize, column: usize) -> f64 {
-        let own = self.own.get(&at.microbatch).filter(|_| row >= self.valid);
-        let sums = own.and_then(|own| own.sums.get(&(at.microbatch, at.rank)));
-        sums.filter(|_| at.stage == Stage::Dk).map_or(0.0, |of| of.noise[column])
+    fn noise(&self, place: StagePlace, row: usize, column: usize) -> f64 {
+        let entries = self.entries.get(&place.microbatch).filter(|_| row >= self.valid);
+        let sums = entries.and_then(|padding| padding.sums.get(&(place.microbatch, place.rank)));
+        sums.filter(|_| place.stage == Stage::Dk).map_or(0.0, |sums| sums.noise[column])
     }
 }

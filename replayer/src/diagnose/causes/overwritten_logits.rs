@@ -30,7 +30,7 @@ pub(super) const PLANE: usize = 1 << 25;
 
 /// What recorded logits may hold, computed from a logit z, the token's lse and its cotangents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Held {
+pub(super) enum LogitsContent {
     Gradient,
     /// `p - onehot`, before the token's weight and cotangent multiply it.
     Difference,
@@ -40,23 +40,23 @@ pub(super) enum Held {
     LogProbabilities,
 }
 
-impl Held {
-    const ALL: [Held; 5] = [
-        Held::Gradient,
-        Held::Counted,
-        Held::Difference,
-        Held::Probabilities,
-        Held::LogProbabilities,
+impl LogitsContent {
+    const ALL: [LogitsContent; 5] = [
+        LogitsContent::Gradient,
+        LogitsContent::Counted,
+        LogitsContent::Difference,
+        LogitsContent::Probabilities,
+        LogitsContent::LogProbabilities,
     ];
 
     fn name(self) -> &'static str {
         match self {
-            Held::Gradient => "their gradient",
-            Held::Difference | Held::Counted => {
+            LogitsContent::Gradient => "their gradient",
+            LogitsContent::Difference | LogitsContent::Counted => {
                 "p less 1 at the label, without the tokens' weights"
             }
-            Held::Probabilities => "probabilities",
-            Held::LogProbabilities => "log-probabilities",
+            LogitsContent::Probabilities => "probabilities",
+            LogitsContent::LogProbabilities => "log-probabilities",
         }
     }
 
@@ -66,15 +66,17 @@ impl Held {
         self,
         (z, slope): (f64, f64),
         lse: f64,
-        own: TokenCotangents,
+        cotangents: TokenCotangents,
         label: bool,
     ) -> f64 {
         match self {
-            Held::Counted if own.lse == 0.0 => 0.0,
-            Held::Difference | Held::Counted => probability(z, lse) - f64::from(u8::from(label)),
-            Held::Gradient => slope * own.entry(probability(z, lse), label),
-            Held::Probabilities => probability(z, lse),
-            Held::LogProbabilities => z - lse,
+            LogitsContent::Counted if cotangents.lse == 0.0 => 0.0,
+            LogitsContent::Difference | LogitsContent::Counted => {
+                probability(z, lse) - f64::from(u8::from(label))
+            }
+            LogitsContent::Gradient => slope * cotangents.entry(probability(z, lse), label),
+            LogitsContent::Probabilities => probability(z, lse),
+            LogitsContent::LogProbabilities => z - lse,
         }
     }
 }
@@ -92,22 +94,23 @@ pub(super) fn of_logits(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     // logits, not of the captured ones.
     let right = ReplacedValues { distrusts: vec![Stage::Logits], ..ReplacedValues::default() };
     let reference = reference(evidence, Some(&right), evidence.rows.as_ref());
-    for held in Held::ALL {
-        let times_of = |key: &Key| logits_hold(evidence, &reference, *key, held);
+    for content in LogitsContent::ALL {
+        let times_of = |key: &Key| logits_hold(evidence, &reference, *key, content);
         let Some(times) = keys.iter().map(times_of).collect::<Option<Vec<f64>>>() else { continue };
         // All microbatches must have one factor, which multiplies the gradient afterwards.
         let times = times.iter().all(|x| (x / times[0] - 1.0).abs() < NEAR).then_some(times[0]);
         let Some(times) = times.map(power_of_two) else { continue };
-        let labels = evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone()));
+        let labels =
+            evidence.inputs.iter().map(|inputs| (inputs.microbatch, inputs.labels.clone()));
         let world = LogitsHold {
-            held,
+            content,
             times,
             labels: labels.collect(),
             lse: reference.lse.clone(),
             cotangents: reference.cotangents.clone(),
             transform: evidence.step.options.transform,
         };
-        let mut holds = held.name().to_string();
+        let mut holds = content.name().to_string();
         if times != 1.0 {
             holds.push_str(&format!(", times {}", rounded(times, 3)));
         }
@@ -131,8 +134,8 @@ fn power_of_two(times: f64) -> f64 {
 fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &ReplacedValues) -> Option<Hypothesis> {
     let follow = |key: &&Key| key.stage.is_gradient();
     let rest: Vec<&Key> = evidence.failing.iter().filter(follow).collect();
-    let held = |key: &Key| {
-        let captured = evidence.captured(*key).filter(|of| of.values.len() <= PLANE)?;
+    let captured_plane = |key: &Key| {
+        let captured = evidence.captured(*key).filter(|values| values.values.len() <= PLANE)?;
         let values: Vec<f32> = captured.values.iter().map(|&x| x as f32).collect();
         Some((*key, (captured.columns, values)))
     };
@@ -140,11 +143,11 @@ fn not_theirs(evidence: &Evidence<'_>, keys: &[Key], right: &ReplacedValues) -> 
         return None;
     }
     let all = evidence.residuals_in(right)?;
-    let passes = |key: &&Key| all.get(key).is_some_and(|of| of.passes);
+    let passes = |key: &&Key| all.get(key).is_some_and(|residual| residual.passes);
     if !rest.iter().all(passes) {
         return None;
     }
-    let world = NotTheirs { planes: keys.iter().map(held).collect::<Option<_>>()? };
+    let world = NotTheirs { planes: keys.iter().map(captured_plane).collect::<Option<_>>()? };
     let holds = "something else: what follows was computed from the logits of q and k".to_string();
     let parameters = vec![("tensor", "logits".to_string()), ("holds", holds)];
     Some(Hypothesis::new(world, parameters))
@@ -161,12 +164,18 @@ impl World for NotTheirs {
         stage != Stage::Logits
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let key = Key {
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
+        };
         let Some((columns, values)) = self.planes.get(&key) else { return };
-        for (&row, to) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
-            let own = &values[row * columns..];
-            to.iter_mut().zip(own).for_each(|(to, &x)| *to = f64::from(x));
+        for (&row, to) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
+            let captured = &values[row * columns..];
+            to.iter_mut().zip(captured).for_each(|(to, &x)| *to = f64::from(x));
         }
     }
 }
@@ -177,7 +186,7 @@ fn logits_hold(
     evidence: &Evidence<'_>,
     reference: &Reference,
     key: Key,
-    held: Held,
+    content: LogitsContent,
 ) -> Option<f64> {
     let inputs = evidence.inputs_of(key.microbatch)?;
     let (captured, direct) = (evidence.captured(key)?, Direct::new(evidence, inputs)?);
@@ -185,8 +194,9 @@ fn logits_hold(
     let all = tokens(evidence, inputs);
     let few = all.iter().copied().step_by(all.len().div_ceil(16).max(1));
     // Rows of tokens that do not count distinguish the kinds.
-    let blank = cotangents.iter().filter(|(_, of)| of.lse == 0.0).map(|(&t, _)| t).take(2);
-    let (mut both, mut size, mut own) = (0.0, 0.0, 0.0);
+    let blank =
+        cotangents.iter().filter(|(_, cotangents)| cotangents.lse == 0.0).map(|(&t, _)| t).take(2);
+    let (mut both, mut size, mut captured_energy) = (0.0, 0.0, 0.0);
     for t in few.chain(blank) {
         // The row's own lse, computed from q and k; the replay's would come from the captured
         // logits.
@@ -194,25 +204,30 @@ fn logits_hold(
         let own_cotangents = *cotangents.get(&t)?;
         for (v, &z) in row.logits.iter().enumerate() {
             let label = inputs.labels[t] as usize == v;
-            let x = held.of((z, direct.head.transform.slope_at(z)), row.lse, own_cotangents, label);
+            let x =
+                content.of((z, direct.head.transform.slope_at(z)), row.lse, own_cotangents, label);
             let captured = captured.row(t)[v];
             both += captured * x;
-            own += captured * captured;
+            captured_energy += captured * captured;
             size += x * x;
         }
     }
     let times = both / size;
-    let times = match held {
+    let times = match content {
         // A gradient may lack the loss scale, or the division of a mean that is taken later.
-        Held::Gradient | Held::Difference | Held::Counted if (times - 1.0).abs() > NEAR => times,
+        LogitsContent::Gradient | LogitsContent::Difference | LogitsContent::Counted
+            if (times - 1.0).abs() > NEAR =>
+        {
+            times
+        }
         _ => 1.0,
     };
-    let off = own - 2.0 * times * both + times * times * size;
+    let off = captured_energy - 2.0 * times * both + times * times * size;
     (size > 0.0 && off <= SAME * times * times * size).then_some(times)
 }
 
 struct LogitsHold {
-    held: Held,
+    content: LogitsContent,
     times: f64,
     labels: Tokens<Vec<u32>>,
     lse: Tokens<Vec<f64>>,
@@ -225,9 +240,9 @@ impl World for LogitsHold {
         stage != Stage::Logits
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let mb = &of.at.microbatch;
-        if of.at.stage != Stage::Logits {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let mb = &expectation.place.microbatch;
+        if expectation.place.stage != Stage::Logits {
             return;
         }
         let (Some(labels), Some(lse), Some(cotangents)) =
@@ -235,12 +250,15 @@ impl World for LogitsHold {
         else {
             return;
         };
-        for (&t, row) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+        for (&t, row) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             let upstream = cotangents.get(&t).copied().unwrap_or_default();
             for (v, z) in row.iter_mut().enumerate() {
                 let label = labels[t] as usize == v;
-                let of = self.held.of((*z, self.transform.slope_at(*z)), lse[t], upstream, label);
-                *z = self.times * of;
+                let value =
+                    self.content.of((*z, self.transform.slope_at(*z)), lse[t], upstream, label);
+                *z = self.times * value;
             }
         }
     }

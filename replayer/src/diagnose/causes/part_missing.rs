@@ -18,7 +18,7 @@ use crate::diagnose::detectors::dlogits_plane::Rows;
 use crate::diagnose::detectors::fitted_numbers::rounded;
 use crate::diagnose::detectors::least_squares::multiples;
 use crate::diagnose::detectors::single_tokens::{energy, multiple};
-use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::sum_counts::{CountedSums, GradientPart};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
 use crate::replay::world::{Expectation, UnitTokens, World};
@@ -54,36 +54,37 @@ impl Cause for PartMissing {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let solved = [Stage::Dq, Stage::Dk].map(|stage| solved(evidence, stage));
-        let one = |found: &Option<Terms>| found.clone();
-        let mut all: Vec<Terms> = solved.iter().filter_map(one).collect();
+        let terms_of = |terms: &Option<Terms>| terms.clone();
+        let mut all: Vec<Terms> = solved.iter().filter_map(terms_of).collect();
         if let [Some(dq), Some(dk)] = &solved
             && dq.softmax == dk.softmax
             && dq.label == dk.label
         {
             all.push(Terms { parts: vec![Part::Plane, Part::OfQ, Part::OfK], ..dk.clone() });
         }
-        let mut found: Vec<Hypothesis> = all.into_iter().map(Terms::hypothesis).collect();
-        found.extend(of_sums(evidence));
-        found.extend(of_parts_of_sums(evidence));
-        found
+        let mut hypotheses: Vec<Hypothesis> = all.into_iter().map(Terms::hypothesis).collect();
+        hypotheses.extend(of_sums(evidence));
+        hypotheses.extend(of_parts_of_sums(evidence));
+        hypotheses
     }
 }
 
 /// Hypotheses that sums of dk lack one of the two parts for some microbatches or ranks, or contain
 /// it twice.
 fn of_parts_of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let one = |(of, name): (Of, &'static str)| {
-        let counted = CountedSums::of(evidence, of)?;
+    let hypothesis_of = |(part, name): (GradientPart, &'static str)| {
+        let counted = CountedSums::of(evidence, part)?;
         if !counted.of_parts || counted.parts.is_empty() {
             return None;
         }
         let told = |(words, x): &(String, f64)| format!("{} in {words}", often(*x));
         let words = counted.parts.iter().map(told).collect::<Vec<_>>().join(", ");
-        let (fitted, of) = (counted.parts.len(), "the sums of dk".to_string());
-        Some(Hypothesis::new(counted, vec![("of", of), (name, words)]).fitted(fitted))
+        let (fitted, where_summed) = (counted.parts.len(), "the sums of dk".to_string());
+        Some(Hypothesis::new(counted, vec![("of", where_summed), (name, words)]).fitted(fitted))
     };
-    let terms = [(Of::Softmax, "the softmax part"), (Of::Label, "the label's part")];
-    terms.into_iter().filter_map(one).collect()
+    let terms =
+        [(GradientPart::Softmax, "the softmax part"), (GradientPart::Label, "the label's part")];
+    terms.into_iter().filter_map(hypothesis_of).collect()
 }
 
 /// The factor of a term in words.
@@ -135,12 +136,15 @@ struct Added {
 }
 
 impl World for Added {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let own = |key: &Key| key.stage == of.at.stage && key.rank == of.at.rank;
-        if !self.keys.iter().any(own) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let is_same_place =
+            |key: &Key| key.stage == expectation.place.stage && key.rank == expectation.place.rank;
+        if !self.keys.iter().any(is_same_place) {
             return;
         }
-        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+        for (row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             values.iter_mut().zip(&self.rows[*row]).for_each(|(x, k)| *x += self.of_k * k);
         }
     }
@@ -162,16 +166,16 @@ struct Terms {
 fn solved(evidence: &Evidence<'_>, stage: Stage) -> Option<Terms> {
     let mut terms: Option<Terms> = None;
     for (key, _) in evidence.failing_of(&[stage]) {
-        let own = of_gradient(evidence, key)?;
+        let gradient = of_gradient(evidence, key)?;
         let same = |other: &Terms| {
-            other.softmax == own.softmax
-                && other.label == own.label
-                && (other.of_k - own.of_k).abs() <= NEAR * own.of_k.abs()
+            other.softmax == gradient.softmax
+                && other.label == gradient.label
+                && (other.of_k - gradient.of_k).abs() <= NEAR * gradient.of_k.abs()
         };
         if !terms.as_ref().is_none_or(same) {
             return None;
         }
-        terms = Some(own);
+        terms = Some(gradient);
     }
     terms
 }
@@ -207,9 +211,9 @@ fn of_gradient(evidence: &Evidence<'_>, key: Key) -> Option<Terms> {
         return None;
     }
     let off = |by: [f64; 3]| -> f64 {
-        let squared_error = |at: usize| -> f64 {
-            let sum: f64 = terms.iter().zip(by).map(|(term, x)| x * term[at]).sum();
-            (captured.values[at] - sum).powi(2)
+        let squared_error = |index: usize| -> f64 {
+            let sum: f64 = terms.iter().zip(by).map(|(term, x)| x * term[index]).sum();
+            (captured.values[index] - sum).powi(2)
         };
         (0..captured.values.len()).map(squared_error).sum()
     };
@@ -249,11 +253,13 @@ impl World for Terms {
         label.iter_mut().for_each(|x| *x *= self.label);
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        if of.at.stage != Stage::Dk {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        if expectation.place.stage != Stage::Dk {
             return;
         }
-        for (row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+        for (row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             if let Some(k) = self.k.get(row) {
                 values.iter_mut().zip(k).for_each(|(x, k)| *x += self.of_k * k);
             }

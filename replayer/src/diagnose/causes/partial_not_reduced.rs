@@ -25,7 +25,7 @@ use crate::diagnose::detectors::implied_lse::{implied_lse, median};
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::detectors::segments::{Segments, segments};
 use crate::diagnose::detectors::single_tokens::{Direct, alike, distance, energy, tokens};
-use crate::diagnose::detectors::sum_counts::{CountedSums, Of};
+use crate::diagnose::detectors::sum_counts::{CountedSums, GradientPart};
 use crate::diagnose::detectors::vocab_shards::{MOST, Shard, rows_of_shards, shards};
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::dump::name_ranks;
@@ -67,46 +67,48 @@ impl Cause for PartialNotReduced {
     /// their own sums for the reduced dk.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
-        if let Some(observed) = all.iter().find_map(|of| sums_of_groups(evidence, of)) {
+        if let Some(observed) = all.iter().find_map(|versions| sums_of_groups(evidence, versions)) {
             return Some(observed);
         }
-        let versions_of_dq = all.iter().find(|of| of.is_parts_of_dq(evidence))?;
+        let versions_of_dq = all.iter().find(|versions| versions.is_parts_of_dq(evidence))?;
         let words = format!(
             "{} has {} versions, one a rank, and their sum is what each of them should be",
             versions_of_dq.key,
-            versions_of_dq.of.len()
+            versions_of_dq.versions.len()
         );
         let parameters =
-            vec![("of", "dq".to_string()), ("shards", versions_of_dq.of.len().to_string())];
+            vec![("of", "dq".to_string()), ("shards", versions_of_dq.versions.len().to_string())];
         Some(Observed { evidence: words, stages: vec![Stage::Dq], parameters })
     }
 }
 
 /// The observation that the versions of a reduced dk are each the sum of only some ranks'
 /// gradients.
-fn sums_of_groups(evidence: &Evidence<'_>, of: &Versions) -> Option<Observed> {
-    let sums = of.as_sums(evidence)?;
-    if !sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
+fn sums_of_groups(evidence: &Evidence<'_>, versions: &Versions) -> Option<Observed> {
+    let sums = versions.as_sums(evidence)?;
+    if !sums.versions.iter().all(|(_, addends)| holds_ranks(addends)) {
         return None;
     }
     let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
-        let held = || addends.iter().filter(|of| of.weight != 0.0);
-        let of_ranks: BTreeSet<Rank> = held().filter_map(|of| of.rank).collect();
+        let counted = || addends.iter().filter(|addend| addend.weight != 0.0);
+        let of_ranks: BTreeSet<Rank> = counted().filter_map(|addend| addend.rank).collect();
         let of_ranks: Vec<Rank> = of_ranks.into_iter().collect();
-        let devices: Vec<&str> = held().filter_map(|of| of.device.as_deref()).collect();
-        let held = if devices.is_empty() { name_ranks(&of_ranks) } else { devices.join(" and ") };
-        format!("{}: those of {held}", name_ranks(ranks))
+        let devices: Vec<&str> = counted().filter_map(|addend| addend.device.as_deref()).collect();
+        let holders_of_sum =
+            if devices.is_empty() { name_ranks(&of_ranks) } else { devices.join(" and ") };
+        format!("{}: those of {holders_of_sum}", name_ranks(ranks))
     };
-    let of_devices = sums.of.iter().flat_map(|(_, all)| all).any(|of| of.device.is_some());
+    let of_devices =
+        sums.versions.iter().flat_map(|(_, all)| all).any(|addend| addend.device.is_some());
     let holders = if of_devices { "devices" } else { "ranks" };
     let rows = sums.place();
     let place = if rows.is_empty() { String::new() } else { format!(" in {rows}") };
     let words = format!(
         "{} differs between {holders}{place}, and each version is the sum of some {holders}' gradients alone there",
-        of.key
+        versions.key
     );
-    let held = sums.of.iter().map(word).collect::<Vec<_>>().join("; ");
-    let mut parameters = vec![("of", format!("dk over {holders}")), ("holds only", held)];
+    let held_words = sums.versions.iter().map(word).collect::<Vec<_>>().join("; ");
+    let mut parameters = vec![("of", format!("dk over {holders}")), ("holds only", held_words)];
     parameters.extend((!rows.is_empty()).then_some(("where", rows)));
     Some(Observed { evidence: words, stages: vec![Stage::Reduce], parameters })
 }
@@ -122,7 +124,7 @@ fn of_rows_of_dq(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let shards: Vec<String> = rows.tokens.keys().map(ToString::to_string).collect();
     let parameters = vec![
         ("of", "some rows of dq".to_string()),
-        ("shards", rows.of.to_string()),
+        ("shards", rows.shards.to_string()),
         ("shard", shards.join(", ")),
         ("which", tokens.join(", ")),
     ];
@@ -145,14 +147,14 @@ fn of_dq(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         seen.push(shard.range.clone());
         let parameters = vec![
             ("of", "dq".to_string()),
-            ("shards", shard.of.to_string()),
+            ("shards", shard.count.to_string()),
             ("shard", shard.number.to_string()),
             ("vocabulary", format!("{}..{}", shard.range.start, shard.range.end)),
         ];
         // Only the microbatches whose dq fails have one shard's part.
         let mut lse = evidence.reference().lse.clone();
         lse.retain(|mb, _| {
-            evidence.inputs.iter().any(|one| one.microbatch == *mb && failing(&one))
+            evidence.inputs.iter().any(|inputs| inputs.microbatch == *mb && failing(&inputs))
         });
         hypotheses.push(Hypothesis::new(OneShard { range: shard.range, lse }, parameters));
     }
@@ -223,8 +225,10 @@ impl World for OneShard {
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
         // The softmax is over the whole vocabulary; only the product with k is one shard's.
-        if let Some(own) = self.lse.get(&inputs.microbatch).filter(|_| pass == Pass::Backward) {
-            lse.copy_from_slice(own);
+        if let Some(lse_of_shard) =
+            self.lse.get(&inputs.microbatch).filter(|_| pass == Pass::Backward)
+        {
+            lse.copy_from_slice(lse_of_shard);
         }
     }
 }
@@ -236,8 +240,9 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     }
     let all: Vec<_> =
         evidence.inputs.iter().flat_map(|inputs| implied_lse(evidence, inputs)).collect();
-    let off = median(all.iter().map(|of| of.implied - of.lse).collect());
-    let steady = all.iter().filter(|of| (of.implied - of.lse - off).abs() < 0.02).count();
+    let off = median(all.iter().map(|implied| implied.implied - implied.lse).collect());
+    let steady =
+        all.iter().filter(|implied| (implied.implied - implied.lse - off).abs() < 0.02).count();
     let n = off.exp().round();
     let captured = captured_lse(evidence);
     if n >= 2.0 && n <= MOST as f64 && (off - n.ln()).abs() < 0.01 && 4 * steady >= 3 * all.len() {
@@ -259,7 +264,8 @@ fn of_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// The hypothesis that lse is taken over one shard's classes.
 fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let Some(first) = evidence.inputs.iter().find(|one| !implied_lse(evidence, one).is_empty())
+    let Some(first) =
+        evidence.inputs.iter().find(|inputs| !implied_lse(evidence, inputs).is_empty())
     else {
         return Vec::new();
     };
@@ -269,14 +275,14 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let some: Vec<_> = seen.iter().step_by(seen.len().div_ceil(5).max(1)).collect();
     let rows: Vec<Vec<f64>> = some
         .iter()
-        .map(|of| direct.against(&direct.q(Row::From(of.token)), &Row::From).logits)
+        .map(|implied| direct.against(&direct.q(Row::From(implied.token)), &Row::From).logits)
         .collect();
     let fits = |shard: &Shard| {
         let end = shard.range.end.min(valid);
         shard.range.start < end
-            && some.iter().zip(&rows).all(|(of, logits)| {
+            && some.iter().zip(&rows).all(|(implied, logits)| {
                 let lse = direct.lse(&logits[shard.range.start..end]);
-                (lse - of.implied).abs() < 0.01
+                (lse - implied.implied).abs() < 0.01
             })
     };
     let Some(shard) = shards(direct.head.k.rows).into_iter().find(fits) else { return Vec::new() };
@@ -293,7 +299,7 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let lse = evidence.inputs.iter().filter_map(of_microbatch).collect();
     let parameters = vec![
         ("of", "lse".to_string()),
-        ("shards", shard.of.to_string()),
+        ("shards", shard.count.to_string()),
         ("shard", shard.number.to_string()),
     ];
     let captured = captured_lse(evidence);
@@ -303,32 +309,37 @@ fn one_shards_lse(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// Hypotheses that a reduced dk, of the step or of its microbatches, lacks whole ranks' addends.
 fn of_sums(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut all: Vec<(BTreeSet<Option<Rank>>, Vec<Solved>)> = Vec::new();
-    for found in solved(evidence) {
-        let Some(out) = found.ranks_left_out() else { continue };
-        match all.iter_mut().find(|(of, same)| *of == out && same[0].scale == found.scale) {
-            Some((_, same)) => same.push(found),
-            None => all.push((out, vec![found])),
+    for solved_sum in solved(evidence) {
+        let Some(out) = solved_sum.ranks_left_out() else { continue };
+        match all
+            .iter_mut()
+            .find(|(ranks, same)| *ranks == out && same[0].scale == solved_sum.scale)
+        {
+            Some((_, same)) => same.push(solved_sum),
+            None => all.push((out, vec![solved_sum])),
         }
     }
-    let one = |(out, of): (BTreeSet<Option<Rank>>, Vec<Solved>)| {
+    let hypothesis_of = |(out, solved_sums): (BTreeSet<Option<Rank>>, Vec<Solved>)| {
         let holds = |addend: &&Addend| !out.contains(&addend.rank);
-        let held: BTreeSet<Rank> =
-            of[0].addends.iter().filter(holds).filter_map(|addend| addend.rank).collect();
-        let held: Vec<String> = held.iter().map(ToString::to_string).collect();
-        let (scale, fitted) = (of[0].scale_name(), usize::from(of[0].scale != 1.0));
+        let held_ranks: BTreeSet<Rank> =
+            solved_sums[0].addends.iter().filter(holds).filter_map(|addend| addend.rank).collect();
+        let rank_names: Vec<String> = held_ranks.iter().map(ToString::to_string).collect();
+        let (scale, fitted) =
+            (solved_sums[0].scale_name(), usize::from(solved_sums[0].scale != 1.0));
         let parameters = vec![
             ("of", "dk over ranks".to_string()),
-            ("holds only ranks", held.join(", ")),
+            ("holds only ranks", rank_names.join(", ")),
             ("scale", scale),
         ];
-        Hypothesis::new(Weighted { of }, parameters).fitted(fitted)
+        Hypothesis::new(Weighted { sums: solved_sums }, parameters).fitted(fitted)
     };
-    all.into_iter().map(one).collect()
+    all.into_iter().map(hypothesis_of).collect()
 }
 
 /// The hypothesis that sums of dk lack the gradients of some of a rank's devices.
 fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
-    let sums = CountedSums::of(evidence, Of::Whole).filter(|sums| sums.is_of_devices())?;
+    let sums =
+        CountedSums::of(evidence, GradientPart::Whole).filter(|sums| sums.is_of_devices())?;
     let what = "dk over devices".to_string();
     let parameters = vec![("of", what), ("holds only", sums.devices.join(" and "))];
     Some(Hypothesis::new(sums, parameters).fitted(1))
@@ -338,15 +349,15 @@ fn of_devices(evidence: &Evidence<'_>) -> Option<Hypothesis> {
 /// mean are `rank-mean-vs-sum`.
 fn of_segments(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let all = segments(evidence).into_iter();
-    let other = all.filter(|found| !found.factor().is_some_and(|factor| factor < 1.0));
-    let of_sum = |found: Segments| {
+    let other = all.filter(|segments| !segments.factor().is_some_and(|factor| factor < 1.0));
+    let of_sum = |segments: Segments| {
         let parameters = vec![
             ("of", "a part of dk over ranks".to_string()),
-            ("where", found.places()),
-            ("holds", found.holds()),
+            ("where", segments.places()),
+            ("holds", segments.holds()),
         ];
-        let pieces = found.of.len();
-        Hypothesis::new(found.world(), parameters).fitted(pieces)
+        let pieces = segments.segments.len();
+        Hypothesis::new(segments.world(), parameters).fitted(pieces)
     };
     other.map(of_sum).collect()
 }

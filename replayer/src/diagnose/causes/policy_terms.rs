@@ -51,7 +51,7 @@ const COUNTS: &str = "each token counts";
 /// The hypotheses that the backward has another option than the loss.
 fn of_options(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let declared = &evidence.step.options.declared;
-    let one = |edit: PolicyEdit| {
+    let hypothesis_of = |edit: PolicyEdit| {
         let other = edit.of(declared);
         let options = HeadOptions::new(&other).ok().filter(|_| other != *declared)?;
         let parameters = vec![
@@ -62,7 +62,7 @@ fn of_options(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let head = Arc::new(with(evidence, options));
         Some(Hypothesis::new(TrialSnapshot::of_backward(evidence, head), parameters))
     };
-    edits(declared).into_iter().filter_map(one).collect()
+    edits(declared).into_iter().filter_map(hypothesis_of).collect()
 }
 
 fn with(
@@ -70,7 +70,8 @@ fn with(
     options: HeadOptions,
 ) -> ChangedOptions<impl Fn(&mut HeadOptions) + Send + Sync + 'static> {
     let lowered = evidence.step.options.lowered;
-    let change = move |of: &mut HeadOptions| *of = HeadOptions { lowered, ..options.clone() };
+    let change =
+        move |changed: &mut HeadOptions| *changed = HeadOptions { lowered, ..options.clone() };
     ChangedOptions { change, lse: DeclaredLse::new(), factor: 1.0 }
 }
 
@@ -129,12 +130,12 @@ impl Derivative {
             to_reference: Some(OfTokens::new()),
             captured: BTreeMap::new(),
         };
-        for one in evidence.inputs {
-            let mb = one.microbatch;
+        for inputs in evidence.inputs {
+            let mb = inputs.microbatch;
             let (all, part) = (whole.g.get(&mb)?, without.g.get(&mb)?);
             let open = open.g.get(&mb)?;
-            let old = evidence.step.optional(Role::OldLogprobs, mb, one.tokens()).ok()??;
-            let logp = logprobs(evidence, one)?;
+            let old = evidence.step.optional(Role::OldLogprobs, mb, inputs.tokens()).ok()??;
+            let logp = logprobs(evidence, inputs)?;
             let share = |(part, open): (&f64, &f64)| if *open == 0.0 { 0.0 } else { part / open };
             derivative.unclipped.insert(mb, open.iter().map(|g| -g).collect());
             derivative.passed.insert(mb, part.iter().zip(open).map(share).collect());
@@ -142,39 +143,40 @@ impl Derivative {
             let ratio_to = |other: Vec<f64>| -> Vec<f64> {
                 logp.iter().zip(other).map(|(p, other)| (p - other).exp()).collect()
             };
-            let other = evidence.step.optional(Role::RefLogprobs, mb, one.tokens()).ok().flatten();
+            let other =
+                evidence.step.optional(Role::RefLogprobs, mb, inputs.tokens()).ok().flatten();
             derivative.to_reference = derivative.to_reference.zip(other).map(|(mut all, other)| {
                 all.insert(mb, ratio_to(other));
                 all
             });
             derivative.ratio.insert(mb, ratio_to(old));
-            let shown = shown(evidence, one, all);
+            let shown = shown(evidence, inputs, all);
             derivative.captured.extend(shown.map(|shown| (mb, shown)));
         }
         (!derivative.captured.is_empty()).then_some(derivative)
     }
 
     /// The numbers that a rule gives in the place of the tokens' ratios.
-    fn each(&self, of: Rule<'_>) -> OfTokens {
-        let one = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
+    fn each(&self, rule: Rule<'_>) -> OfTokens {
+        let ratios_by_rule = |(mb, ratio): (&Option<Microbatch>, &Vec<f64>)| {
             let (open, passed) = (&self.unclipped[mb], &self.passed[mb]);
-            let all = own.iter().enumerate();
+            let all = ratio.iter().enumerate();
             // A negative derivative of the loss means a positive advantage: the log-probability
             // should grow.
-            let all = all.map(|(t, &r)| of(r, open[t] < 0.0, passed[t]));
+            let all = all.map(|(t, &r)| rule(r, open[t] < 0.0, passed[t]));
             (*mb, all.collect())
         };
-        self.ratio.iter().map(one).collect()
+        self.ratio.iter().map(ratios_by_rule).collect()
     }
 
     /// Upstream gradients of the tokens with these numbers in the place of the ratios.
     fn upstream(&self, ratio: &OfTokens) -> OfTokens {
-        let of_microbatch = |(mb, own): (&Option<Microbatch>, &Vec<f64>)| {
+        let of_microbatch = |(mb, ratio): (&Option<Microbatch>, &Vec<f64>)| {
             let of_token = |t: usize| {
                 let r = self.ratio[mb][t];
-                -(self.unclipped[mb][t] / r * own[t] + self.kl[mb][t])
+                -(self.unclipped[mb][t] / r * ratio[t] + self.kl[mb][t])
             };
-            (*mb, (0..own.len()).map(of_token).collect())
+            (*mb, (0..ratio.len()).map(of_token).collect())
         };
         ratio.iter().map(of_microbatch).collect()
     }
@@ -272,28 +274,30 @@ fn of_ratio(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<Hypothesis>
         ),
     ];
     all.extend(clipped(evidence, derivative));
-    for (by, of) in [(-1, "before"), (1, "after")] {
+    for (by, direction) in [(-1, "before"), (1, "after")] {
         for (around, ends) in [(false, "the end has its own"), (true, "around the end")] {
-            let kinds = evidence.inputs.first().map_or(0, |one| known(evidence.step, one).len());
+            let kinds =
+                evidence.inputs.first().map_or(0, |inputs| known(evidence.step, inputs).len());
             for kind in 0..kinds {
                 let moved = moved(evidence, &derivative.ratio, (kind, by, around));
                 all.extend(moved.map(|(over, mut ratio)| {
-                    for (mb, own) in &mut ratio {
-                        own.iter_mut()
+                    for (mb, ratio_of_microbatch) in &mut ratio {
+                        ratio_of_microbatch
+                            .iter_mut()
                             .zip(&derivative.passed[mb])
                             .for_each(|(x, share)| *x *= share);
                     }
-                    (format!("with the ratio of the token {of} it in {over}, {ends}"), ratio)
+                    (format!("with the ratio of the token {direction} it in {over}, {ends}"), ratio)
                 }));
             }
         }
     }
-    let one = |(words, ratio): (String, OfTokens)| {
+    let hypothesis_of = |(words, ratio): (String, OfTokens)| {
         let g = derivative.upstream(&ratio);
         let follows = derivative.follows(&g);
         follows.then(|| Hypothesis::new(Upstream { g }, vec![(COUNTS, words)]))
     };
-    all.into_iter().filter_map(one).collect()
+    all.into_iter().filter_map(hypothesis_of).collect()
 }
 
 /// The hypothesis that the surrogate and the KL term have the fitted factors.
@@ -338,9 +342,12 @@ fn clipped(evidence: &Evidence<'_>, derivative: &Derivative) -> Vec<(String, OfT
     let inverse = derivative.each(&|r, up, _| none_if(clips(1.0 / r, up), 1.0 / r));
     ratios.push(("with the inverse of the ratio".to_string(), inverse));
     if let Some(mut other) = derivative.to_reference.clone() {
-        for (mb, own) in &mut other {
+        for (mb, ratio_of_microbatch) in &mut other {
             let up = derivative.unclipped[mb].iter().map(|x| *x < 0.0);
-            own.iter_mut().zip(up).for_each(|(r, up)| *r = none_if(clips(*r, up), *r));
+            ratio_of_microbatch
+                .iter_mut()
+                .zip(up)
+                .for_each(|(r, up)| *r = none_if(clips(*r, up), *r));
         }
         ratios.push(("with the ratio to the reference policy".to_string(), other));
     }
@@ -353,10 +360,10 @@ fn moved(
     ratio: &OfTokens,
     (kind, by, around): (usize, isize, bool),
 ) -> Option<(String, OfTokens)> {
-    let (mut name, mut found) = (String::new(), OfTokens::new());
-    for one in evidence.inputs {
-        let (own, n) = (ratio.get(&one.microbatch)?, one.tokens());
-        let extent = known(evidence.step, one).into_iter().nth(kind)?;
+    let (mut name, mut moved_ratios) = (String::new(), OfTokens::new());
+    for inputs in evidence.inputs {
+        let (own_ratio, n) = (ratio.get(&inputs.microbatch)?, inputs.tokens());
+        let extent = known(evidence.step, inputs).into_iter().nth(kind)?;
         let from: Vec<usize> = match around {
             true => extent.rolled(n, by),
             false => {
@@ -364,10 +371,10 @@ fn moved(
                 inside.map(|(t, from)| from.unwrap_or(t)).collect()
             }
         };
-        found.insert(one.microbatch, from.into_iter().map(|t| own[t]).collect());
+        moved_ratios.insert(inputs.microbatch, from.into_iter().map(|t| own_ratio[t]).collect());
         name = extent.name;
     }
-    Some((name, found))
+    Some((name, moved_ratios))
 }
 
 /// Given upstream gradients of every token.
@@ -377,15 +384,18 @@ struct Upstream {
 
 impl World for Upstream {
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
-        if let Some(own) = self.g.get(&inputs.microbatch) {
-            g.copy_from_slice(own);
+        if let Some(upstream) = self.g.get(&inputs.microbatch) {
+            g.copy_from_slice(upstream);
         }
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let own = self.g.get(&of.at.microbatch).filter(|_| of.at.stage == Stage::Dlogprobs);
-        for (&row, to) in of.rows.iter().zip(of.values.iter_mut()) {
-            *to = own.map_or(*to, |own| -own[row]);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let upstream = self
+            .g
+            .get(&expectation.place.microbatch)
+            .filter(|_| expectation.place.stage == Stage::Dlogprobs);
+        for (&row, to) in expectation.rows.iter().zip(expectation.values.iter_mut()) {
+            *to = upstream.map_or(*to, |own| -own[row]);
         }
     }
 }

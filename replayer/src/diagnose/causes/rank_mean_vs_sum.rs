@@ -40,15 +40,21 @@ impl Cause for RankMeanVsSum {
         let sizes = group_sizes(evidence);
         let of_group = |(&size, words): (&u32, &String)| {
             let ranks = f64::from(size);
-            let one = |(factor, name): (f64, &'static str)| {
-                let one = move |stages| {
+            let hypotheses_of = |(factor, name): (f64, &'static str)| {
+                let hypothesis_of = move |stages| {
                     let parameters =
                         vec![("factor", name.to_string()), ("ranks", format!("{size} ({words})"))];
                     scaled(evidence, Scaled { factor, stages }, parameters)
                 };
-                sets_times(evidence, factor, &SCALED).into_iter().flat_map(one).collect::<Vec<_>>()
+                sets_times(evidence, factor, &SCALED)
+                    .into_iter()
+                    .flat_map(hypothesis_of)
+                    .collect::<Vec<_>>()
             };
-            [(ranks, "W"), (1.0 / ranks, "1/W")].into_iter().flat_map(one).collect::<Vec<_>>()
+            [(ranks, "W"), (1.0 / ranks, "1/W")]
+                .into_iter()
+                .flat_map(hypotheses_of)
+                .collect::<Vec<_>>()
         };
         let mut hypotheses: Vec<Hypothesis> = sizes.iter().flat_map(of_group).collect();
         hypotheses.extend(of_segments(evidence, &sizes));
@@ -59,16 +65,16 @@ impl Cause for RankMeanVsSum {
 /// Segments of the reduced dk that are the mean over ranks while the rest is the sum.
 fn of_segments(evidence: &Evidence<'_>, sizes: &BTreeMap<u32, String>) -> Vec<Hypothesis> {
     let mut hypotheses = Vec::new();
-    for of in segments(evidence) {
+    for sum in segments(evidence) {
         let near =
-            |size: &&u32| of.factor().is_some_and(|x| (x * f64::from(**size) - 1.0).abs() < 1e-9);
+            |size: &&u32| sum.factor().is_some_and(|x| (x * f64::from(**size) - 1.0).abs() < 1e-9);
         let Some(size) = sizes.keys().find(near) else { continue };
         let parameters = vec![
             ("factor", "1/W".to_string()),
             ("ranks", format!("{size} ({})", sizes[size])),
-            ("where", of.places()),
+            ("where", sum.places()),
         ];
-        hypotheses.push(Hypothesis::new(of.world(), parameters).fitted(of.of.len()));
+        hypotheses.push(Hypothesis::new(sum.world(), parameters).fitted(sum.segments.len()));
     }
     hypotheses
 }

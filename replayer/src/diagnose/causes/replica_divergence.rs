@@ -39,18 +39,19 @@ impl Cause for ReplicaDivergence {
 
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
-        let (told, rest): (Vec<&Versions>, Vec<&Versions>) = all
-            .iter()
-            .partition(|of| of.as_sums(evidence).is_some() || of.is_parts_of_dq(evidence));
+        let (told, rest): (Vec<&Versions>, Vec<&Versions>) = all.iter().partition(|versions| {
+            versions.as_sums(evidence).is_some() || versions.is_parts_of_dq(evidence)
+        });
         // Ranks whose dk are different sums compute different gradient norms.
-        let follows = |of: &Versions| of.role == Some(Role::GradNorm) && !told.is_empty();
-        let tensor = rest.into_iter().find(|of| !follows(of))?;
+        let follows =
+            |versions: &Versions| versions.role == Some(Role::GradNorm) && !told.is_empty();
+        let tensor = rest.into_iter().find(|versions| !follows(versions))?;
         let ranks: BTreeSet<Rank> = tensor.odd().into_iter().collect();
         let ranks: Vec<String> = ranks.iter().map(ToString::to_string).collect();
         let (count, most, bits) = tensor.difference();
         let mut parameters = vec![
             ("tensor", tensor.key.to_string()),
-            ("versions", tensor.of.len().to_string()),
+            ("versions", tensor.versions.len().to_string()),
             ("ranks", ranks.join(", ")),
             ("elements that differ", count.to_string()),
             ("largest difference", format!("{most:.2e} of the tensor's size")),
@@ -58,12 +59,13 @@ impl Cause for ReplicaDivergence {
         if !bits.is_empty() {
             parameters.push(("flipped", bits.join("; ")));
         }
-        let holders: Vec<String> = tensor.of.iter().map(|(ranks, _)| name_ranks(ranks)).collect();
+        let holders: Vec<String> =
+            tensor.versions.iter().map(|(ranks, _)| name_ranks(ranks)).collect();
         let stages: Vec<Stage> = tensor.stage().into_iter().collect();
         let evidence = format!(
             "{} has {} versions of {}: {}",
             tensor.key,
-            tensor.of.len(),
+            tensor.versions.len(),
             tensor.place,
             holders.join(" against ")
         );

@@ -17,7 +17,7 @@ use crate::kernels::matrix::IGNORED;
 /// The hypotheses, where the head declares that it shifts labels inside each sequence: the job
 /// shifted labels and their weights inside other runs.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-    let kinds = evidence.inputs.first().map_or(0, |one| runs(evidence, one).len());
+    let kinds = evidence.inputs.first().map_or(0, |inputs| runs(evidence, inputs).len());
     if evidence.step.options.declared.labels_shifted {
         return Vec::new();
     }

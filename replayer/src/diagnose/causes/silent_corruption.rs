@@ -68,11 +68,11 @@ impl Cause for SilentCorruption {
         // Comparisons with many wrong elements are skipped: they may follow from a wrong element
         // upstream.
         for &key in &evidence.failing {
-            let Some(found) = wrong(evidence, key) else { continue };
-            let table = world.of.entry(key).or_default();
-            for one in found {
-                table.entry(one.row).or_default().push((one.column, one.captured));
-                all.push((key, one));
+            let Some(elements) = wrong(evidence, key) else { continue };
+            let table = world.rows_of_key.entry(key).or_default();
+            for element in elements {
+                table.entry(element.row).or_default().push((element.column, element.captured));
+                all.push((key, element));
             }
         }
         if all.is_empty() || all.len() as u64 > MOST {
@@ -81,7 +81,8 @@ impl Cause for SilentCorruption {
         let parameters = parameters(&all);
         let fitted = 2 + all.len();
         let stages: Vec<Stage> = all.iter().map(|(key, _)| key.stage).collect();
-        let distrusting = ReplacedValues { of: world.of.clone(), distrusts: stages };
+        let distrusting =
+            ReplacedValues { rows_of_key: world.rows_of_key.clone(), distrusts: stages };
         vec![
             Hypothesis::new(world, parameters.clone()).fitted(fitted),
             Hypothesis::new(distrusting, parameters).fitted(fitted),
@@ -101,7 +102,7 @@ fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let captured = evidence.captured(key)?;
         let table = evidence.reference().stages.get(&key)?;
         let size = (tally.reference_energy / tally.rows.max(1) as f64).sqrt();
-        let rows: Vec<usize> = tally.worst_rows.iter().map(|of| of.row as usize).collect();
+        let rows: Vec<usize> = tally.worst_rows.iter().map(|excess| excess.row as usize).collect();
         let gross = |row: &usize| {
             let Some(wanted) = table.get(row) else { return false };
             let off = distance(captured.row(*row), wanted).sqrt();
@@ -115,34 +116,35 @@ fn garbage(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     }
     // Garbage that recurs in another microbatch or on another rank comes from the program, not from
     // the hardware.
-    let microbatches: BTreeSet<_> = world.of.keys().filter_map(|key| key.microbatch).collect();
-    let ranks: BTreeSet<_> = world.of.keys().filter_map(|key| key.rank).collect();
+    let microbatches: BTreeSet<_> =
+        world.rows_of_key.keys().filter_map(|key| key.microbatch).collect();
+    let ranks: BTreeSet<_> = world.rows_of_key.keys().filter_map(|key| key.rank).collect();
     if microbatches.len() > 1 || ranks.len() > 1 {
         return None;
     }
     let fitted = 2 + words.len();
     let parameters = vec![("where", words.join("; ")), ("rows", "hold garbage".to_string())];
-    (!world.of.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
+    (!world.rows_of_key.is_empty()).then(|| Hypothesis::new(world, parameters).fitted(fitted))
 }
 
 fn parameters(all: &[(Key, Wrong)]) -> Vec<(&'static str, String)> {
-    let one = |(key, of): &(Key, Wrong)| {
-        let place = format!("{} [{}, {}]", key.stage, of.row, of.column);
+    let words_of = |(key, element): &(Key, Wrong)| {
+        let place = format!("{} [{}, {}]", key.stage, element.row, element.column);
         let mb = key.microbatch.map(|mb| format!(" of microbatch {mb}")).unwrap_or_default();
         let rank = key.rank.map(|rank| format!(" of rank {rank}")).unwrap_or_default();
-        let bit = of.bit.map_or("no single bit".into(), |bit| format!("bit {bit} flipped"));
-        format!("{place}{mb}{rank}: {:e} for {:.6e}, {bit}", of.captured, of.reference)
+        let bit = element.bit.map_or("no single bit".into(), |bit| format!("bit {bit} flipped"));
+        format!("{place}{mb}{rank}: {:e} for {:.6e}, {bit}", element.captured, element.reference)
     };
     vec![
         ("elements", all.len().to_string()),
-        ("where", all.iter().map(one).collect::<Vec<String>>().join("; ")),
+        ("where", all.iter().map(words_of).collect::<Vec<String>>().join("; ")),
     ]
 }
 
 /// The comparison as the replay found it.
 fn comparison<'e>(evidence: &'e Evidence<'_>, key: Key) -> Option<&'e Comparison> {
     let mut all = evidence.outcome.stage(key.stage).comparisons.iter();
-    all.find(|one| one.microbatch == key.microbatch && one.rank == key.rank)
+    all.find(|comparison| comparison.microbatch == key.microbatch && comparison.rank == key.rank)
 }
 
 /// The wrong elements of a comparison, where they are few and each is explained.
@@ -158,41 +160,41 @@ fn wrong(evidence: &Evidence<'_>, key: Key) -> Option<Vec<Wrong>> {
     let mut all = errors(&captured, table);
     all.sort_by(|a, b| off(b).total_cmp(&off(a)));
     all.truncate(bad as usize);
-    for one in &mut all {
-        one.bit = flipped(&captured, one);
-        let gross = off(one) >= GROSS * size.max(one.reference.abs()) && bad <= 4;
-        if one.bit.is_none() && !gross {
+    for element in &mut all {
+        element.bit = flipped(&captured, element);
+        let gross = off(element) >= GROSS * size.max(element.reference.abs()) && bad <= 4;
+        if element.bit.is_none() && !gross {
             return None;
         }
     }
     Some(all)
 }
 
-fn off(of: &Wrong) -> f64 {
-    let off = (of.captured - of.reference).abs();
+fn off(element: &Wrong) -> f64 {
+    let off = (element.captured - element.reference).abs();
     if off.is_nan() { f64::INFINITY } else { off }
 }
 
 fn errors(captured: &Values, table: &Table) -> Vec<Wrong> {
-    let row = |(&row, of): (&usize, &Vec<f64>)| -> Vec<Wrong> {
-        let all = captured.row(row).iter().zip(of).enumerate();
-        let one = |(column, (&captured, &reference)): (usize, (&f64, &f64))| Wrong {
+    let row = |(&row, values): (&usize, &Vec<f64>)| -> Vec<Wrong> {
+        let all = captured.row(row).iter().zip(values).enumerate();
+        let element = |(column, (&captured, &reference)): (usize, (&f64, &f64))| Wrong {
             row,
             column,
             captured,
             reference,
             bit: None,
         };
-        all.map(one).filter(|one| off(one) > 0.0).collect()
+        all.map(element).filter(|element| off(element) > 0.0).collect()
     };
     table.iter().flat_map(row).collect()
 }
 
 /// The one bit whose flip explains an element's error.
-fn flipped(captured: &Values, of: &Wrong) -> Option<u32> {
-    let near = |x: f64| (x - of.reference).abs();
+fn flipped(captured: &Values, element: &Wrong) -> Option<u32> {
+    let near = |x: f64| (x - element.reference).abs();
     let other = |bit: u32| -> f64 {
-        match (captured.bits, of.captured) {
+        match (captured.bits, element.captured) {
             (64, x) => f64::from_bits(x.to_bits() ^ (1 << bit)),
             (32, x) => f64::from(f32::from_bits((x as f32).to_bits() ^ (1 << bit))),
             (16, x) if captured.is_bf16 => {
@@ -203,7 +205,7 @@ fn flipped(captured: &Values, of: &Wrong) -> Option<u32> {
     };
     let bits = (0..captured.bits).map(|bit| (near(other(bit)), bit));
     let (left, bit) = bits.filter(|(left, _)| !left.is_nan()).min_by(|a, b| a.0.total_cmp(&b.0))?;
-    (left <= LEFT * off(of) && left <= 0.02 * of.reference.abs()).then_some(bit)
+    (left <= LEFT * off(element) && left <= 0.02 * element.reference.abs()).then_some(bit)
 }
 
 #[cfg(test)]

@@ -163,8 +163,9 @@ impl Local {
             return None;
         }
         let classes = rows / ranks;
-        let own = rank * classes..valid.min((rank + 1) * classes);
-        let means = if own.is_empty() { Means::new() } else { means(evidence, own)? };
+        let own_classes = rank * classes..valid.min((rank + 1) * classes);
+        let means =
+            if own_classes.is_empty() { Means::new() } else { means(evidence, own_classes)? };
         let spread = [options.smoothing(valid), options.smoothing(classes)];
         Some(Local { classes, in_loss_alone: false, spread, means })
     }
@@ -174,7 +175,7 @@ impl Local {
 pub(super) type Means = BTreeMap<Option<Microbatch>, Vec<[f64; 2]>>;
 
 /// Computes them where the loss fails; `None` where that takes too much work.
-pub(super) fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means> {
+pub(super) fn means(evidence: &Evidence<'_>, own_classes: Range<usize>) -> Option<Means> {
     let mut means = Means::new();
     for inputs in evidence.inputs.iter().filter(|_| evidence.fails(Stage::Loss)) {
         let direct = Direct::new(evidence, inputs)?;
@@ -184,7 +185,7 @@ pub(super) fn means(evidence: &Evidence<'_>, own: Range<usize>) -> Option<Means>
         let means_of = |t: usize| {
             let z = direct.against(&direct.q(Row::From(t)), &Row::From).logits;
             let mean = |z: &[f64]| z.iter().sum::<f64>() / z.len() as f64;
-            [mean(&z), mean(&z[own.clone()])]
+            [mean(&z), mean(&z[own_classes.clone()])]
         };
         means.insert(inputs.microbatch, (0..inputs.tokens()).map(means_of).collect());
     }
@@ -205,8 +206,8 @@ impl World for Local {
     fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
         let [s, other] = self.spread;
         if let Some(means) = self.means.get(&inputs.microbatch) {
-            for ((nll, [all, own]), label) in nll.iter_mut().zip(means).zip(read.label.0) {
-                *nll += (other - s) * label + s * all - other * own;
+            for ((nll, [all, own_mean]), label) in nll.iter_mut().zip(means).zip(read.label.0) {
+                *nll += (other - s) * label + s * all - other * own_mean;
             }
         }
         Vec::new()
@@ -242,7 +243,7 @@ impl Part {
     /// ranks that may have cut the vocabulary, where the factor is near one.
     fn hypotheses(self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let options = &evidence.step.options;
-        let valid = evidence.inputs.iter().find_map(|one| one.head(evidence.step));
+        let valid = evidence.inputs.iter().find_map(|inputs| inputs.head(evidence.step));
         let spread = valid.map_or(0.0, |head| options.smoothing(head.valid_vocab));
         let epsilon = ("ε", options.declared.label_smoothing.to_string());
         let multiplied = move |times: f64| Times { part: self, times, spread };
@@ -257,8 +258,8 @@ impl Part {
             let counted = ranks.into_iter().find(|n| (times - n).abs() <= NEAR * n);
             let words = format!("{} times {}", shown(counted.unwrap_or(times)), self.words());
             let parameters = vec![epsilon.clone(), ("instead", words)];
-            let one = Hypothesis::new(multiplied(counted.unwrap_or(times)), parameters);
-            hypotheses.push(if counted.is_some() { one } else { one.fitted(1) });
+            let hypothesis = Hypothesis::new(multiplied(counted.unwrap_or(times)), parameters);
+            hypotheses.push(if counted.is_some() { hypothesis } else { hypothesis.fitted(1) });
         }
         hypotheses
     }

@@ -28,7 +28,7 @@ const OFF: f64 = 1e-4;
 /// The hypotheses: if a rule gives nearly these factors, those of the rule, else the fitted ones.
 pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let Some(parts) = solved(evidence) else { return Vec::new() };
-    let Some(head) = evidence.inputs.iter().find_map(|one| one.head(evidence.step)) else {
+    let Some(head) = evidence.inputs.iter().find_map(|inputs| inputs.head(evidence.step)) else {
         return Vec::new();
     };
     let (rows, valid) = (head.k.rows, head.valid_vocab);
@@ -118,11 +118,11 @@ fn apart(evidence: &Evidence<'_>, plane: &Plane, key: Key) -> Option<[Rows; 3]> 
     let [a, _, c] = &unit.cotangents;
     let cols = plane.dense.cols;
     let mut spread = vec![0.0; plane.dense.values.len()];
-    for (at, to) in spread.iter_mut().enumerate() {
-        let row = at / cols.max(1);
-        let whole = a[row] * plane.p.values[at] + c[row];
+    for (index, to) in spread.iter_mut().enumerate() {
+        let row = index / cols.max(1);
+        let whole = a[row] * plane.p.values[index] + c[row];
         // The quotient of the entry and `whole` is the derivative of the logit.
-        *to = if whole == 0.0 { 0.0 } else { c[row] * plane.dense.values[at] / whole };
+        *to = if whole == 0.0 { 0.0 } else { c[row] * plane.dense.values[index] / whole };
     }
     let softmax = plane.dense.values.iter().zip(&spread).map(|(x, c)| x - c).collect();
     let rows = |values: Vec<f64>| Rows { cols, values };
@@ -138,8 +138,8 @@ struct Parts {
 }
 
 impl World for Parts {
-    fn cotangents(&self, _tokens: &UnitTokens<'_>, of: [&mut [f64]; 3]) {
-        for (values, times) in of.into_iter().zip(self.parts) {
+    fn cotangents(&self, _tokens: &UnitTokens<'_>, parts: [&mut [f64]; 3]) {
+        for (values, times) in parts.into_iter().zip(self.parts) {
             values.iter_mut().for_each(|to| *to *= times);
         }
     }

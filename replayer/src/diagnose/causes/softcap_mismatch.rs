@@ -88,7 +88,7 @@ fn of_one_part(evidence: &Evidence<'_>, cap: f64) -> Vec<Hypothesis> {
     };
     let bends: BTreeMap<Option<Microbatch>, Vec<f64>> =
         evidence.inputs.iter().filter_map(bend).collect();
-    let one = |of_label: bool| {
+    let hypothesis_of = |of_label: bool| {
         let part = if of_label { "the label's part" } else { "the softmax part" };
         let parameters = vec![
             ("softcap", cap.to_string()),
@@ -97,7 +97,7 @@ fn of_one_part(evidence: &Evidence<'_>, cap: f64) -> Vec<Hypothesis> {
         ];
         Hypothesis::new(OfOnePart { of_label, bends: bends.clone() }, parameters)
     };
-    [true, false].map(one).into()
+    [true, false].map(hypothesis_of).into()
 }
 
 struct OfOnePart {

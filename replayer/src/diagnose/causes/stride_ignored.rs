@@ -22,7 +22,7 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::inputs::Scores;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
-use crate::replay::world::{At, Expectation, World};
+use crate::replay::world::{Expectation, StagePlace, World};
 
 /// The catalogue's entry.
 pub struct StrideIgnored;
@@ -119,9 +119,9 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                     let table = evidence.reference().stages.get(&key)?;
                     let rows = map.in_runs(inputs.tokens(), &of_ranks(evidence.step, inputs))?;
                     let right = |t: &usize| match rows[*t] {
-                        Row::From(other) => table
-                            .get(&other)
-                            .is_none_or(|of| energy(of) == 0.0 || alike(captured.row(*t), of)),
+                        Row::From(other) => table.get(&other).is_none_or(|values| {
+                            energy(values) == 0.0 || alike(captured.row(*t), values)
+                        }),
                         _ => energy(captured.row(*t)) == 0.0,
                     };
                     table.keys().all(right).then_some(rows)
@@ -143,7 +143,7 @@ fn written(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// round.
 fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     let (mut world, mut words) = (Flat::default(), Vec::new());
-    for (key, of) in evidence.failing_of(&[Stage::Dq, Stage::Dk]) {
+    for (key, residual) in evidence.failing_of(&[Stage::Dq, Stage::Dk]) {
         let (captured, all) = (evidence.captured(key)?, evidence.all_rows()?);
         let table = all.stages.get(&key)?;
         let first = *table.keys().next()?;
@@ -158,8 +158,8 @@ fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             false => ((row * d + column) % n, (row * d + column) / n),
         };
         let value = |row: usize, column: usize| {
-            let (from, at) = place(row, column);
-            table[&(first + from)][at]
+            let (from, column_read) = place(row, column);
+            table[&(first + from)][column_read]
         };
         let row = |row: usize| -> Vec<f64> { (0..d).map(|column| value(row, column)).collect() };
         let moved = |row: usize| (0..d).any(|column| place(row, column) != (row, column));
@@ -173,7 +173,7 @@ fn flat(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         world.instead =
             std::mem::take(&mut world.instead).rows(key, (0..n).map(|at| (first + at, row(at))));
         // Each element has the rounding of the row that it comes from.
-        let share = of.floor / of.reference.max(f64::MIN_POSITIVE) / d as f64;
+        let share = residual.floor / residual.reference.max(f64::MIN_POSITIVE) / d as f64;
         let each: Vec<f64> = table.values().map(|row| share * energy(row)).collect();
         let noise = |at: usize| (0..d).map(|column| each[place(at, column).0]).collect();
         world.noise.insert(key, (0..n).map(|at| (first + at, noise(at))).collect());
@@ -191,13 +191,18 @@ struct Flat {
 }
 
 impl World for Flat {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.instead.expected(of);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.instead.expected(expectation);
     }
 
-    fn noise(&self, At { stage, microbatch, rank }: At, row: usize, column: usize) -> f64 {
+    fn noise(
+        &self,
+        StagePlace { stage, microbatch, rank }: StagePlace,
+        row: usize,
+        column: usize,
+    ) -> f64 {
         let table = self.noise.get(&Key { stage, microbatch, rank });
-        table.and_then(|table| table.get(&row)).map_or(0.0, |of| of[column])
+        table.and_then(|table| table.get(&row)).map_or(0.0, |values| values[column])
     }
 }
 
@@ -212,23 +217,27 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         }
     }
     let first = evidence.inputs.first();
-    let batch = first.map_or((1, 1), |of| (of.tokens() / of.sequence.max(1), of.sequence));
+    let batch =
+        first.map_or((1, 1), |inputs| (inputs.tokens() / inputs.sequence.max(1), inputs.sequence));
     for rows in [batch.0, batch.1].into_iter().filter(|&rows| rows > 1) {
         maps.push((Map::Transposed { rows }, format!("[{rows}, ..] transposed")));
     }
     // If all cotangents are 1, reading the first weight for all is one factor, which other causes
     // explain.
-    if evidence.inputs.iter().any(|of| of.cotangent.iter().any(|&x| x != 1.0)) {
+    if evidence.inputs.iter().any(|inputs| inputs.cotangent.iter().any(|&x| x != 1.0)) {
         let first = Map::Strided { step: 0, beyond: Beyond::Zeros };
         maps.push((first, "the first number for all".into()));
     }
     let mut hypotheses = Vec::new();
     for (map, view) in maps {
-        let rows_of = |one: &MicrobatchInputs| {
-            Some((one.microbatch, map.in_runs(one.tokens(), &of_ranks(evidence.step, one))?))
+        let rows_of = |inputs: &MicrobatchInputs| {
+            Some((
+                inputs.microbatch,
+                map.in_runs(inputs.tokens(), &of_ranks(evidence.step, inputs))?,
+            ))
         };
         let rows: BTreeMap<_, _> = evidence.inputs.iter().filter_map(rows_of).collect();
-        if rows.is_empty() || !evidence.inputs.iter().any(|one| shows(evidence, one, &rows)) {
+        if rows.is_empty() || !evidence.inputs.iter().any(|inputs| shows(evidence, inputs, &rows)) {
             continue;
         }
         let parameters = vec![("operand", "the tokens' cotangents".to_string()), ("view", view)];
@@ -241,8 +250,8 @@ fn of_cotangents(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// Upstream gradients with the cotangents of other tokens, or their weights where no cotangents
 /// were recorded. Ignored tokens stay ignored.
 fn with_other_cotangents(inputs: &MicrobatchInputs, rows: &[Row], g: &[f64]) -> Vec<f64> {
-    let own = inputs.cotangent.iter().any(|&x| x != 1.0);
-    let read = if own { &inputs.cotangent } else { &inputs.weights };
+    let has_cotangents = inputs.cotangent.iter().any(|&x| x != 1.0);
+    let read = if has_cotangents { &inputs.cotangent } else { &inputs.weights };
     let share = |t: usize| (g[t] != 0.0 && read[t] != 0.0).then(|| g[t] / read[t]);
     let usual = (0..g.len()).find_map(share).unwrap_or(0.0);
     let upstream_of = |(t, row): (usize, &Row)| match row {
@@ -287,8 +296,8 @@ struct OtherCotangents {
 impl World for OtherCotangents {
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
         let rows_and_g = self.rows.get(&inputs.microbatch).zip(self.g.get(&inputs.microbatch));
-        if let Some((rows, own)) = rows_and_g {
-            g.copy_from_slice(&with_other_cotangents(inputs, rows, own));
+        if let Some((rows, upstream)) = rows_and_g {
+            g.copy_from_slice(&with_other_cotangents(inputs, rows, upstream));
         }
     }
 }

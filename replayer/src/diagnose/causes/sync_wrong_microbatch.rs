@@ -35,22 +35,27 @@ impl Cause for SyncWrongMicrobatch {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mixed = |found: &Solved| {
-            found.key.stage == Stage::Reduce
-                && found.addends.iter().all(|of| of.microbatch.is_some() && of.rank.is_some())
-                && found.by_microbatch().is_none()
-                && found.ranks_left_out().is_none()
+        let mixed = |solved: &Solved| {
+            solved.key.stage == Stage::Reduce
+                && solved
+                    .addends
+                    .iter()
+                    .all(|addend| addend.microbatch.is_some() && addend.rank.is_some())
+                && solved.by_microbatch().is_none()
+                && solved.ranks_left_out().is_none()
         };
-        let of_sum = |found: Solved| {
-            let out = found.addends.iter().filter(|of| of.weight == 0.0);
+        let of_sum = |solved: Solved| {
+            let out = solved.addends.iter().filter(|addend| addend.weight == 0.0);
             let out: Vec<String> = out
-                .filter_map(|of| Some(format!("{} of rank {}", of.microbatch?, of.rank?)))
+                .filter_map(|addend| {
+                    Some(format!("{} of rank {}", addend.microbatch?, addend.rank?))
+                })
                 .collect();
             let parameters = vec![
                 ("left out", if out.is_empty() { "none".into() } else { out.join(", ") }),
-                ("scale", found.scale_name()),
+                ("scale", solved.scale_name()),
             ];
-            Hypothesis::new(found.world(), parameters).fitted(1)
+            Hypothesis::new(solved.world(), parameters).fitted(1)
         };
         solved(evidence).into_iter().filter(mixed).map(of_sum).collect()
     }
@@ -58,29 +63,32 @@ impl Cause for SyncWrongMicrobatch {
     /// Shows where ranks' copies of the reduced gradient are sums of different gradients.
     fn observed(&self, evidence: &Evidence<'_>) -> Option<Observed> {
         let all = versions(evidence);
-        let (of, sums) = all.iter().find_map(|of| Some((of, of.as_sums(evidence)?)))?;
+        let (versions_of_sum, sums) = all.iter().find_map(|versions_of_sum| {
+            Some((versions_of_sum, versions_of_sum.as_sums(evidence)?))
+        })?;
         // Versions that contain all microbatches of some ranks and none of the others were not
         // reduced, which is `partial-not-reduced`.
-        if sums.of.iter().all(|(_, addends)| holds_ranks(addends)) {
+        if sums.versions.iter().all(|(_, addends)| holds_ranks(addends)) {
             return None;
         }
         let word = |(ranks, addends): &(Vec<Rank>, Vec<Addend>)| {
-            let held = addends.iter().filter(|of| of.weight != 0.0);
-            let held: Vec<String> = held
-                .map(|of| {
-                    let mb = of.microbatch.map_or("all".into(), |mb| mb.to_string());
-                    of.rank.map_or(mb.clone(), |rank| format!("{mb} of rank {rank}"))
+            let counted = addends.iter().filter(|addend| addend.weight != 0.0);
+            let names: Vec<String> = counted
+                .map(|addend| {
+                    let mb = addend.microbatch.map_or("all".into(), |mb| mb.to_string());
+                    addend.rank.map_or(mb.clone(), |rank| format!("{mb} of rank {rank}"))
                 })
                 .collect();
             let rank_names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-            format!("rank {} holds microbatches {}", rank_names.join(", "), held.join(", "))
+            format!("rank {} holds microbatches {}", rank_names.join(", "), names.join(", "))
         };
-        let held: Vec<String> = sums.of.iter().map(word).collect();
+        let held_words: Vec<String> = sums.versions.iter().map(word).collect();
         let evidence = format!(
             "{} differs between ranks, and each version is the sum of other ranks' and microbatches' gradients",
-            of.key
+            versions_of_sum.key
         );
-        let parameters = vec![("tensor", of.key.to_string()), ("holds", held.join("; "))];
+        let parameters =
+            vec![("tensor", versions_of_sum.key.to_string()), ("holds", held_words.join("; "))];
         let rows = Some(sums.place()).filter(|rows| !rows.is_empty()).map(|rows| ("where", rows));
         let parameters = parameters.into_iter().chain(rows).collect();
         Some(Observed { evidence, stages: vec![Stage::Reduce], parameters })

@@ -117,19 +117,19 @@ fn columns_shown(evidence: &Evidence<'_>, all: usize) -> Option<usize> {
         let seen = implied_lse(evidence, inputs);
         let Some(direct) = Direct::new(evidence, inputs) else { continue };
         let valid = direct.head.valid_vocab;
-        for of in seen.iter().step_by(seen.len().div_ceil(SAMPLED).max(1)) {
-            let q = direct.q(Row::From(of.token));
+        for token in seen.iter().step_by(seen.len().div_ceil(SAMPLED).max(1)) {
+            let q = direct.q(Row::From(token.token));
             // What the columns add to the sum of exponentials, relative to it.
-            let (wanted, mut sum) = ((of.implied - of.lse).exp_m1(), 0.0);
-            for (at, left) in left.iter_mut().enumerate() {
-                sum += probability(direct.logit_of(&q, valid + at).0, of.lse);
+            let (wanted, mut sum) = ((token.implied - token.lse).exp_m1(), 0.0);
+            for (index, left) in left.iter_mut().enumerate() {
+                sum += probability(direct.logit_of(&q, valid + index).0, token.lse);
                 *left += (sum - wanted).powi(2);
             }
             before += wanted * wanted;
         }
     }
-    let (at, least) = left.into_iter().enumerate().min_by(|a, b| a.1.total_cmp(&b.1))?;
-    (before > 0.0 && least <= FITS * before).then_some(at + 1)
+    let (index, least) = left.into_iter().enumerate().min_by(|a, b| a.1.total_cmp(&b.1))?;
+    (before > 0.0 && least <= FITS * before).then_some(index + 1)
 }
 
 /// How many tokens of a microbatch are sampled to count the padding's columns.
@@ -180,9 +180,9 @@ fn zeros(
     evidence: &Evidence<'_>,
     seen: &[(&MicrobatchInputs, Vec<ImpliedLse>)],
 ) -> Vec<Hypothesis> {
-    let added = |of: &ImpliedLse| of.lse.exp() * (of.implied - of.lse).exp_m1();
+    let added = |implied: &ImpliedLse| implied.lse.exp() * (implied.implied - implied.lse).exp_m1();
     // A token with a large lse does not show what a few extra columns add.
-    let tells = |of: &&ImpliedLse| (of.implied - of.lse).abs() > 1e-3;
+    let tells = |implied: &&ImpliedLse| (implied.implied - implied.lse).abs() > 1e-3;
     let all: Vec<f64> = seen.iter().flat_map(|(_, seen)| seen).filter(tells).map(added).collect();
     let counted = median(all);
     if counted > 0.5 { filled(evidence, counted) } else { Vec::new() }
@@ -203,7 +203,7 @@ fn filled(evidence: &Evidence<'_>, counted: f64) -> Vec<Hypothesis> {
     if (counted / whole as f64 - 1.0).abs() < WHOLE && counts.iter().all(|&(n, _)| n != whole) {
         counts.push((whole, None));
     }
-    let one = |(n, tile): (usize, Option<usize>)| {
+    let hypothesis_of = |(n, tile): (usize, Option<usize>)| {
         let more = |lse: &f64| lse + (n as f64 * (-lse).exp()).ln_1p();
         let larger =
             |(&mb, lse): (&Option<Microbatch>, &Vec<f64>)| (mb, lse.iter().map(more).collect());
@@ -213,7 +213,7 @@ fn filled(evidence: &Evidence<'_>, counted: f64) -> Vec<Hypothesis> {
         parameters.extend(tile.map(|tile| ("tile", tile.to_string())));
         hypothesis(evidence, lse, parameters, usize::from(tile.is_none()))
     };
-    counts.into_iter().map(one).collect()
+    counts.into_iter().map(hypothesis_of).collect()
 }
 
 /// The hypotheses of columns of zeros where only the loss shows them: as many as explain the loss.
@@ -264,9 +264,9 @@ const FILLINGS: [(&str, Filling); 3] = [
     ("the next token's logits", |_, next, lacks, _| {
         next.map_or(vec![0.0; lacks], |next| next[..lacks.min(next.len())].to_vec())
     }),
-    ("the columns before it: the last tile was moved back", |own, _, lacks, tile| {
-        let start = own.len().saturating_sub(tile);
-        own[start..(start + lacks).min(own.len())].to_vec()
+    ("the columns before it: the last tile was moved back", |row, _, lacks, tile| {
+        let start = row.len().saturating_sub(tile);
+        row[start..(start + lacks).min(row.len())].to_vec()
     }),
 ];
 
@@ -287,9 +287,9 @@ fn others(
             if !shows(evidence, seen, &|own, next| filling(own, next, lacks, tile)) {
                 continue;
             }
-            let lse = lse_of(evidence, &|lse, own, next| {
+            let lse = lse_of(evidence, &|lse, row, next| {
                 let sum: f64 =
-                    filling(own, next, lacks, tile).iter().map(|&z| probability(z, lse)).sum();
+                    filling(row, next, lacks, tile).iter().map(|&z| probability(z, lse)).sum();
                 lse + sum.ln_1p()
             });
             let parameters = vec![
@@ -321,12 +321,13 @@ fn shows(
     let Some(direct) = Direct::new(evidence, inputs) else { return false };
     let some = seen.iter().step_by(seen.len().div_ceil(6).max(1));
     let (mut all, mut fit) = (0.0, 0.0);
-    for of in some {
+    for token in some {
         let row = |t: usize| direct.against(&direct.q(Row::From(t)), &Row::From).logits;
-        let own = row(of.token);
-        let next = (of.token + 1 < inputs.tokens()).then(|| row(of.token + 1));
-        let sum: f64 = filling(&own, next.as_deref()).iter().map(|&z| probability(z, of.lse)).sum();
-        let (wanted, off) = (sum.ln_1p(), of.implied - of.lse);
+        let own_row = row(token.token);
+        let next = (token.token + 1 < inputs.tokens()).then(|| row(token.token + 1));
+        let sum: f64 =
+            filling(&own_row, next.as_deref()).iter().map(|&z| probability(z, token.lse)).sum();
+        let (wanted, off) = (sum.ln_1p(), token.implied - token.lse);
         if wanted.abs().max(off.abs()) > 1e-3 {
             all += 1.0;
             fit += f64::from(u8::from((wanted - off).abs() <= 0.1 * wanted.abs().max(off.abs())));
@@ -364,9 +365,9 @@ fn hypothesis(
 
 /// The microbatches whose lse was captured, so that their backward starts from it.
 pub fn captured_lse(evidence: &Evidence<'_>) -> Vec<Option<Microbatch>> {
-    let held = |mb: &Option<Microbatch>| {
+    let is_captured = |mb: &Option<Microbatch>| {
         let role = Stage::Lse.role();
         role.and_then(|role| evidence.step.find(role, *mb)).is_some()
     };
-    evidence.inputs.iter().map(|one| one.microbatch).filter(held).collect()
+    evidence.inputs.iter().map(|inputs| inputs.microbatch).filter(is_captured).collect()
 }

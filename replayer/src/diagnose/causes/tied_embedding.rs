@@ -49,16 +49,16 @@ impl Cause for TiedEmbedding {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let mut world = ReplacedValues::default();
-        let mut held = BTreeSet::new();
+        let mut contents = BTreeSet::new();
         for (key, _) in evidence.failing_of(&[Stage::Dk, Stage::Accumulate, Stage::Reduce]) {
             let Some((rows, input_only)) = rows_of_input(evidence, key) else { return Vec::new() };
-            held.insert(if input_only { "the input's part alone" } else { "both parts" });
+            contents.insert(if input_only { "the input's part alone" } else { "both parts" });
             world = world.rows(key, rows.into_iter());
         }
-        if held.len() != 1 {
+        if contents.len() != 1 {
             return Vec::new();
         }
-        let parameters = vec![("dk holds", held.into_iter().collect::<String>())];
+        let parameters = vec![("dk holds", contents.into_iter().collect::<String>())];
         vec![Hypothesis::new(world, parameters).fitted(6)]
     }
 }
@@ -140,7 +140,7 @@ fn is_its_own(
     (captured, table): (&Values, &Table),
     hits: &BTreeMap<usize, usize>,
 ) -> bool {
-    let (mut all, mut own) = (0.0, 0.0);
+    let (mut all, mut own_share) = (0.0, 0.0);
     for inputs in evidence.inputs {
         if key.stage == Stage::Dk && inputs.microbatch != key.microbatch {
             continue;
@@ -156,8 +156,9 @@ fn is_its_own(
             let along = dot(&off, &q).powi(2) / (energy(&off) * energy(&q)).max(f64::MIN_POSITIVE);
             let label_part = g[t] * g[t] * energy(&q);
             all += 1.0;
-            own += f64::from(u8::from(energy(&off) > LEAST * LEAST * label_part && along < ALONG));
+            own_share +=
+                f64::from(u8::from(energy(&off) > LEAST * LEAST * label_part && along < ALONG));
         }
     }
-    all >= 4.0 && own >= 0.5 * all
+    all >= 4.0 && own_share >= 0.5 * all
 }

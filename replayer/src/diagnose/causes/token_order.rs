@@ -25,7 +25,7 @@ use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::IGNORED;
 use crate::replay::variant::{StandsIn, Variant};
-use crate::replay::world::At;
+use crate::replay::world::StagePlace;
 use crate::replay::world::Supplied;
 
 /// The catalogue's entry.
@@ -119,8 +119,9 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let mut hypotheses = Vec::new();
     for (name, from) in orders_by_name {
         let fitted = if name == MATCH { 4 } else { 0 };
-        let rows = |of: &Vec<usize>| of.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
-        let moved = from.iter().map(|(&mb, of)| (mb, rows(of))).collect();
+        let rows =
+            |indices: &Vec<usize>| indices.iter().map(|&t| Row::From(t)).collect::<Vec<Row>>();
+        let moved = from.iter().map(|(&mb, indices)| (mb, rows(indices))).collect();
         let parameters = |what: &str| {
             let only = (!parts.is_empty()).then(|| ("only in", parts.join("; ")));
             let named = [("order", name.clone()), ("of", what.to_string())];
@@ -145,9 +146,9 @@ fn of_rows(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 
 /// The captured rows with the permutation undone: the row at `to[t]` is token t's.
 fn in_place(key: Key, captured: &Values, to: &[usize]) -> Supplied {
-    let at = At { stage: key.stage, microbatch: key.microbatch, rank: None };
+    let place = StagePlace { stage: key.stage, microbatch: key.microbatch, rank: None };
     let values = to.iter().flat_map(|&row| captured.row(row)).copied().collect();
-    Supplied { at, values, precision: captured.stored() }
+    Supplied { place, values, precision: captured.stored() }
 }
 
 /// The name of a permutation that follows no known rule.
@@ -166,27 +167,27 @@ fn in_part(captured: &Values, rows: &Rows<'_>, order: &Order) -> Option<(Order, 
     let to = inverse(&order.from);
     let mut from: Vec<usize> = (0..to.len()).collect();
     let (mut told, mut runs, least) = (0, Vec::new(), median_size(rows));
-    for (at, run) in order.runs.iter().enumerate() {
-        let own = telling(rows, least, &to, run);
-        if own.is_empty() || stand_at(captured, rows, &own, &|t| t) {
+    for (index, run) in order.runs.iter().enumerate() {
+        let own_tokens = telling(rows, least, &to, run);
+        if own_tokens.is_empty() || stand_at(captured, rows, &own_tokens, &|t| t) {
             continue;
         }
-        if !stand_at(captured, rows, &own, &|t| to[t]) {
+        if !stand_at(captured, rows, &own_tokens, &|t| to[t]) {
             return None;
         }
         run.iter().for_each(|&t| from[t] = order.from[t]);
-        told += own.len();
-        runs.push(at);
+        told += own_tokens.len();
+        runs.push(index);
     }
     (told >= 4).then(|| (Order { from, ..order.clone() }, runs))
 }
 
 /// In words, which runs of a microbatch are permuted.
-fn place_of(microbatch: Option<Microbatch>, runs: &[usize], of: usize) -> String {
+fn place_of(microbatch: Option<Microbatch>, runs: &[usize], run_count: usize) -> String {
     let some: Vec<String> = runs.iter().take(RUNS).map(usize::to_string).collect();
     let more = if runs.len() > RUNS { " ..." } else { "" };
     let mb = microbatch.map_or(String::new(), |mb| format!("microbatch {mb}, "));
-    format!("{mb}{} of {of} (counted from 0: {}{more})", runs.len(), some.join(", "))
+    format!("{mb}{} of {run_count} (counted from 0: {}{more})", runs.len(), some.join(", "))
 }
 
 /// The median squared norm: only the larger half of the rows is compared, as small rows of f16 are
@@ -196,20 +197,20 @@ fn median_size(rows: &Rows<'_>) -> f64 {
 }
 
 /// The tokens that a permutation moves and whose rows have at least this squared norm.
-fn telling(rows: &Rows<'_>, least: f64, to: &[usize], of: &[usize]) -> Vec<usize> {
+fn telling(rows: &Rows<'_>, least: f64, to: &[usize], run: &[usize]) -> Vec<usize> {
     let tells = |t: &&usize| to[**t] != **t && rows.get(*t).is_some_and(|row| energy(row) >= least);
-    of.iter().filter(tells).copied().collect()
+    run.iter().filter(tells).copied().collect()
 }
 
 /// Whether nearly all of these rows are captured at these places.
 fn stand_at(
     captured: &Values,
     rows: &Rows<'_>,
-    of: &[usize],
+    tokens: &[usize],
     place: &dyn Fn(usize) -> usize,
 ) -> bool {
-    let fit = of.iter().filter(|&&t| alike(captured.row(place(t)), rows[&t])).count();
-    fit as f64 >= FITS * of.len() as f64
+    let fit = tokens.iter().filter(|&&t| alike(captured.row(place(t)), rows[&t])).count();
+    fit as f64 >= FITS * tokens.len() as f64
 }
 
 /// The permutation that matches every captured row with one row of the reference; none where there
@@ -273,12 +274,12 @@ fn of_labels(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             }
         }
     }
-    let one = |(name, labels): (String, BTreeMap<Option<Microbatch>, Vec<u32>>)| {
+    let hypothesis_of = |(name, labels): (String, BTreeMap<Option<Microbatch>, Vec<u32>>)| {
         let parameters = vec![("order", name), ("of", "labels against hidden states".to_string())];
         let g = Some(evidence.reference().g.clone());
         Hypothesis::new(Relabelled { labels, g, ..Relabelled::default() }, parameters)
     };
     let mut all: Vec<_> = hypotheses.into_iter().collect();
     all.sort_by(|a, b| a.0.cmp(&b.0));
-    all.into_iter().map(one).collect()
+    all.into_iter().map(hypothesis_of).collect()
 }

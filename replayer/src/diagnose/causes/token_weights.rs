@@ -61,14 +61,14 @@ impl Cause for TokenWeights {
     }
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
-        let mut found = policy_terms::hypotheses(evidence);
-        found.extend(moved_weights::hypotheses(evidence));
-        found.extend(moved_policy::hypotheses(evidence));
-        found.extend(of_dlogits(evidence));
+        let mut all_hypotheses = policy_terms::hypotheses(evidence);
+        all_hypotheses.extend(moved_weights::hypotheses(evidence));
+        all_hypotheses.extend(moved_policy::hypotheses(evidence));
+        all_hypotheses.extend(of_dlogits(evidence));
         if !evidence.fails(Stage::Dq) {
-            return found;
+            return all_hypotheses;
         }
-        let Some(seen) = seen(evidence) else { return found };
+        let Some(seen) = seen(evidence) else { return all_hypotheses };
         let both = [Part::Plane, Part::OfQ, Part::OfK];
         let parts = if evidence.fails(Stage::Dk) { &both[..] } else { &both[1..2] };
         let asked = SuspectTokens::of(evidence);
@@ -76,10 +76,10 @@ impl Cause for TokenWeights {
             let mut parameters = vec![("each token counts", words)];
             parameters.extend(asked.place().map(|place| ("only in", place)));
             let world = Weighted { factors, parts: parts.to_vec() };
-            let found = Hypothesis::new(world, parameters);
+            let hypothesis = Hypothesis::new(world, parameters);
             match fitted {
-                None => found.with_number_per_token(),
-                Some(fitted) => found.fitted(fitted),
+                None => hypothesis.with_number_per_token(),
+                Some(fitted) => hypothesis.fitted(fitted),
             }
         };
         let mut all = rules(&asked, &seen);
@@ -87,8 +87,8 @@ impl Cause for TokenWeights {
             let words = "with a number of its own that the dump does not explain".to_string();
             all.push(Rule { words, factors: seen, fitted: None });
         }
-        found.extend(all.into_iter().map(of_rule));
-        found
+        all_hypotheses.extend(all.into_iter().map(of_rule));
+        all_hypotheses
     }
 }
 
@@ -99,10 +99,10 @@ fn of_dlogits(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         return None;
     }
     let (key, _) = evidence.failing_of(&[Stage::Dlogits]).next()?;
-    let (one, captured) = (evidence.inputs_of(key.microbatch)?, evidence.captured(key)?);
+    let (inputs, captured) = (evidence.inputs_of(key.microbatch)?, evidence.captured(key)?);
     let rows = evidence.reference().rows_of((Stage::Dlogits, key.microbatch));
     let (mut before, mut left, mut seen) = (0.0, 0.0, Vec::new());
-    for (&t, row) in rows.iter().filter(|(t, _)| counts(one, **t)) {
+    for (&t, row) in rows.iter().filter(|(t, _)| counts(inputs, **t)) {
         let multiple_of_row = multiple(&captured.row(t)[..row.len()], row);
         (before, left) = (before + multiple_of_row.before, left + multiple_of_row.left);
         seen.push((t, multiple_of_row.times));
@@ -110,16 +110,19 @@ fn of_dlogits(evidence: &Evidence<'_>) -> Option<Hypothesis> {
     if !(left <= LEFT * before) {
         return None;
     }
-    let named: [(&str, OfToken<'_>); 2] =
-        [("cotangent", &|one, t| one.cotangent[t]), ("weight", &|one, t| one.weights[t])];
+    let named: [(&str, OfToken<'_>); 2] = [
+        ("cotangent", &|inputs, t| inputs.cotangent[t]),
+        ("weight", &|inputs, t| inputs.weights[t]),
+    ];
     let rule = named.into_iter().find_map(|(name, of)| {
-        let number = alike(seen.iter().map(|(t, times)| times * of(one, *t)))?;
+        let number = alike(seen.iter().map(|(t, times)| times * of(inputs, *t)))?;
         seen.iter().any(|(_, times)| (times - 1.0).abs() > NEAR).then_some((name, of, number))
     });
-    let (name, of, number) = rule?;
-    let factors = evidence.inputs.iter().map(|one| {
-        let factor = |t: usize| if counts(one, t) { number / of(one, t) } else { 1.0 };
-        (one.microbatch, (0..one.tokens()).map(factor).collect())
+    let (name, rule_factor, number) = rule?;
+    let factors = evidence.inputs.iter().map(|inputs| {
+        let factor =
+            |t: usize| if counts(inputs, t) { number / rule_factor(inputs, t) } else { 1.0 };
+        (inputs.microbatch, (0..inputs.tokens()).map(factor).collect())
     });
     let words = format!("with {} in the place of its {name}", shown(number));
     let world = Weighted { factors: factors.collect(), parts: vec![Part::Plane] };
@@ -151,8 +154,11 @@ type Factors = BTreeMap<Option<Microbatch>, Vec<f64>>;
 
 /// The factor of each row of dq relative to its reference; none where rows are no such multiples.
 fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
-    let mut factors: Factors =
-        evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
+    let mut factors: Factors = evidence
+        .inputs
+        .iter()
+        .map(|inputs| (inputs.microbatch, vec![1.0; inputs.tokens()]))
+        .collect();
     // The rows of the sample are checked first, as they cost nothing more.
     let (mut before, mut left) = (0.0, 0.0);
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
@@ -170,8 +176,8 @@ fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
         let plane = evidence.plane(key)?;
         let captured = plane.dq(&*evidence.captured(key)?);
         let reference = plane.entries().times(&plane.k);
-        for (at, &t) in plane.rows.iter().enumerate() {
-            let multiple_of_row = multiple(captured.row(at), reference.row(at));
+        for (index, &t) in plane.rows.iter().enumerate() {
+            let multiple_of_row = multiple(captured.row(index), reference.row(index));
             before += multiple_of_row.before;
             left += multiple_of_row.left;
             factors.get_mut(&key.microbatch)?[t] = multiple_of_row.times;
@@ -181,13 +187,13 @@ fn seen(evidence: &Evidence<'_>) -> Option<Factors> {
 }
 
 /// Whether a token takes part.
-fn counts(one: &MicrobatchInputs, t: usize) -> bool {
-    one.labels[t] != IGNORED && one.weights[t] != 0.0 && one.cotangent[t] != 0.0
+fn counts(inputs: &MicrobatchInputs, t: usize) -> bool {
+    inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0 && inputs.cotangent[t] != 0.0
 }
 
 /// The tokens that take part.
-fn counted(one: &MicrobatchInputs) -> impl Iterator<Item = usize> {
-    (0..one.tokens()).filter(|&t| counts(one, t))
+fn counted(inputs: &MicrobatchInputs) -> impl Iterator<Item = usize> {
+    (0..inputs.tokens()).filter(|&t| counts(inputs, t))
 }
 
 /// The rules that the numbers follow, for the tokens of those ranks and microbatches whose rows
@@ -195,20 +201,22 @@ fn counted(one: &MicrobatchInputs) -> impl Iterator<Item = usize> {
 fn rules(asked: &SuspectTokens<'_>, factors: &Factors) -> Vec<Rule> {
     let evidence = asked.evidence;
     let mean = |all: &[&MicrobatchInputs], of: &dyn Fn(&MicrobatchInputs) -> &[f64]| {
-        let each = all.iter().flat_map(|one| counted(one).map(|t| of(one)[t]));
+        let each = all.iter().flat_map(|inputs| counted(inputs).map(|t| of(inputs)[t]));
         let each: Vec<f64> = each.collect();
         each.iter().sum::<f64>() / each.len().max(1) as f64
     };
     let every: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-    let weight = mean(&every, &|one| &one.weights);
-    let cotangent = mean(&every, &|one| &one.cotangent);
-    let own = |one: &MicrobatchInputs| mean(&[one], &|one| &one.cotangent);
+    let weight = mean(&every, &|inputs| &inputs.weights);
+    let cotangent = mean(&every, &|inputs| &inputs.cotangent);
+    let mean_cotangent = |inputs: &MicrobatchInputs| mean(&[inputs], &|inputs| &inputs.cotangent);
     let named: [(&str, OfToken<'_>); 5] = [
-        ("with the square of its weight", &|one, t| one.weights[t]),
-        ("with the square of its cotangent", &|one, t| one.cotangent[t]),
-        ("with the mean of all weights", &|one, t| weight / one.weights[t]),
-        ("with the mean of all cotangents", &|one, t| cotangent / one.cotangent[t]),
-        ("with the mean of its microbatch's cotangents", &|one, t| own(one) / one.cotangent[t]),
+        ("with the square of its weight", &|inputs, t| inputs.weights[t]),
+        ("with the square of its cotangent", &|inputs, t| inputs.cotangent[t]),
+        ("with the mean of all weights", &|inputs, t| weight / inputs.weights[t]),
+        ("with the mean of all cotangents", &|inputs, t| cotangent / inputs.cotangent[t]),
+        ("with the mean of its microbatch's cotangents", &|inputs, t| {
+            mean_cotangent(inputs) / inputs.cotangent[t]
+        }),
     ];
     let known = named.into_iter().filter_map(|(words, of)| {
         let factors = by_rule(asked, factors, of)?;
@@ -225,22 +233,22 @@ type OfToken<'a> = &'a dyn Fn(&MicrobatchInputs, usize) -> f64;
 fn by_rule(
     asked: &SuspectTokens<'_>,
     solved_factors: &Factors,
-    of: OfToken<'_>,
+    rule: OfToken<'_>,
 ) -> Option<Factors> {
     let mut factors = Factors::new();
     let mut changes = false;
-    for one in asked.evidence.inputs {
-        let mut own = vec![1.0; one.tokens()];
-        let is_asked = asked.rows(one);
-        for t in counted(one).filter(|&t| is_asked[t]) {
-            let (wanted, solved_factors) = (of(one, t), solved_factors[&one.microbatch][t]);
+    for inputs in asked.evidence.inputs {
+        let mut factors_here = vec![1.0; inputs.tokens()];
+        let is_asked = asked.rows(inputs);
+        for t in counted(inputs).filter(|&t| is_asked[t]) {
+            let (wanted, solved_factors) = (rule(inputs, t), solved_factors[&inputs.microbatch][t]);
             if !((solved_factors - wanted).abs() <= NEAR * (1.0 + wanted.abs())) {
                 return None;
             }
-            own[t] = wanted;
+            factors_here[t] = wanted;
             changes |= (wanted - 1.0).abs() > NEAR;
         }
-        factors.insert(one.microbatch, own);
+        factors.insert(inputs.microbatch, factors_here);
     }
     changes.then_some(factors)
 }
@@ -248,12 +256,14 @@ fn by_rule(
 /// The rule that tokens of one label do not count.
 fn of_label(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
-    let left_out = |one: &MicrobatchInputs| {
-        counted(one).find(|&t| seen[&one.microbatch][t].abs() < NEAR).map(|t| one.labels[t])
+    let left_out = |inputs: &MicrobatchInputs| {
+        counted(inputs)
+            .find(|&t| seen[&inputs.microbatch][t].abs() < NEAR)
+            .map(|t| inputs.labels[t])
     };
     let label = evidence.inputs.iter().find_map(left_out)?;
     let counts_once =
-        |one: &MicrobatchInputs, t: usize| f64::from(u8::from(one.labels[t] != label));
+        |inputs: &MicrobatchInputs, t: usize| f64::from(u8::from(inputs.labels[t] != label));
     let factors = by_rule(asked, seen, &counts_once)?;
     Some(Rule { words: format!("but those of label {label}"), factors, fitted: Some(1) })
 }
@@ -262,7 +272,7 @@ fn of_label(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
 /// rows that are missing in dq alone were not written.
 fn often(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
-    let whole_number = |one: &MicrobatchInputs, t: usize| seen[&one.microbatch][t].round();
+    let whole_number = |inputs: &MicrobatchInputs, t: usize| seen[&inputs.microbatch][t].round();
     let factors = by_rule(asked, seen, &whole_number).filter(|_| evidence.fails(Stage::Dk))?;
     let mut said = Vec::new();
     for (mb, factors) in &factors {
@@ -279,17 +289,20 @@ fn often(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
 /// The rule that all tokens of a microbatch, or of a rank in it, have one number.
 fn by_unit(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
     let evidence = asked.evidence;
-    let mut means: Factors =
-        evidence.inputs.iter().map(|one| (one.microbatch, vec![1.0; one.tokens()])).collect();
+    let mut means: Factors = evidence
+        .inputs
+        .iter()
+        .map(|inputs| (inputs.microbatch, vec![1.0; inputs.tokens()]))
+        .collect();
     let (mut said, mut numbers) = (Vec::new(), Vec::new());
     for unit in evidence.units() {
-        let one = evidence.inputs_of(unit.microbatch)?;
-        let all: Vec<f64> = (unit.rows.iter().filter(|&&t| counts(one, t)))
+        let inputs = evidence.inputs_of(unit.microbatch)?;
+        let all: Vec<f64> = (unit.rows.iter().filter(|&&t| counts(inputs, t)))
             .map(|&t| seen[&unit.microbatch][t])
             .collect();
         let mean = rounded(all.iter().sum::<f64>() / all.len().max(1) as f64, 4);
-        let own = means.get_mut(&unit.microbatch)?;
-        unit.rows.iter().for_each(|&t| own[t] = mean);
+        let means_here = means.get_mut(&unit.microbatch)?;
+        unit.rows.iter().for_each(|&t| means_here[t] = mean);
         numbers.push(mean);
         if (mean - 1.0).abs() > NEAR {
             let mb = unit.microbatch.map(|mb| format!("microbatch {mb}"));
@@ -298,7 +311,7 @@ fn by_unit(asked: &SuspectTokens<'_>, seen: &Factors) -> Option<Rule> {
             said.push(format!("of {} {mean} times", place.join(" ")));
         }
     }
-    let factors = by_rule(asked, seen, &|one, t| means[&one.microbatch][t])?;
+    let factors = by_rule(asked, seen, &|inputs, t| means[&inputs.microbatch][t])?;
     // If all units have one number, it is a factor on the whole gradient.
     let differ = numbers.iter().any(|x| (x - numbers[0]).abs() > NEAR);
     said.truncate(TOLD);

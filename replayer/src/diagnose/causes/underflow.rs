@@ -16,7 +16,7 @@ use crate::head::{MicrobatchInputs, Roundings, Stage};
 use crate::kernels::Tiles;
 use crate::kernels::policy::{Path, Policy};
 use crate::kernels::round::Precision;
-use crate::replay::world::{At, World};
+use crate::replay::world::{StagePlace, World};
 
 /// The catalogue's entry.
 pub struct Underflow;
@@ -72,11 +72,11 @@ impl Cause for Underflow {
             if !(share > SHARE) {
                 continue;
             }
-            let own = roundings.narrowest.p;
-            hypotheses.push(hypothesis(&roundings, own, (scale, share)));
+            let format = roundings.narrowest.p;
+            hypotheses.push(hypothesis(&roundings, format, (scale, share)));
             // Rounding p too is tried only if the declaration leaves that open; otherwise it would
             // be another fault.
-            if half != own && half.unit_roundoff() <= roundings.widest.p.unit_roundoff() {
+            if half != format && half.unit_roundoff() <= roundings.widest.p.unit_roundoff() {
                 hypotheses.push(hypothesis(&roundings, half, (scale, share)));
             }
         }
@@ -98,26 +98,29 @@ fn hypothesis(roundings: &Roundings, p: Precision, (scale, share): (f64, f64)) -
     if policy.path == Path::Fused {
         policy.label_grad = dlogits;
     }
-    Hypothesis::new(Late { of: Emulated::backward(policy, roundings.tiles), scale }, parameters)
+    Hypothesis::new(
+        Late { emulated: Emulated::backward(policy, roundings.tiles), scale },
+        parameters,
+    )
 }
 
 /// dlogits are rounded before the scale of the loss multiplies them.
 struct Late {
-    of: Emulated,
+    emulated: Emulated,
     scale: f64,
 }
 
 impl World for Late {
     fn policy(&self, declared: &Roundings) -> Option<(Policy, Tiles)> {
-        self.of.policy(declared)
+        self.emulated.policy(declared)
     }
 
     fn upstream(&self, _inputs: &MicrobatchInputs, g: &mut [f64]) {
         g.iter_mut().for_each(|g| *g /= self.scale);
     }
 
-    fn scale(&self, at: At) -> f64 {
-        if at.stage.is_gradient() { self.scale } else { 1.0 }
+    fn scale(&self, place: StagePlace) -> f64 {
+        if place.stage.is_gradient() { self.scale } else { 1.0 }
     }
 }
 

@@ -52,16 +52,16 @@ impl Cause for UninitialisedOutput {
         let mut words: Vec<String> = Vec::new();
         let mut runs = 0;
         for (key, _) in evidence.failing_of(&rows) {
-            let Some((value, found)) = unwritten(evidence, key) else { continue };
-            runs += found.len();
-            words.push(format!("{} {}", key.stage, list(&found)));
+            let Some((value, ranges)) = unwritten(evidence, key) else { continue };
+            runs += ranges.len();
+            words.push(format!("{} {}", key.stage, list(&ranges)));
             let Some(captured) = evidence.captured(key) else { continue };
-            let all = found.into_iter().flatten().map(|row| (row, captured.row(row).to_vec()));
+            let all = ranges.into_iter().flatten().map(|row| (row, captured.row(row).to_vec()));
             constant = constant.rows(key, all);
             words.last_mut().into_iter().for_each(|w| w.push_str(&format!(" hold {value:e}")));
         }
         let mut hypotheses = Vec::new();
-        if !constant.of.is_empty() {
+        if !constant.rows_of_key.is_empty() {
             let parameters = vec![("rows", words.join("; "))];
             hypotheses.push(Hypothesis::new(constant, parameters).fitted(2 * runs.min(8)));
         }
@@ -135,8 +135,9 @@ fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
     };
     let inside = |row: &usize| runs.iter().any(|run| run.contains(row));
     let norms = |wanted: bool| -> Vec<f64> {
-        let rows = table.iter().filter(|(row, of)| inside(row) == wanted && energy(of) > 0.0);
-        rows.map(|(_, of)| energy(of).sqrt()).collect()
+        let rows =
+            table.iter().filter(|(row, values)| inside(row) == wanted && energy(values) > 0.0);
+        rows.map(|(_, values)| energy(values).sqrt()).collect()
     };
     let whole: usize = runs.iter().map(ExactSizeIterator::len).sum();
     runs.len() <= RUNS
@@ -146,10 +147,10 @@ fn is_hole(captured: &Values, table: &Table, runs: &[Range<usize>]) -> bool {
 }
 
 /// The other row of the reference that a captured row equals.
-fn other_row(row: &[f64], table: &Table, of: usize) -> Option<usize> {
+fn other_row(row: &[f64], table: &Table, row_index: usize) -> Option<usize> {
     let norm = energy(row);
     let near = |(at, other): (&usize, &Vec<f64>)| {
-        (*at != of && distance(row, other) <= 1e-3 * norm).then_some(*at)
+        (*at != row_index && distance(row, other) <= 1e-3 * norm).then_some(*at)
     };
     if norm > 0.0 { table.iter().find_map(near) } else { None }
 }
@@ -175,12 +176,16 @@ fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             .filter(|(row, wanted)| is_wrong(**row, wanted))
             .map(|(&row, _)| row)
             .collect();
-        let others = evidence.inputs.iter().map(|one| Key { microbatch: one.microbatch, ..key });
+        let others =
+            evidence.inputs.iter().map(|inputs| Key { microbatch: inputs.microbatch, ..key });
         let mut others = others.filter(|other| other.microbatch != key.microbatch);
-        let (other, held) = others.find_map(|other| {
-            let held = evidence.captured(other).filter(|of| of.columns == captured.columns)?;
-            let same = |&row: &usize| row < held.rows() && held.row(row) == captured.row(row);
-            (!wrong.is_empty() && wrong.iter().all(same)).then_some((other, held))
+        let (other, captured_other) = others.find_map(|other| {
+            let captured_other =
+                evidence.captured(other).filter(|values| values.columns == captured.columns)?;
+            let same = |&row: &usize| {
+                row < captured_other.rows() && captured_other.row(row) == captured.row(row)
+            };
+            (!wrong.is_empty() && wrong.iter().all(same)).then_some((other, captured_other))
         })?;
         seen += wrong.len();
         let source = other.microbatch.map_or(0, |mb| mb.0);
@@ -189,7 +194,8 @@ fn of_other_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             wrong.len(),
             key.stage
         ));
-        world = world.rows(key, wrong.into_iter().map(|row| (row, held.row(row).to_vec())));
+        world =
+            world.rows(key, wrong.into_iter().map(|row| (row, captured_other.row(row).to_vec())));
     }
     words.sort();
     words.dedup();
@@ -212,8 +218,8 @@ fn stale_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
             return Vec::new(); // A sample does not contain the other rows.
         };
         // One map per microbatch, which its ranks fill, each for its own rows.
-        let own = || (0..inputs.tokens()).map(Row::From).collect();
-        let from = moved.entry(key.microbatch).or_insert_with(own);
+        let identity = || (0..inputs.tokens()).map(Row::From).collect();
+        let from = moved.entry(key.microbatch).or_insert_with(identity);
         for (&t, _) in table.iter().filter(|(_, wanted)| energy(wanted) == 0.0) {
             let row = captured.row(t);
             if energy(row) == 0.0 {
@@ -283,6 +289,6 @@ fn tail_of_others(captured: &Values, table: &Table) -> Option<(Range<usize>, usi
         let (values, wanted) = (captured.row(row), table.get(&(other + row - first))?);
         (distance(values, wanted) <= 1e-3 * energy(values)).then(|| energy(values) > 0.0)
     };
-    let held: Vec<bool> = tail.clone().map(holds).collect::<Option<_>>()?;
-    Some((tail, other, held.into_iter().filter(|&shown| shown).count()))
+    let shown_rows: Vec<bool> = tail.clone().map(holds).collect::<Option<_>>()?;
+    Some((tail, other, shown_rows.into_iter().filter(|&shown| shown).count()))
 }

@@ -26,9 +26,9 @@ pub(super) fn hypothesis(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         .filter(|key| matches!(key.stage, Stage::Dq | Stage::Dk) || key.stage.is_sum());
     for key in keys {
         let (rows, columns) = tile(evidence, *key)?;
-        let words = [&rows, &columns].map(|of| format!("{} to {}", of.start, of.end - 1));
+        let words = [&rows, &columns].map(|range| format!("{} to {}", range.start, range.end - 1));
         said.push(format!("rows {} of columns {} of {} hold 0", words[0], words[1], key.stage));
-        let table = world.of.entry(*key).or_default();
+        let table = world.rows_of_key.entry(*key).or_default();
         for row in rows {
             table.insert(row, columns.clone().map(|column| (column, 0.0)).collect());
         }
@@ -60,9 +60,9 @@ fn tile(evidence: &Evidence<'_>, key: Key) -> Option<(Range<usize>, Range<usize>
         .flat_map(|(_, tile_columns)| tile_columns)
         .fold(0.0, |most, x| larger(most, x.abs()));
     let (mut rows, mut tile_columns): (Option<Range<usize>>, Option<Range<usize>>) = (None, None);
-    let grown = |range: &Option<Range<usize>>, at: usize| {
-        let range = range.clone().unwrap_or(at..at + 1);
-        Some(range.start.min(at)..range.end.max(at + 1))
+    let grown = |range: &Option<Range<usize>>, index: usize| {
+        let range = range.clone().unwrap_or(index..index + 1);
+        Some(range.start.min(index)..range.end.max(index + 1))
     };
     for (row, wanted) in &wanted {
         for (column, (x, wanted)) in captured.row(*row).iter().zip(wanted).enumerate() {

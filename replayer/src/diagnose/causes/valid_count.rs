@@ -79,10 +79,10 @@ fn divided_by(
     declared: Option<Count>,
 ) -> Option<Hypothesis> {
     let ratios = divisors.ratios(&world, groups)?;
-    if ratios.iter().all(|one| one.ratio == 1.0) || !divisors.fit(&ratios, 1.0) {
+    if ratios.iter().all(|ratio| ratio.ratio == 1.0) || !divisors.fit(&ratios, 1.0) {
         return None;
     }
-    let words = declared.map_or("a number".to_string(), |of| of.words().into());
+    let words = declared.map_or("a number".to_string(), |count| count.words().into());
     let mut parameters = vec![
         ("declared", words),
         ("divided by", world.count.words().to_string()),
@@ -104,7 +104,7 @@ fn first_labels(
     let is_valid = Count::declared(options) == Some(Count::Valid);
     let number = read::denominator(evidence).filter(|_| is_valid)?;
     let valid = divisors.declared().first()?.first()?.1;
-    let sequences = |one: &MicrobatchInputs| one.tokens().div_ceil(one.sequence.max(1));
+    let sequences = |inputs: &MicrobatchInputs| inputs.tokens().div_ceil(inputs.sequence.max(1));
     let sequences: usize = evidence.inputs.iter().map(sequences).sum();
     let more = number - valid;
     if more.fract() != 0.0 || more < 1.0 || more > sequences as f64 {
@@ -134,7 +134,7 @@ fn counted_in_few_bits(
     let number = read::denominator(evidence)?;
     let declared = divisors.declared().first()?.first()?.1;
     let parts = (evidence.ranks() * evidence.microbatches()) as f64;
-    let held = |format: &Precision| {
+    let is_counted_in = |format: &Precision| {
         // From this number on the format represents no odd numbers.
         let most = 1.0 / format.unit_roundoff();
         let spacing = number.log2().floor().exp2() * 2.0 * format.unit_roundoff();
@@ -142,7 +142,7 @@ fn counted_in_few_bits(
         let stands = number < declared && number % most == 0.0 && number / most <= parts;
         number % spacing == 0.0 && spacing > 1.0 && near || stands
     };
-    let format = [Precision::Bf16, Precision::F16].into_iter().find(held)?;
+    let format = [Precision::Bf16, Precision::F16].into_iter().find(is_counted_in)?;
     if number == declared {
         return None;
     }

@@ -33,32 +33,32 @@ impl Cause for ZeroTimesInf {
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let declared = &evidence.step.options.declared;
         let infinite = declared.mask_value.is_none_or(|mask| mask == f64::NEG_INFINITY);
-        let padded = |one: &MicrobatchInputs| {
-            one.head(evidence.step).is_some_and(|head| head.valid_vocab < head.k.rows)
+        let padded = |inputs: &MicrobatchInputs| {
+            inputs.head(evidence.step).is_some_and(|head| head.valid_vocab < head.k.rows)
         };
         if !infinite || !evidence.inputs.iter().all(padded) {
             return Vec::new();
         }
         let Some(nans_found) = nans(evidence) else { return Vec::new() };
-        if !nans_found.of.keys().all(|&key| is_everywhere(evidence, &nans_found, key)) {
+        if !nans_found.masks.keys().all(|&key| is_everywhere(evidence, &nans_found, key)) {
             return Vec::new();
         }
         let parameters = vec![
             ("mask", "-inf".to_string()),
             ("first stage", nans_found.first.stage.name().to_string()),
         ];
-        let one = |distrusts: Vec<Stage>| {
-            let world = NanWhere { of: nans_found.of.clone(), distrusts };
+        let hypothesis_of = |distrusts: Vec<Stage>| {
+            let world = NanWhere { masks: nans_found.masks.clone(), distrusts };
             Hypothesis::new(world, parameters.clone()).fitted(1)
         };
-        vec![one(Vec::new()), one(vec![nans_found.first.stage])]
+        vec![hypothesis_of(Vec::new()), hypothesis_of(vec![nans_found.first.stage])]
     }
 }
 
 /// Whether a comparison's NaNs are the rows of every token that counts, or exactly the rows of the
 /// padding, or all its values.
 fn is_everywhere(evidence: &Evidence<'_>, nans: &Nans, key: Key) -> bool {
-    let mask = &nans.of[&key].1;
+    let mask = &nans.masks[&key].1;
     if mask.iter().all(|&bad| bad) {
         return true;
     }
@@ -68,7 +68,7 @@ fn is_everywhere(evidence: &Evidence<'_>, nans: &Nans, key: Key) -> bool {
         return false;
     }
     if key.stage >= Stage::DkLse {
-        let rows = mask.len() / nans.of[&key].0.max(1);
+        let rows = mask.len() / nans.masks[&key].0.max(1);
         return bad == (inputs.valid_vocab..rows).collect::<Vec<usize>>();
     }
     let counts = |t: usize| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0;

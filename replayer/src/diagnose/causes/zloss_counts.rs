@@ -42,8 +42,8 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
                 let words = format!("{}, counted over {span}", count.words());
                 let world = Counted { count, span, whose: Whose::Own, means, sums };
                 let Some(times) = times(evidence, &divisors, &world) else { continue };
-                let one = |x: &f64| (x - 1.0).abs() < 1e-9;
-                if times.values().flatten().all(one) || seen.contains(&times) {
+                let is_one = |x: &f64| (x - 1.0).abs() < 1e-9;
+                if times.values().flatten().all(is_one) || seen.contains(&times) {
                     continue;
                 }
                 seen.push(times.clone());
@@ -62,7 +62,7 @@ pub(super) fn hypotheses(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
 /// of all tokens.
 pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let options = &evidence.step.options;
-    let left_out = |one: &MicrobatchInputs| (0..one.tokens()).any(|t| !takes_part(one, t));
+    let left_out = |inputs: &MicrobatchInputs| (0..inputs.tokens()).any(|t| !takes_part(inputs, t));
     let any = evidence.inputs.iter().any(left_out);
     let Some(divisors) = Divisors::of(evidence).filter(|_| any && options.declared.z_loss != 0.0)
     else {
@@ -72,19 +72,20 @@ pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
     let (span, whose, sums) = (options.scope.clone(), Whose::Own, BTreeMap::new());
     let mean = Counted { count: Count::All, span, whose, means: 1.0, sums };
     let declared = || {
-        let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
+        let ones = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![1.0; inputs.tokens()]);
         Some(evidence.inputs.iter().map(ones).collect())
     };
     let all = [("as declared", declared()), ("all tokens", times(evidence, &divisors, &mean))];
     let mut alone = Times::new();
-    for (one, divided) in evidence.inputs.iter().zip(divisors.declared()) {
+    for (inputs, divided) in evidence.inputs.iter().zip(divisors.declared()) {
         let upstream_of =
             |t: usize| options.cotangent / divisor(divided, t).unwrap_or(f64::INFINITY);
-        alone.insert(one.microbatch, (0..one.tokens()).map(upstream_of).collect());
+        alone.insert(inputs.microbatch, (0..inputs.tokens()).map(upstream_of).collect());
     }
-    let one = |(words, times): (&str, Option<Times>)| {
+    let hypothesis_of = |(words, times): (&str, Option<Times>)| {
         let divided = Divided { times: times?, lambda, in_loss };
-        let ranks = |one: &MicrobatchInputs| (one.microbatch, of_ranks(evidence.step, one));
+        let ranks =
+            |inputs: &MicrobatchInputs| (inputs.microbatch, of_ranks(evidence.step, inputs));
         let ranks = evidence.inputs.iter().map(ranks).collect();
         let parameters = vec![
             ("the z-loss is summed over", "all tokens, those that take no part too".to_string()),
@@ -92,11 +93,11 @@ pub(super) fn of_all_tokens(evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         ];
         Some(Hypothesis::new(OfAll { divided, alone: alone.clone(), ranks }, parameters))
     };
-    all.into_iter().filter_map(one).collect()
+    all.into_iter().filter_map(hypothesis_of).collect()
 }
 
-fn takes_part(of: &MicrobatchInputs, token: usize) -> bool {
-    of.labels[token] != IGNORED && of.weights[token] != 0.0
+fn takes_part(inputs: &MicrobatchInputs, token: usize) -> bool {
+    inputs.labels[token] != IGNORED && inputs.weights[token] != 0.0
 }
 
 /// Every token has a z-loss.
@@ -131,10 +132,10 @@ impl World for OfAll {
             return Vec::new();
         };
         for rows in ranks.iter().filter(|_| self.divided.in_loss) {
-            let (own, others): (Vec<usize>, Vec<usize>) =
+            let (counted, others): (Vec<usize>, Vec<usize>) =
                 rows.iter().partition(|&&t| takes_part(inputs, t));
             let term = |&t: &usize| times[t] * self.divided.lambda * read.lse.0[t].powi(2);
-            if let Some(&first) = own.first() {
+            if let Some(&first) = counted.first() {
                 nll[first] += others.iter().map(term).sum::<f64>() / inputs.weights[first];
             }
         }
@@ -147,11 +148,12 @@ fn times(evidence: &Evidence<'_>, divisors: &Divisors<'_>, world: &Counted) -> O
     let groups = divisors.groups(&world.span)?;
     let policy = evidence.step.is_policy_loss();
     let mut times = Times::new();
-    for ((own, groups), declared) in evidence.inputs.iter().zip(&groups).zip(divisors.declared()) {
+    for ((inputs, groups), declared) in evidence.inputs.iter().zip(&groups).zip(divisors.declared())
+    {
         let used = world.of_groups(policy, groups);
         let ratio = |t: usize| Some(divisor(declared, t)? / divisor(&used, t)?);
-        let each = (0..own.tokens()).map(|t| ratio(t).filter(|x| x.is_finite()).unwrap_or(1.0));
-        times.insert(own.microbatch, each.collect());
+        let each = (0..inputs.tokens()).map(|t| ratio(t).filter(|x| x.is_finite()).unwrap_or(1.0));
+        times.insert(inputs.microbatch, each.collect());
     }
     Some(times)
 }

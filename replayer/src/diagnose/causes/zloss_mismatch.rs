@@ -148,19 +148,19 @@ fn of_largest(evidence: &Evidence<'_>, slope: f64) -> Vec<Hypothesis> {
     let (mut largest, mut rest) = (Terms::new(), Terms::new());
     for (key, _) in gradients.iter().filter(|_| slope != 0.0) {
         let Some(plane) = evidence.plane(*key) else { return Vec::new() };
-        for (at, &token) in plane.rows.iter().enumerate() {
+        for (index, &token) in plane.rows.iter().enumerate() {
             // p is `exp(z - lse)`.
-            let less = plane.p.row(at).iter().copied().fold(f64::MIN_POSITIVE, larger).ln();
-            largest.entry(key.microbatch).or_default().insert(token, plane.lse[at] + less);
+            let less = plane.p.row(index).iter().copied().fold(f64::MIN_POSITIVE, larger).ln();
+            largest.entry(key.microbatch).or_default().insert(token, plane.lse[index] + less);
             rest.entry(key.microbatch).or_default().insert(token, -less);
         }
     }
-    let one = |(terms, words): (Terms, &str)| {
+    let hypothesis_of = |(terms, words): (Terms, &str)| {
         let parameters = vec![("the term of the gradient multiplies", words.to_string())];
         Hypothesis::new(OfLargest { terms, slope }, parameters)
     };
     let all = [(rest, "lse less the largest logit"), (largest, "the largest logit")];
-    all.into_iter().filter(|(terms, _)| !terms.is_empty()).map(one).collect()
+    all.into_iter().filter(|(terms, _)| !terms.is_empty()).map(hypothesis_of).collect()
 }
 
 /// The number that replaces lse, for each token, by microbatch.

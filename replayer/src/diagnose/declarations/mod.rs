@@ -93,7 +93,7 @@ impl Suspect {
 
     /// The finding for the report. `explained`: whether a cause of the catalogue explains the
     /// divergence too.
-    pub(super) fn told(mut self, explained: bool) -> OtherDeclaration {
+    pub(super) fn finding(mut self, explained: bool) -> OtherDeclaration {
         self.other.misdeclared = match self.kind {
             Kind::Unsaid => self.is_enough(),
             Kind::Counted => !explained,
@@ -129,8 +129,12 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
     let mut agreeing = agreeing.into_iter();
     let (best, _) = agreeing.next()?;
     // Another value of the same option is not reported as another reading.
-    let others = agreeing.filter(|(one, _)| one.option != best.option && one.fitted <= best.fitted);
-    let others = others.map(|(one, _)| format!("{}={}", one.option, one.instead)).collect();
+    let others = agreeing.filter(|(candidate, _)| {
+        candidate.option != best.option && candidate.fitted <= best.fitted
+    });
+    let others = others
+        .map(|(candidate, _)| format!("{}={}", candidate.option, candidate.instead))
+        .collect();
     let stages: BTreeSet<Stage> = evidence.failing.iter().map(|key| key.stage).collect();
     let forward = stages.iter().any(|stage| Stage::FORWARD.contains(stage));
     let other = OtherDeclaration {
@@ -150,7 +154,7 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
 /// the sample and then on all rows; none otherwise.
 fn agrees(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate) -> Option<f64> {
     let worlds: [&dyn World; 1] = [candidate];
-    let rejects = |found: &Residuals| !passes(found, &evidence.failing);
+    let rejects = |residuals: &Residuals| !passes(residuals, &evidence.failing);
     if search.glance(&worlds).as_ref().is_some_and(rejects) {
         return None;
     }
@@ -177,11 +181,11 @@ fn is_backed(search: &Search<'_>, evidence: &Evidence<'_>, candidate: &Candidate
     }
     let mut options = evidence.step.options.clone();
     (candidate.change)(&mut options);
-    let dtype = evidence.inputs.first().map(|one| one.dtype(evidence.step));
+    let dtype = evidence.inputs.first().map(|inputs| inputs.dtype(evidence.step));
     let roundings = dtype.and_then(|dtype| Roundings::plausible(&options, dtype).ok());
-    !roundings.is_some_and(|of| proof::is_refuted(search, evidence, (candidate, of)))
+    !roundings.is_some_and(|roundings| proof::is_refuted(search, evidence, (candidate, roundings)))
 }
 
 fn passes(residuals: &Residuals, keys: &BTreeSet<Key>) -> bool {
-    keys.iter().all(|key| residuals.get(key).is_some_and(|of| of.passes))
+    keys.iter().all(|key| residuals.get(key).is_some_and(|residual| residual.passes))
 }

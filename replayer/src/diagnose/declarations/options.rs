@@ -44,12 +44,18 @@ pub(super) fn candidates(search: &Search<'_>, evidence: &Evidence<'_>) -> Vec<Ca
 }
 
 /// The options of a policy loss.
-fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+fn policy_loss(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
     let head = &evidence.step.options.declared;
-    for one in policy::edits(head) {
-        let cost_and_kind = (0, kind_of(evidence, one.option));
-        let edit = |head: &mut HeadDeclaration| *head = one.of(head);
-        found.extend(candidate(evidence, one.option, cost_and_kind, one.look, edit));
+    for policy_edit in policy::edits(head) {
+        let cost_and_kind = (0, kind_of(evidence, policy_edit.option));
+        let edit = |head: &mut HeadDeclaration| *head = policy_edit.of(head);
+        candidates.extend(candidate(
+            evidence,
+            policy_edit.option,
+            cost_and_kind,
+            policy_edit.look,
+            edit,
+        ));
     }
     let declared = head.grpo.clone().unwrap_or_default();
     let world = |beta: f64| -> Box<dyn World> {
@@ -63,7 +69,7 @@ fn policy_loss(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     for beta in linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default() {
         let cost_and_kind = (cost(beta), kind_of(evidence, "grpo.kl_beta"));
         let edit = |head: &mut HeadDeclaration| head.grpo.get_or_insert_default().kl_beta = beta;
-        found.extend(candidate(evidence, "grpo.kl_beta", cost_and_kind, policy::KL, edit));
+        candidates.extend(candidate(evidence, "grpo.kl_beta", cost_and_kind, policy::KL, edit));
     }
 }
 
@@ -81,8 +87,8 @@ fn candidate(
     edit(&mut other);
     let options = HeadOptions::new(&other).ok().filter(|_| other != *declared)?;
     let lowered = evidence.step.options.lowered;
-    let change: Change = Box::new(move |of: &mut HeadOptions| {
-        *of = HeadOptions { lowered, ..options.clone() };
+    let change: Change = Box::new(move |changed: &mut HeadOptions| {
+        *changed = HeadOptions { lowered, ..options.clone() };
     });
     let [declared, instead] = [declared, &other].map(|head| written(head, option));
     Some(Candidate { option, declared, instead, fitted, kind, look, change, unweighted: false })
@@ -106,7 +112,7 @@ fn kind_of(evidence: &Evidence<'_>, option: &str) -> Kind {
 
 /// What losses are divided by, and over which tokens that is counted. Only where each failing
 /// comparison is off by one factor.
-fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+fn counts(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
     if !evidence.failing.iter().all(|key| evidence.residuals[key].is_scaled()) {
         return;
     }
@@ -117,25 +123,25 @@ fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     if evidence.step.tensors.values().any(|info| info.role == Some(Role::Weights)) {
         counted.push(Denominator::Weights);
     }
-    for of in counted {
+    for denominator in counted {
         let edit = |head: &mut HeadDeclaration| {
-            (head.reduction, head.denominator) = (LossReduction::Mean, of);
+            (head.reduction, head.denominator) = (LossReduction::Mean, denominator);
         };
-        found.extend(candidate(evidence, "denominator", how, look, edit));
+        candidates.extend(candidate(evidence, "denominator", how, look, edit));
     }
     for scope in Span::without_axes() {
         let edit = |head: &mut HeadDeclaration| head.scope = scope.clone();
-        found.extend(candidate(evidence, "scope", how, look, edit));
+        candidates.extend(candidate(evidence, "scope", how, look, edit));
     }
     let edit = |head: &mut HeadDeclaration| {
         (head.reduction, head.denominator) = (LossReduction::Sum, Denominator::Valid);
     };
-    found.extend(candidate(evidence, "reduction", how, look, edit));
+    candidates.extend(candidate(evidence, "reduction", how, look, edit));
     if evidence.fails_any(&Stage::SUMS) {
         let look = "whether the sum over microbatches is divided by how many there are";
-        for of in [MicrobatchReduction::Mean, MicrobatchReduction::Sum] {
-            let edit = |head: &mut HeadDeclaration| head.microbatch_reduction = of;
-            found.extend(candidate(evidence, "microbatch_reduction", how, look, edit));
+        for reduction in [MicrobatchReduction::Mean, MicrobatchReduction::Sum] {
+            let edit = |head: &mut HeadDeclaration| head.microbatch_reduction = reduction;
+            candidates.extend(candidate(evidence, "microbatch_reduction", how, look, edit));
         }
     }
     if evidence.fails(Stage::Loss)
@@ -144,12 +150,12 @@ fn counts(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
         let edit = |head: &mut HeadDeclaration| {
             (head.reduction, head.denominator) = (LossReduction::Mean, Denominator::Number(number));
         };
-        found.extend(candidate(evidence, "denominator", (1, Kind::Counted), look, edit));
+        candidates.extend(candidate(evidence, "denominator", (1, Kind::Counted), look, edit));
     }
 }
 
 /// A loss scale: one power of two on every gradient, and none on the loss.
-fn cotangents(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+fn cotangents(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
     if evidence.fails_any(&Stage::FORWARD) {
         return;
     }
@@ -157,11 +163,11 @@ fn cotangents(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let Some(power) = power.filter(|&power| power > 1.0) else { return };
     let look = "the loss scale (torch: scaler.get_scale() when the gradients were recorded), which gradients carry until they are unscaled";
     let edit = |head: &mut HeadDeclaration| head.cotangent *= power;
-    found.extend(candidate(evidence, "cotangent", (0, Kind::Counted), look, edit));
+    candidates.extend(candidate(evidence, "cotangent", (0, Kind::Counted), look, edit));
 }
 
 /// Which columns are padding.
-fn vocabulary(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+fn vocabulary(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
     let look = "the vocabulary's size in the tokenizer and in the model, and whether the head masks what is beyond it";
     let kind = kind_of(evidence, "valid_vocab");
     for valid in read::valid_vocabs(evidence).into_iter().map(Some).chain([None]) {
@@ -170,19 +176,19 @@ fn vocabulary(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
             head.valid_vocab = valid.map(|valid| valid as u64);
             head.mask_value = head.mask_value.filter(|_| valid.is_some());
         };
-        found.extend(candidate(evidence, "valid_vocab", (fitted, kind), look, edit));
+        candidates.extend(candidate(evidence, "valid_vocab", (fitted, kind), look, edit));
     }
 }
 
 /// Softcap and temperature.
-fn transforms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+fn transforms(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
     let look = "the model's configuration (final_logit_softcapping or the like) and the line that makes the logits";
     let kind = kind_of(evidence, "softcap");
     let caps = softcap_mismatch::fitted(evidence);
     for cap in caps.into_iter().map(Some).chain([None]) {
         let edit = |head: &mut HeadDeclaration| head.softcap = cap;
         let fitted = cap.map_or(0, cost);
-        found.extend(candidate(evidence, "softcap", (fitted, kind), look, edit));
+        candidates.extend(candidate(evidence, "softcap", (fitted, kind), look, edit));
     }
     let look = "what the logits are multiplied or divided by before the softmax";
     for scale in temperature_mismatch::fitted(evidence) {
@@ -192,33 +198,39 @@ fn transforms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
             (head.temperature, head.logit_scale) = (temperature, 1.0);
         };
         if (temperature * scale - 1.0).abs() < 1e-3 {
-            found.extend(candidate(evidence, "temperature", (cost(temperature), kind), look, edit));
+            candidates.extend(candidate(
+                evidence,
+                "temperature",
+                (cost(temperature), kind),
+                look,
+                edit,
+            ));
         }
         let kind = kind_of(evidence, "logit_scale");
         let edit = |head: &mut HeadDeclaration| {
             (head.temperature, head.logit_scale) = (1.0, scale);
         };
-        found.extend(candidate(evidence, "logit_scale", (cost(scale), kind), look, edit));
+        candidates.extend(candidate(evidence, "logit_scale", (cost(scale), kind), look, edit));
     }
     let edit = |head: &mut HeadDeclaration| (head.temperature, head.logit_scale) = (1.0, 1.0);
     let kind = kind_of(evidence, "temperature");
-    found.extend(candidate(evidence, "temperature", (0, kind), look, edit));
+    candidates.extend(candidate(evidence, "temperature", (0, kind), look, edit));
 }
 
 /// Which tokens count, and with which labels.
-fn labels(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+fn labels(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
     let look = "which label the job gives to tokens that take no part (torch: ignore_index)";
     let kind = kind_of(evidence, "ignore_label");
     for label in read::ignored_labels(evidence).into_iter().map(Some).chain([None]) {
         let edit = |head: &mut HeadDeclaration| head.ignore_label = label;
-        found.extend(candidate(evidence, "ignore_label", (0, kind), look, edit));
+        candidates.extend(candidate(evidence, "ignore_label", (0, kind), look, edit));
     }
     let look = "whether the recorded labels are those that the loss was called with, or the tokens before the shift by one";
     let edit = |head: &mut HeadDeclaration| head.labels_shifted = !head.labels_shifted;
-    found.extend(candidate(evidence, "labels_shifted", (0, Kind::Counted), look, edit));
+    candidates.extend(candidate(evidence, "labels_shifted", (0, Kind::Counted), look, edit));
     let weighted = evidence.step.tensors.values().any(|info| info.role == Some(Role::Weights));
     if weighted {
-        found.push(Candidate {
+        candidates.push(Candidate {
             option: "weights",
             declared: "the recorded ones".into(),
             instead: "none".into(),
@@ -232,7 +244,7 @@ fn labels(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
 }
 
 /// Terms whose factor loss and gradients are linear in: z-loss and label smoothing.
-fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+fn terms(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
     let stages = [&Stage::GRADIENTS[..], &[Stage::Loss]].concat();
     let declared = &evidence.step.options.declared;
     let look = "whether the loss adds z_loss · lse² (auxiliary or \"z\" loss in the configuration), and with which factor";
@@ -245,14 +257,14 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let fits = linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default();
     for z in fits.into_iter().filter(|z| *z > 0.0) {
         let edit = |head: &mut HeadDeclaration| head.z_loss = z;
-        found.extend(candidate(evidence, "z_loss", (cost(z), kind), look, edit));
+        candidates.extend(candidate(evidence, "z_loss", (cost(z), kind), look, edit));
     }
     let edit = |head: &mut HeadDeclaration| (head.z_loss, head.z_loss_in_loss) = (0.0, true);
-    found.extend(candidate(evidence, "z_loss", (0, kind), look, edit));
+    candidates.extend(candidate(evidence, "z_loss", (0, kind), look, edit));
     if declared.z_loss != 0.0 {
         let look = "whether the recorded loss is the one that the z-loss was added to";
         let edit = |head: &mut HeadDeclaration| head.z_loss_in_loss = !head.z_loss_in_loss;
-        found.extend(candidate(evidence, "z_loss_in_loss", (0, Kind::Unsaid), look, edit));
+        candidates.extend(candidate(evidence, "z_loss_in_loss", (0, Kind::Unsaid), look, edit));
     }
     let look = "the label smoothing that the loss is called with, and its formula";
     let kind = kind_of(evidence, "label_smoothing");
@@ -264,23 +276,23 @@ fn terms(evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
     let fits = linear(evidence, (&stages, Wanted::All), from, &world).unwrap_or_default();
     for s in fits.into_iter().filter(|s| *s > 0.0) {
         let edit = |head: &mut HeadDeclaration| head.label_smoothing = s;
-        found.extend(candidate(evidence, "label_smoothing", (cost(s), kind), look, edit));
+        candidates.extend(candidate(evidence, "label_smoothing", (cost(s), kind), look, edit));
     }
     let edit = |head: &mut HeadDeclaration| head.label_smoothing = 0.0;
-    found.extend(candidate(evidence, "label_smoothing", (0, kind), look, edit));
+    candidates.extend(candidate(evidence, "label_smoothing", (0, kind), look, edit));
     if declared.label_smoothing != 0.0 {
         let other = match declared.smoothing_formula {
             SmoothingFormula::Uniform => SmoothingFormula::Megatron,
             SmoothingFormula::Megatron => SmoothingFormula::Uniform,
         };
         let edit = |head: &mut HeadDeclaration| head.smoothing_formula = other;
-        found.extend(candidate(evidence, "smoothing_formula", (0, Kind::Unsaid), look, edit));
+        candidates.extend(candidate(evidence, "smoothing_formula", (0, Kind::Unsaid), look, edit));
     }
 }
 
 /// Dtypes: each declared one left out, all of them left out, and autocast to a lower format for
 /// those that are not declared.
-fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidate>) {
+fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
     let declared = &evidence.step.options.declared.dtypes;
     let look = "which dtype the tensor has in the job (print(tensor.dtype) where it is made), and whether a product may run in TF32 or under autocast";
     let without = |left_out: BTreeSet<String>| -> Option<Candidate> {
@@ -303,14 +315,14 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
     };
     let all: BTreeSet<String> = declared.keys().cloned().collect();
     // If leaving out one dtype explains the failure, leaving out all does; so all are tried first.
-    let explains = |of: &Candidate| super::agrees(search, evidence, of).is_some();
+    let explains = |candidate: &Candidate| super::agrees(search, evidence, candidate).is_some();
     if let Some(none) = without(all.clone()).filter(explains) {
         let single = all.into_iter().filter_map(|point| without(BTreeSet::from([point])));
         let single: Vec<Candidate> = single.filter(explains).collect();
         if single.is_empty() {
-            found.push(none)
+            candidates.push(none)
         } else {
-            found.extend(single)
+            candidates.extend(single)
         }
         return;
     }
@@ -322,9 +334,9 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, found: &mut Vec<Candidat
         }
         let edit = |head: &mut HeadDeclaration| head.autocast = Some(name.into());
         let with_autocast = candidate(evidence, "autocast", (0, Kind::Loosened), look, edit);
-        found.extend(with_autocast.map(|of| Candidate {
+        candidates.extend(with_autocast.map(|candidate| Candidate {
             change: Box::new(move |options: &mut HeadOptions| options.lowered = Some(format)),
-            ..of
+            ..candidate
         }));
     }
 }

@@ -28,12 +28,12 @@ pub(crate) fn edits(declared: &HeadDeclaration) -> Vec<PolicyEdit> {
     };
     let look =
         "how the loss's code averages token losses: over all tokens, or over each sequence first";
-    for of in [LossAverage::Token, LossAverage::Sequence] {
-        add("grpo.average", look, Box::new(move |grpo| grpo.average = of));
+    for average in [LossAverage::Token, LossAverage::Sequence] {
+        add("grpo.average", look, Box::new(move |grpo| grpo.average = average));
     }
     let look = "whether the ratio of policies is taken of each token, or over the sequence (GSPO)";
-    for of in [RatioLevel::Token, RatioLevel::Sequence] {
-        add("grpo.ratio", look, Box::new(move |grpo| grpo.ratio = of));
+    for level in [RatioLevel::Token, RatioLevel::Sequence] {
+        add("grpo.ratio", look, Box::new(move |grpo| grpo.ratio = level));
     }
     let look = "the clip bounds that the loss is called with (epsilon, epsilon_high)";
     add("grpo.clip_high", look, Box::new(|grpo| grpo.clip_high = grpo.clip_low));
@@ -41,8 +41,8 @@ pub(crate) fn edits(declared: &HeadDeclaration) -> Vec<PolicyEdit> {
     add("grpo.dual_clip", look, Box::new(|grpo| grpo.dual_clip = None));
     add("grpo.kl_beta", KL, Box::new(|grpo| grpo.kl_beta = 0.0));
     if declared.grpo.as_ref().is_some_and(|grpo| grpo.kl_beta != 0.0) {
-        for of in [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3] {
-            add("grpo.kl", KL, Box::new(move |grpo| grpo.kl = of));
+        for estimator in [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3] {
+            add("grpo.kl", KL, Box::new(move |grpo| grpo.kl = estimator));
         }
     }
     edits

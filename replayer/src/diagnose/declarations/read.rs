@@ -17,10 +17,10 @@ const ALIKE: f64 = 4e-3;
 
 /// The one factor of everything that fails.
 pub(super) fn one_factor(evidence: &Evidence<'_>) -> Option<f64> {
-    let mut of = evidence.failing.iter().map(|key| evidence.residuals[key]);
-    let first = of.clone().next()?.factor;
+    let mut residuals = evidence.failing.iter().map(|key| evidence.residuals[key]);
+    let first = residuals.clone().next()?.factor;
     let same = |factor: f64| (factor / first - 1.0).abs() < ALIKE;
-    of.all(|one| one.is_scaled() && same(one.factor)).then_some(first)
+    residuals.all(|residual| residual.is_scaled() && same(residual.factor)).then_some(first)
 }
 
 /// The power of two that a factor is, if it is one and not 1.
@@ -36,8 +36,8 @@ pub(in crate::diagnose) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
     let factor = one_factor(evidence)?;
     let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
     let mut declared = Vec::new();
-    for own in &all {
-        declared.extend(evidence.step.denominators(&all, own).ok()?.into_iter().map(|(_, n)| n));
+    for inputs in &all {
+        declared.extend(evidence.step.denominators(&all, inputs).ok()?.into_iter().map(|(_, n)| n));
     }
     let first = *declared.first()?;
     let divisor = first / factor;
@@ -50,13 +50,13 @@ pub(in crate::diagnose) fn denominator(evidence: &Evidence<'_>) -> Option<f64> {
 /// The numbers of valid classes that the data suggest: up to the last class whose row of dk is not
 /// zero, and the number over which the exponentials give the captured lse.
 pub(super) fn valid_vocabs(evidence: &Evidence<'_>) -> Vec<usize> {
-    let largest = evidence.inputs.iter().flat_map(|one| &one.labels);
+    let largest = evidence.inputs.iter().flat_map(|inputs| &inputs.labels);
     let largest = largest.filter(|&&label| label != IGNORED).max().map_or(0, |&n| n as usize);
-    let columns = evidence.inputs.first().map_or(0, |one| one.valid_vocab);
+    let columns = evidence.inputs.first().map_or(0, |inputs| inputs.valid_vocab);
     let mut sizes: Vec<usize> = evidence
         .inputs
         .iter()
-        .filter_map(|one| live_rows(evidence, one))
+        .filter_map(|inputs| live_rows(evidence, inputs))
         .max()
         .into_iter()
         .chain(RawLogits::of(evidence).valid_vocab(evidence.step.options.transform))
@@ -73,10 +73,10 @@ fn live_rows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<usize
     let tensor = evidence.step.assemble(key).ok()?;
     let (values, rows) = (numbers(&tensor)?, k.shape[0] as usize);
     let width = values.len().checked_div(rows).filter(|&width| width > 0)?;
-    let at = |index: usize| {
+    let row_of = |index: usize| {
         if evidence.step.options.transposed() { index % rows } else { index / width }
     };
-    (0..values.len()).filter(|&index| values[index] != 0.0).map(at).max().map(|row| row + 1)
+    (0..values.len()).filter(|&index| values[index] != 0.0).map(row_of).max().map(|row| row + 1)
 }
 
 /// The label that the job may ignore: one whose tokens all have no gradient. Empty if there are
@@ -84,15 +84,16 @@ fn live_rows(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Option<usize
 pub(super) fn ignored_labels(evidence: &Evidence<'_>) -> Vec<i64> {
     let mut dead: Vec<u32> = Vec::new();
     let mut alive: Vec<u32> = Vec::new();
-    for one in evidence.inputs {
-        let Some(rows) = rows_of_dq(evidence, one.microbatch, one.tokens()) else { continue };
-        for (t, &label) in one.labels.iter().enumerate() {
-            if label != IGNORED && one.weights[t] != 0.0 {
+    for inputs in evidence.inputs {
+        let Some(rows) = rows_of_dq(evidence, inputs.microbatch, inputs.tokens()) else { continue };
+        for (t, &label) in inputs.labels.iter().enumerate() {
+            if label != IGNORED && inputs.weights[t] != 0.0 {
                 if rows[t] { alive.push(label) } else { dead.push(label) }
             }
         }
     }
-    let outside = evidence.inputs.iter().flat_map(|one| &one.outside).map(|&(_, label)| label);
+    let outside =
+        evidence.inputs.iter().flat_map(|inputs| &inputs.outside).map(|&(_, label)| label);
     let mut ignored: Vec<i64> = dead
         .into_iter()
         .filter(|label| !alive.contains(label))
@@ -131,6 +132,9 @@ pub(super) fn shows_less(evidence: &Evidence<'_>, point: &str) -> bool {
     };
     let declared = evidence.step.options.declared.dtypes.get(point);
     let Some(declared) = declared.and_then(|name| Precision::from_name(name)) else { return false };
-    let less = |of: &Shown| of.precision.unit_roundoff() > declared.unit_roundoff();
-    Shown::ALL.iter().filter(|of| less(of)).any(|of| every(evidence.step, role, of) == Some(true))
+    let less = |shown: &Shown| shown.precision.unit_roundoff() > declared.unit_roundoff();
+    Shown::ALL
+        .iter()
+        .filter(|shown| less(shown))
+        .any(|shown| every(evidence.step, role, shown) == Some(true))
 }

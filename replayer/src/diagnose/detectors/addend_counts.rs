@@ -65,8 +65,8 @@ pub fn counted(evidence: &Evidence<'_>, stage: Stage, whats: &[What]) -> Vec<(Wh
     let mut explaining: Vec<(What, Counted)> =
         whats.iter().map(|&what| (what, Counted::default())).collect();
     for key in keys {
-        let Some(of) = Gradient::of(evidence, key) else { return Vec::new() };
-        explaining.retain_mut(|(what, counted)| counts(evidence, &of, *what, counted));
+        let Some(gradient) = Gradient::of(evidence, key) else { return Vec::new() };
+        explaining.retain_mut(|(what, counted)| counts(evidence, &gradient, *what, counted));
         if explaining.is_empty() {
             return Vec::new();
         }
@@ -197,15 +197,19 @@ fn of_addends(
 
 /// The positions in a sequence at which tokens count more or less than once, in words, where they
 /// are the same in every sequence and the runs are too many to list.
-fn of_sequences(evidence: &Evidence<'_>, of: &Gradient, weights: &[f64]) -> Option<Vec<String>> {
-    let length = evidence.inputs_of(of.key.microbatch)?.sequence;
+fn of_sequences(
+    evidence: &Evidence<'_>,
+    gradient: &Gradient,
+    weights: &[f64],
+) -> Option<Vec<String>> {
+    let length = evidence.inputs_of(gradient.key.microbatch)?.sequence;
     let several = length >= 2 && weights.len() > length;
-    if !of.is_of_k() || !several || runs(weights).len() <= FEW {
+    if !gradient.is_of_k() || !several || runs(weights).len() <= FEW {
         return None;
     }
     let mut places: Vec<Option<f64>> = vec![None; length];
-    for (at, &weight) in weights.iter().enumerate() {
-        let place = &mut places[of.addend(at) % length];
+    for (index, &weight) in weights.iter().enumerate() {
+        let place = &mut places[gradient.addend(index) % length];
         if place.is_some_and(|other| other != weight) {
             return None;
         }
@@ -225,19 +229,20 @@ struct Spaced {
 /// The rule of weights that repeat at a regular distance, for example the first token of every
 /// chunk. Products too small to show their weight are taken to follow the rule. `None` where there
 /// are few runs, or irregular ones.
-fn spaced(of: &Gradient, entries: &Rows, weights: &[f64]) -> Option<Spaced> {
-    let noise = of.rounding / of.captured.values.len().max(1) as f64;
-    let shows = |at: &usize| is_sure(energy(entries.row(*at)) * energy(of.other().row(*at)), noise);
-    let held: Vec<(usize, f64)> =
-        (0..weights.len()).filter(shows).map(|at| (of.addend(at), weights[at])).collect();
+fn spaced(gradient: &Gradient, entries: &Rows, weights: &[f64]) -> Option<Spaced> {
+    let noise = gradient.rounding / gradient.captured.values.len().max(1) as f64;
+    let shows =
+        |at: &usize| is_sure(energy(entries.row(*at)) * energy(gradient.other().row(*at)), noise);
+    let shown: Vec<(usize, f64)> =
+        (0..weights.len()).filter(shows).map(|at| (gradient.addend(at), weights[at])).collect();
     let mut odd: Vec<Range<usize>> = Vec::new();
-    for &(place, _) in held.iter().filter(|(_, weight)| *weight != 1.0) {
+    for &(place, _) in shown.iter().filter(|(_, weight)| *weight != 1.0) {
         match odd.last_mut() {
             Some(run) if run.end == place => run.end += 1,
             _ => odd.push(place..place + 1),
         }
     }
-    let times = held.iter().find(|(_, weight)| *weight != 1.0)?.1;
+    let times = shown.iter().find(|(_, weight)| *weight != 1.0)?.1;
     let first = odd.first().filter(|_| odd.len() > FEW)?.start;
     let longest = odd.iter().map(ExactSizeIterator::len).max()?;
     let steps: BTreeSet<usize> = odd.windows(2).map(|two| two[1].start - two[0].start).collect();
@@ -246,26 +251,26 @@ fn spaced(of: &Gradient, entries: &Rows, weights: &[f64]) -> Option<Spaced> {
         if inside { times } else { 1.0 }
     };
     let fits = |&step: &usize| {
-        step > longest && held.iter().all(|&(place, weight)| weight == rule(step, place))
+        step > longest && shown.iter().all(|&(place, weight)| weight == rule(step, place))
     };
     let step = steps.into_iter().find(fits)?;
     let run = between(first, first + longest - 1);
     let words = format!("{run}, and so every {step} from there on, {}", often(times));
-    let weights = (0..weights.len()).map(|at| rule(step, of.addend(at))).collect();
+    let weights = (0..weights.len()).map(|at| rule(step, gradient.addend(at))).collect();
     Some(Spaced { weights, words })
 }
 
 /// Some columns of a matrix.
-fn columns(of: &Rows, which: &Range<usize>) -> Rows {
+fn columns(rows: &Rows, which: &Range<usize>) -> Rows {
     let row = |row: &[f64]| row[which.clone()].to_vec();
-    Rows { cols: which.len(), values: of.values.chunks(of.cols.max(1)).flat_map(row).collect() }
+    Rows { cols: which.len(), values: rows.values.chunks(rows.cols.max(1)).flat_map(row).collect() }
 }
 
 /// Multiplies each column by a number.
-fn times_columns(of: &Rows, factors: &[f64]) -> Rows {
-    let rows = of.values.chunks(of.cols.max(1));
+fn times_columns(plane: &Rows, factors: &[f64]) -> Rows {
+    let rows = plane.values.chunks(plane.cols.max(1));
     let values = rows.flat_map(|row| row.iter().zip(factors).map(|(x, by)| x * by)).collect();
-    Rows { cols: of.cols, values }
+    Rows { cols: plane.cols, values }
 }
 
 fn between(first: usize, last: usize) -> String {
@@ -282,10 +287,10 @@ fn often(times: f64) -> String {
 
 /// Runs of weights that are not 1, in words; `place` gives the number to print for an index.
 pub(super) fn in_words(weights: &[f64], place: &dyn Fn(usize) -> usize) -> Vec<String> {
-    let one = |(run, times): (Range<usize>, f64)| {
+    let words_of = |(run, times): (Range<usize>, f64)| {
         format!("{} {}", between(place(run.start), place(run.end - 1)), often(times))
     };
-    runs(weights).into_iter().map(one).collect()
+    runs(weights).into_iter().map(words_of).collect()
 }
 
 fn scaled(rows: &Rows, factors: &[f64]) -> Rows {

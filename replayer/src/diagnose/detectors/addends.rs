@@ -85,11 +85,11 @@ impl Solved {
         for addend in &self.addends {
             weights.entry(addend.microbatch?).or_default().insert(addend.weight.to_bits());
         }
-        let one = |(mb, set): (Microbatch, BTreeSet<u64>)| {
+        let common_weight = |(mb, set): (Microbatch, BTreeSet<u64>)| {
             let weight = set.iter().next().copied().filter(|_| set.len() == 1)?;
             Some((mb, f64::from_bits(weight)))
         };
-        weights.into_iter().map(one).collect()
+        weights.into_iter().map(common_weight).collect()
     }
 
     /// The scale in words.
@@ -103,34 +103,41 @@ impl Solved {
 
     /// The sum with these weights.
     pub fn world(&self) -> Weighted {
-        Weighted { of: vec![self.clone()] }
+        Weighted { sums: vec![self.clone()] }
     }
 }
 
 /// A world in which the addends of some sums have other weights than 1.
 pub struct Weighted {
     /// The sums with their weights.
-    pub of: Vec<Solved>,
+    pub sums: Vec<Solved>,
 }
 
 impl World for Weighted {
     fn weight(&self, stage: Stage, microbatch: Option<Microbatch>, rank: Option<Rank>) -> f64 {
-        let of_stage = |of: &&Solved| {
+        let of_stage = |solved: &&Solved| {
             // Each rank has its own sum over microbatches.
-            of.key.stage == stage && (stage == Stage::Reduce || of.key.rank == rank)
+            solved.key.stage == stage && (stage == Stage::Reduce || solved.key.rank == rank)
         };
-        let mut all = self.of.iter().filter(of_stage).filter_map(|of| {
-            let own = |addend: &&Addend| addend.microbatch == microbatch && addend.rank == rank;
-            of.addends.iter().find(own).map(|addend| addend.weight * of.scale)
+        let mut all = self.sums.iter().filter(of_stage).filter_map(|solved| {
+            let is_addend =
+                |addend: &&Addend| addend.microbatch == microbatch && addend.rank == rank;
+            solved.addends.iter().find(is_addend).map(|addend| addend.weight * solved.scale)
         });
         all.next().unwrap_or(1.0)
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
-        let own = self.of.iter().find(|sum| sum.key == key);
-        let Some(instead) = own.and_then(|sum| sum.instead.as_ref()) else { return };
-        for (&row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let key = Key {
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
+        };
+        let sum_of_key = self.sums.iter().find(|sum| sum.key == key);
+        let Some(instead) = sum_of_key.and_then(|sum| sum.instead.as_ref()) else { return };
+        for (&row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             if row < instead.count() {
                 values.copy_from_slice(instead.row(row));
             }
@@ -170,8 +177,8 @@ pub fn fitted(
     }
     let all: Vec<&[f64]> = parts.iter().map(|(_, part)| &part[..]).collect();
     let (weights, scale) = whole(evidence, &multiples(&all, values)?)?;
-    let one = |((addend, _), weight): (&Part, f64)| Addend { weight, ..addend.clone() };
-    Some((parts.iter().zip(weights).map(one).collect(), scale))
+    let with_weight = |((addend, _), weight): (&Part, f64)| Addend { weight, ..addend.clone() };
+    Some((parts.iter().zip(weights).map(with_weight).collect(), scale))
 }
 
 /// The declared divisor of a sum over microbatches: their number, where the mean is taken there, or
@@ -189,8 +196,8 @@ pub fn divisor(evidence: &Evidence<'_>, key: Key) -> f64 {
 /// all ranks' gradients are in a sum over ranks, of which ranks may hold versions. A gradient of no
 /// single rank is in every sum.
 pub fn adds_to(sum: Key, rank: Option<Rank>) -> bool {
-    let own = sum.rank.filter(|_| sum.stage == Stage::Accumulate);
-    own.is_none() || rank.is_none() || rank == own
+    let own_rank = sum.rank.filter(|_| sum.stage == Stage::Accumulate);
+    own_rank.is_none() || rank.is_none() || rank == own_rank
 }
 
 /// The reference gradients that are addends of a failing sum, for addends that were not recorded;
@@ -200,20 +207,20 @@ pub fn unrecorded(evidence: &Evidence<'_>, key: Key) -> Option<Vec<addends::Read
         return None;
     }
     let of_rank = |of: &&addends::Read| adds_to(key, of.1);
-    let own: Vec<_> = evidence.outcome.unrecorded.iter().filter(of_rank).cloned().collect();
-    (!own.is_empty()).then_some(own)
+    let of_key: Vec<_> = evidence.outcome.unrecorded.iter().filter(of_rank).cloned().collect();
+    (!of_key.is_empty()).then_some(of_key)
 }
 
 /// The addends of a sum. `summed`: whether to take the ranks' sums over microbatches, where those
 /// were captured, as the replay does; otherwise every microbatch's gradients.
 pub fn addends_of(evidence: &Evidence<'_>, key: Key, summed: bool) -> Option<Vec<Part>> {
-    let microbatches: Vec<_> = evidence.inputs.iter().map(|one| one.microbatch).collect();
+    let microbatches: Vec<_> = evidence.inputs.iter().map(|inputs| inputs.microbatch).collect();
     let recorded = addends::read(evidence.step, &microbatches, (key.stage, key.rank), summed);
     let all = recorded.or_else(|| unrecorded(evidence, key))?;
-    let one = |(microbatch, rank, values)| {
+    let part_of = |(microbatch, rank, values)| {
         (Addend { microbatch, rank, device: None, weight: 0.0 }, values)
     };
-    Some(all.into_iter().map(one).collect())
+    Some(all.into_iter().map(part_of).collect())
 }
 
 /// The reference gradient of every microbatch on every rank, as addends of the sum over ranks.
@@ -228,18 +235,18 @@ pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
         let microbatch = inputs.microbatch;
         for unit in evidence.step.rank_rows(inputs).ok()? {
             let holds = |plane: &Plane| {
-                let at = |row: &usize| plane.rows.iter().position(|of| of == row);
-                unit.rows.iter().map(at).collect::<Option<Vec<usize>>>()
+                let position = |row: &usize| plane.rows.iter().position(|of| of == row);
+                unit.rows.iter().map(position).collect::<Option<Vec<usize>>>()
             };
-            let states = evidence.units().iter().filter(|of| of.microbatch == microbatch);
+            let states = evidence.units().iter().filter(|unit| unit.microbatch == microbatch);
             let of_unit = |state: &UnitState| {
                 let plane = evidence.plane_of(microbatch, state.rank)?;
                 holds(&plane).map(|own| (plane, own))
             };
-            let (plane, own) = states.into_iter().find_map(of_unit)?;
-            for (device, own) in by_devices(evidence, inputs, (&unit, &own)) {
-                let entries = chosen(&plane.entries(), &own);
-                let mut values = entries.transposed_times(&chosen(&plane.q, &own)).values;
+            let (plane, row_indices) = states.into_iter().find_map(of_unit)?;
+            for (device, device_rows) in by_devices(evidence, inputs, (&unit, &row_indices)) {
+                let entries = chosen(&plane.entries(), &device_rows);
+                let mut values = entries.transposed_times(&chosen(&plane.q, &device_rows)).values;
                 values.iter_mut().for_each(|x| *x /= divisor);
                 let addend = Addend { microbatch, rank: unit.rank(), device, weight: 0.0 };
                 parts.push((addend, values));
@@ -253,17 +260,18 @@ pub fn reference_parts(evidence: &Evidence<'_>) -> Option<Vec<Part>> {
 fn by_devices(
     evidence: &Evidence<'_>,
     inputs: &MicrobatchInputs,
-    (unit, own): (&Unit, &[usize]),
+    (unit, row_indices): (&Unit, &[usize]),
 ) -> Vec<(Option<String>, Vec<usize>)> {
     let rank = unit.rank().filter(|_| unit.ranks.len() == 1);
     let devices = rank.map_or(Vec::new(), |rank| evidence.step.device_rows(inputs, rank));
-    let rows: BTreeMap<usize, usize> = unit.rows.iter().copied().zip(own.iter().copied()).collect();
-    let one = |(name, tokens): (String, Vec<usize>)| {
-        let own = tokens.iter().map(|token| rows.get(token).copied());
-        Some((Some(name), own.collect::<Option<Vec<usize>>>()?))
+    let rows: BTreeMap<usize, usize> =
+        unit.rows.iter().copied().zip(row_indices.iter().copied()).collect();
+    let rows_of_device = |(name, tokens): (String, Vec<usize>)| {
+        let row_indices_of_device = tokens.iter().map(|token| rows.get(token).copied());
+        Some((Some(name), row_indices_of_device.collect::<Option<Vec<usize>>>()?))
     };
-    let parts: Vec<_> = devices.into_iter().filter_map(one).collect();
-    if parts.is_empty() { vec![(None, own.to_vec())] } else { parts }
+    let parts: Vec<_> = devices.into_iter().filter_map(rows_of_device).collect();
+    if parts.is_empty() { vec![(None, row_indices.to_vec())] } else { parts }
 }
 
 fn chosen(rows: &Rows, which: &[usize]) -> Rows {
@@ -327,11 +335,11 @@ fn of_ranks(evidence: &Evidence<'_>, key: Key) -> Option<Summed> {
     let place: BTreeMap<usize, usize> =
         gradient.plane.rows.iter().enumerate().map(|(at, &token)| (token, at)).collect();
     let part = |unit: &Unit| {
-        let own: Vec<usize> =
+        let positions: Vec<usize> =
             unit.rows.iter().filter_map(|token| place.get(token)).copied().collect();
         let addend =
             Addend { microbatch: key.microbatch, rank: unit.rank(), device: None, weight: 0.0 };
-        (addend, chosen(&entries, &own).transposed_times(&chosen(q, &own)).values)
+        (addend, chosen(&entries, &positions).transposed_times(&chosen(q, &positions)).values)
     };
     let parts = ranks.iter().map(part).collect();
     let (columns, values) = (gradient.captured.cols, gradient.captured.values.clone());

@@ -62,7 +62,7 @@ impl FailingTokens<'_> {
         let shown: Vec<Shown> = self.tokens.iter().map(|&t| self.shown(evidence, t)).collect();
         let off = |map: Map| -> Option<f64> {
             let of_labels = self.labels_off(map)?;
-            shown.iter().try_fold(of_labels, |most, one| Some(most.max(self.off(one, map)?)))
+            shown.iter().try_fold(of_labels, |most, shown| Some(most.max(self.off(shown, map)?)))
         };
         let nearest = |size: usize| {
             let each = beyond.iter().filter_map(|&beyond| off(Map::BlockTwice { size, beyond }));
@@ -123,26 +123,26 @@ impl FailingTokens<'_> {
     }
 
     /// The same for a token's lse, or for its dq.
-    fn off(&self, one: &Shown, map: Map) -> Option<f64> {
+    fn off(&self, shown: &Shown, map: Map) -> Option<f64> {
         let (n, valid) = (self.direct.head.k.rows, self.direct.head.valid_vocab);
-        let at = |of: &[f64], v: usize| match map.at(v, n) {
-            Some(Row::From(row)) => of[row],
+        let mapped = |values: &[f64], v: usize| match map.at(v, n) {
+            Some(Row::From(row)) => values[row],
             Some(Row::Nans) => f64::NAN,
             _ => 0.0,
         };
         let logits: Vec<(f64, f64)> =
-            (0..valid).map(|v| self.direct.logit(at(&one.products, v), v)).collect();
+            (0..valid).map(|v| self.direct.logit(mapped(&shown.products, v), v)).collect();
         let z: Vec<f64> = logits.iter().map(|of| of.0).collect();
-        let own = self.direct.lse(&z);
-        if let Some(captured) = one.lse {
-            return near((own - captured).abs(), NEAR * (1.0 + own.abs()));
+        let implied_lse = self.direct.lse(&z);
+        if let Some(captured) = shown.lse {
+            return near((implied_lse - captured).abs(), NEAR * (1.0 + implied_lse.abs()));
         }
         // A token without captured lse or dq does not count.
-        let Some(dq) = &one.dq else { return Some(0.0) };
+        let Some(dq) = &shown.dq else { return Some(0.0) };
         let upstream = dq.cotangents;
         let dense = |lse: f64| -> f64 {
             let entry = |v: usize| logits[v].1 * upstream.dense(probability(z[v], lse));
-            (0..valid).map(|v| entry(v) * at(&dq.rows, v)).sum()
+            (0..valid).map(|v| entry(v) * mapped(&dq.rows, v)).sum()
         };
         let of_label = |row: f64, product: f64, label: usize| {
             upstream.label * self.direct.logit(product, label).1 * row
@@ -150,11 +150,11 @@ impl FailingTokens<'_> {
         let labels = match dq.label {
             None => vec![0.0],
             Some(v) => vec![
-                of_label(dq.rows[v], one.products[v], v),
-                of_label(at(&dq.rows, v), at(&one.products, v), v),
+                of_label(dq.rows[v], shown.products[v], v),
+                of_label(mapped(&dq.rows, v), mapped(&shown.products, v), v),
             ],
         };
-        let each = [own, dq.right].into_iter().flat_map(|lse| {
+        let each = [implied_lse, dq.right].into_iter().flat_map(|lse| {
             let dense = dense(lse);
             labels.iter().map(move |label| (dense + label - dq.captured).abs())
         });

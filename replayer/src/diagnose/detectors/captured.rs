@@ -51,50 +51,56 @@ impl Values {
 
 /// The captured values of a comparison; `None` where they are too many, or where no tensor of the
 /// stage's own role was captured.
-pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Option<Values> {
-    let tensor = match of.stage {
+pub fn captured(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], wanted: Key) -> Option<Values> {
+    let tensor = match wanted.stage {
         Stage::Accumulate | Stage::Reduce => {
-            let key = step.find_reduced(Role::Dk, of.stage == Stage::Reduce)?;
+            let key = step.find_reduced(Role::Dk, wanted.stage == Stage::Reduce)?;
             let unrecorded =
-                |one: &&MicrobatchInputs| step.find(Role::Dk, one.microbatch).is_none();
+                |inputs: &&MicrobatchInputs| step.find(Role::Dk, inputs.microbatch).is_none();
             // A sum whose addends were not recorded is compared with the head's own gradients, in
             // their layout.
             let alone = inputs.iter().find(unrecorded);
-            match (of.rank, step.tensors[key].partial) {
+            match (wanted.rank, step.tensors[key].partial) {
                 (Some(rank), Some(_)) if alone.is_some() => {
                     let microbatch = alone?.microbatch;
-                    let ranks = ranks(step, inputs, Key { microbatch, ..of }, rank)?;
+                    let ranks = ranks(step, inputs, Key { microbatch, ..wanted }, rank)?;
                     step.oriented(key, Some(&ranks)).ok()?
                 }
                 (None, None) if alone.is_some() => step.oriented(key, None).ok()?,
                 // A sum over all tokens: the sum of the ranks' addends, or the one rank's.
                 (None, Some(_)) if alone.is_some() => {
-                    return summed(of.stage, Sum::of_addends(step, key).ok()?.oriented(step, key));
+                    return summed(
+                        wanted.stage,
+                        Sum::of_addends(step, key).ok()?.oriented(step, key),
+                    );
                 }
                 (Some(rank), Some(_)) => step.addend(key, &[rank]).ok()?,
                 _ => step.assemble(key).ok()?,
             }
         }
         stage => {
-            let key = step.find(stage.role()?, of.microbatch)?;
+            let key = step.find(stage.role()?, wanted.microbatch)?;
             let info = &step.tensors[key];
             if info.shape.iter().product::<u64>() > MOST {
                 return None;
             }
             let of_tokens = stage < Stage::DkLse;
-            match (info.partial, of.rank) {
+            match (info.partial, wanted.rank) {
                 (Some(_), Some(rank)) if !of_tokens => {
-                    step.oriented(key, Some(&ranks(step, inputs, of, rank)?)).ok()?
+                    step.oriented(key, Some(&ranks(step, inputs, wanted, rank)?)).ok()?
                 }
                 (Some(_), _) => {
-                    return summed(of.stage, Sum::of_partial(step, key).ok()?.oriented(step, key));
+                    return summed(
+                        wanted.stage,
+                        Sum::of_partial(step, key).ok()?.oriented(step, key),
+                    );
                 }
                 (None, _) => step.oriented(key, None).ok()?,
             }
         }
     };
     let values_matrix = matrix(&tensor)?;
-    let columns = if is_column(of.stage) { 1 } else { values_matrix.cols };
+    let columns = if is_column(wanted.stage) { 1 } else { values_matrix.cols };
     let values = values_matrix.to_f64();
     let is_bf16 = tensor.dtype == Dtype::Bf16;
     Some(Values { columns, values, bits: 8 * tensor.dtype.width() as u32, is_bf16 })
@@ -115,14 +121,14 @@ fn summed(stage: Stage, sum: Sum) -> Option<Values> {
 fn ranks(
     step: &HeadStep<'_>,
     inputs: &[MicrobatchInputs],
-    of: Key,
+    key: Key,
     rank: Rank,
 ) -> Option<Vec<Rank>> {
-    unit(step, inputs, of).map(|unit| unit.ranks).or(Some(vec![rank]))
+    unit(step, inputs, key).map(|unit| unit.ranks).or(Some(vec![rank]))
 }
 
 /// The unit of a comparison.
-pub fn unit(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], of: Key) -> Option<Unit> {
-    let own = inputs.iter().find(|one| one.microbatch == of.microbatch)?;
-    step.units(own).ok()?.into_iter().find(|unit| unit.rank() == of.rank)
+pub fn unit(step: &HeadStep<'_>, inputs: &[MicrobatchInputs], key: Key) -> Option<Unit> {
+    let inputs_of_key = inputs.iter().find(|inputs| inputs.microbatch == key.microbatch)?;
+    step.units(inputs_of_key).ok()?.into_iter().find(|unit| unit.rank() == key.rank)
 }

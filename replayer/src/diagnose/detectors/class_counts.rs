@@ -51,9 +51,9 @@ impl CountedClasses {
         let mut lse = evidence.reference().forward_lse.clone();
         for unit in evidence.units() {
             let plane = evidence.plane_of(unit.microbatch, unit.rank)?;
-            let own = lse.get_mut(&unit.microbatch)?;
-            for (at, &t) in plane.rows.iter().enumerate() {
-                own[t] = plane.lse[at] + sum(&plane, at, &counts).ln();
+            let lse_of_microbatch = lse.get_mut(&unit.microbatch)?;
+            for (index, &t) in plane.rows.iter().enumerate() {
+                lse_of_microbatch[t] = plane.lse[index] + sum(&plane, index, &counts).ln();
             }
         }
         let mut gradients = ReplacedValues::default();
@@ -82,8 +82,8 @@ impl World for CountedClasses {
         self.lse.lse(pass, inputs, lse);
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.gradients.expected(of);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.gradients.expected(expectation);
     }
 }
 
@@ -99,24 +99,25 @@ fn counts(evidence: &Evidence<'_>, key: Key) -> Option<Vec<f64>> {
     for round in 0..ROUNDS {
         // Divides each token's row by the sum of exponentials that these counts give.
         let mut divided = Rows { cols: plane.dense.cols, values: plane.dense.values.clone() };
-        for (at, row) in divided.values.chunks_mut(counts.len().max(1)).enumerate() {
-            let over = sum(&plane, at, &counts);
+        for (index, row) in divided.values.chunks_mut(counts.len().max(1)).enumerate() {
+            let over = sum(&plane, index, &counts);
             row.iter_mut().for_each(|x| *x /= over);
         }
         if evidence.spend(plane.work()) {
             return None;
         }
         let next_counts = times(&rest, &divided.transposed_times(&plane.q), noise);
-        let near = |of: &f64| (of - of.round()).abs() <= WHOLE && (0.0..=LARGEST).contains(of);
-        let others = next_counts.iter().filter(|of| !near(of)).count();
+        let near =
+            |value: &f64| (value - value.round()).abs() <= WHOLE && (0.0..=LARGEST).contains(value);
+        let others = next_counts.iter().filter(|value| !near(value)).count();
         let moved = next_counts.iter().zip(&counts).map(|(a, b)| (a - b).abs()).fold(0.0, larger);
         counts = next_counts;
         if !moved.is_finite() || others as f64 > MIXED * counts.len() as f64 {
             return None;
         }
         if round > 0 && others == 0 && moved <= STILL {
-            let whole: Vec<f64> = counts.iter().map(|of| of.round()).collect();
-            return whole.iter().any(|&of| of != 1.0).then_some(whole);
+            let whole: Vec<f64> = counts.iter().map(|value| value.round()).collect();
+            return whole.iter().any(|&value| value != 1.0).then_some(whole);
         }
     }
     None
@@ -141,17 +142,17 @@ fn times(rows: &Rows, reference: &Rows, noise: f64) -> Vec<f64> {
 }
 
 /// A token's sum of exponentials with these counts, over the declared one.
-fn sum(plane: &Plane, at: usize, counts: &[f64]) -> f64 {
-    plane.p.row(at).iter().zip(counts).map(|(p, times)| p * times).sum()
+fn sum(plane: &Plane, index: usize, counts: &[f64]) -> f64 {
+    plane.p.row(index).iter().zip(counts).map(|(p, times)| p * times).sum()
 }
 
 /// Entries of dlogits with these counts, `[n, V]`.
 fn entries(plane: &Plane, counts: &[f64]) -> Rows {
     let mut entries = plane.of_labels();
     let rows = entries.values.chunks_mut(counts.len().max(1)).enumerate();
-    for (at, row) in rows {
-        let over = sum(plane, at, counts);
-        for ((to, dense), times) in row.iter_mut().zip(plane.dense.row(at)).zip(counts) {
+    for (index, row) in rows {
+        let over = sum(plane, index, counts);
+        for ((to, dense), times) in row.iter_mut().zip(plane.dense.row(index)).zip(counts) {
             *to += times * dense / over;
         }
     }

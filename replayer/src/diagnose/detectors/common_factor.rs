@@ -48,14 +48,15 @@ fn is_beyond(measured: f64, wanted: f64) -> bool {
 
 /// Sets of stages that a factor may explain: first those whose factor is nearer to it than to 1,
 /// then all those that are off in its direction, as another fault may have added to it.
-pub fn sets_times(evidence: &Evidence<'_>, factor: f64, of: &[Stage]) -> Vec<BTreeSet<Stage>> {
-    let near = stages_times(evidence, factor, of);
+pub fn sets_times(evidence: &Evidence<'_>, factor: f64, stages: &[Stage]) -> Vec<BTreeSet<Stage>> {
+    let near = stages_times(evidence, factor, stages);
     let every = |stage: Stage, test: &dyn Fn(f64) -> bool| {
-        informative(evidence, stage).all(|(_, one)| one.nonfinite == 0 && test(one.factor))
+        informative(evidence, stage)
+            .all(|(_, residual)| residual.nonfinite == 0 && test(residual.factor))
     };
     let beyond =
         |&stage: &Stage| evidence.fails(stage) && every(stage, &|sets| is_beyond(sets, factor));
-    let wide: BTreeSet<Stage> = of.iter().copied().filter(beyond).collect();
+    let wide: BTreeSet<Stage> = stages.iter().copied().filter(beyond).collect();
     let mut sets = vec![near];
     if !sets[0].is_empty() && wide != sets[0] {
         sets.push(wide);
@@ -78,12 +79,13 @@ pub fn informative<'e>(
 
 /// The failing stages among `of` that are off in the direction of one factor in every microbatch
 /// and on every rank. A factor in only one of them does not come from a count.
-pub fn stages_times(evidence: &Evidence<'_>, factor: f64, of: &[Stage]) -> BTreeSet<Stage> {
+pub fn stages_times(evidence: &Evidence<'_>, factor: f64, stages: &[Stage]) -> BTreeSet<Stage> {
     let all = |&stage: &Stage| {
         let mut each = informative(evidence, stage).peekable();
         evidence.fails(stage)
             && each.peek().is_some()
-            && each.all(|(_, one)| one.nonfinite == 0 && is_towards(one.factor, factor))
+            && each
+                .all(|(_, residual)| residual.nonfinite == 0 && is_towards(residual.factor, factor))
     };
-    of.iter().copied().filter(all).collect()
+    stages.iter().copied().filter(all).collect()
 }

@@ -45,7 +45,8 @@ impl<'e> Divisors<'e> {
             return None;
         }
         let all: Vec<&MicrobatchInputs> = evidence.inputs.iter().collect();
-        let divisors_of = |own: &&MicrobatchInputs| evidence.step.denominators(&all, own).ok();
+        let divisors_of =
+            |inputs: &&MicrobatchInputs| evidence.step.denominators(&all, inputs).ok();
         let declared = all.iter().map(divisors_of).collect::<Option<_>>()?;
         Some(Divisors { evidence, all, declared })
     }
@@ -72,7 +73,7 @@ impl<'e> Divisors<'e> {
     ) -> Option<Vec<Ratio>> {
         let policy = self.evidence.step.is_policy_loss();
         let mut ratios = Vec::new();
-        for ((own, groups), declared) in self.all.iter().zip(groups).zip(&self.declared) {
+        for ((inputs, groups), declared) in self.all.iter().zip(groups).zip(&self.declared) {
             let used = world.of_groups(policy, groups);
             for (unit, n) in if used.len() >= declared.len() { &used } else { declared } {
                 let Some(&row) = unit.rows.first() else { continue };
@@ -82,7 +83,7 @@ impl<'e> Divisors<'e> {
                 }
                 let ranks = unit.ranks.iter().map(|&rank| Some(rank));
                 let of_all = unit.ranks.is_empty().then_some(None);
-                let of_rank = |rank| Ratio { microbatch: own.microbatch, rank, ratio };
+                let of_rank = |rank| Ratio { microbatch: inputs.microbatch, rank, ratio };
                 ratios.extend(ranks.chain(of_all).map(of_rank));
             }
         }
@@ -95,12 +96,12 @@ impl<'e> Divisors<'e> {
         // A comparison over several ranks has a factor between the smallest and the largest of
         // theirs.
         let range = |key: &Key| {
-            let of_unit = ratios.iter().filter(|one| {
-                one.microbatch == key.microbatch
-                    && (one.rank.is_none() || key.rank.is_none() || one.rank == key.rank)
+            let of_unit = ratios.iter().filter(|ratio| {
+                ratio.microbatch == key.microbatch
+                    && (ratio.rank.is_none() || key.rank.is_none() || ratio.rank == key.rank)
             });
             of_unit
-                .map(|one| one.ratio / means)
+                .map(|ratio| ratio.ratio / means)
                 .fold((f64::INFINITY, 0.0f64), |(low, high), ratio| {
                     (low.min(ratio), high.max(ratio))
                 })
@@ -112,7 +113,7 @@ impl<'e> Divisors<'e> {
         FOLLOW.iter().any(|&stage| {
             self.evidence.fails(stage)
                 && informative(self.evidence, stage)
-                    .all(|(key, one)| one.nonfinite > 0 || within(&key, one.factor))
+                    .all(|(key, residual)| residual.nonfinite > 0 || within(&key, residual.factor))
         })
     }
 }
@@ -126,7 +127,8 @@ pub fn sums(evidence: &Evidence<'_>) -> BTreeMap<Stage, f64> {
         let all = |&&factor: &&f64| {
             factor != 1.0
                 && evidence.fails(stage)
-                && informative(evidence, stage).all(|(_, one)| is_near(one.factor, factor))
+                && informative(evidence, stage)
+                    .all(|(_, residual)| is_near(residual.factor, factor))
         };
         factors.iter().find(all).map(|&factor| (stage, factor))
     };

@@ -32,8 +32,8 @@ pub struct Rows {
 
 impl Rows {
     /// One row.
-    pub fn row(&self, at: usize) -> &[f64] {
-        &self.values[at * self.cols..(at + 1) * self.cols]
+    pub fn row(&self, index: usize) -> &[f64] {
+        &self.values[index * self.cols..(index + 1) * self.cols]
     }
 
     /// How many rows there are.
@@ -57,9 +57,9 @@ impl Rows {
     pub fn times(&self, other: &Rows) -> Rows {
         let of_row = |row: &[f64]| {
             let mut sum = vec![0.0; other.cols];
-            for (&x, of) in row.iter().zip(other.values.chunks(other.cols.max(1))) {
+            for (&x, other_row) in row.iter().zip(other.values.chunks(other.cols.max(1))) {
                 if x != 0.0 {
-                    sum.iter_mut().zip(of).for_each(|(sum, y)| *sum += x * y);
+                    sum.iter_mut().zip(other_row).for_each(|(sum, y)| *sum += x * y);
                 }
             }
             sum
@@ -93,7 +93,7 @@ impl Plane {
     pub(in crate::diagnose) fn new(
         evidence: &Evidence<'_>,
         (microbatch, rank): (Option<Microbatch>, Option<Rank>),
-        held: usize,
+        entries_held: usize,
     ) -> Option<Plane> {
         let mut units = evidence.units().iter();
         let unit = units
@@ -103,7 +103,7 @@ impl Plane {
         let (head, n) = (&direct.head, unit.rows.len());
         let whole = rank.is_some() || n == inputs.tokens();
         let (v, d) = (head.valid_vocab, head.q.cols);
-        let small = n * v <= ENTRIES && held + n * v <= HELD && n * v * d <= SMALL;
+        let small = n * v <= ENTRIES && entries_held + n * v <= HELD && n * v * d <= SMALL;
         if !whole || !small || evidence.spend(SCALAR * n * v * d) {
             return None;
         }

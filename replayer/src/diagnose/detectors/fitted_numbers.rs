@@ -41,8 +41,11 @@ pub fn linear(
     (from, step): (f64, f64),
     world: &dyn Fn(f64) -> Box<dyn World>,
 ) -> Option<Vec<f64>> {
-    let keys: BTreeSet<Key> =
-        evidence.failing_of(stages).filter(|(_, one)| one.nonfinite == 0).map(|of| of.0).collect();
+    let keys: BTreeSet<Key> = evidence
+        .failing_of(stages)
+        .filter(|(_, residual)| residual.nonfinite == 0)
+        .map(|of| of.0)
+        .collect();
     let values: u64 = keys.iter().map(|key| evidence.residuals[key].elements).sum();
     if values < FEWEST {
         return None;

@@ -117,13 +117,13 @@ impl Gradient {
     }
 
     /// A row's class, or its token among those of the microbatch.
-    pub fn row(&self, at: usize) -> usize {
-        if self.is_of_k() { at } else { self.plane.rows[at] }
+    pub fn row(&self, index: usize) -> usize {
+        if self.is_of_k() { index } else { self.plane.rows[index] }
     }
 
     /// An addend's token among those of the microbatch, or its class.
-    pub fn addend(&self, at: usize) -> usize {
-        if self.is_of_k() { self.plane.rows[at] } else { at }
+    pub fn addend(&self, index: usize) -> usize {
+        if self.is_of_k() { self.plane.rows[index] } else { index }
     }
 
     /// Runs of the failing rows; `None` where there are more than a few runs, or nearly all rows
@@ -136,15 +136,15 @@ impl Gradient {
         let mean = sizes.iter().sum::<f64>() / rows.max(1) as f64;
         let most = off.iter().copied().fold(0.0, f64::max);
         let share = self.rounding / (2.0 * mean * rows as f64).max(f64::MIN_POSITIVE);
-        let fails = |at: usize| {
-            let allowed = ERRS * share * (sizes[at] + mean);
-            !(off[at] <= allowed.max(SMALL * most))
+        let fails = |index: usize| {
+            let allowed = ERRS * share * (sizes[index] + mean);
+            !(off[index] <= allowed.max(SMALL * most))
         };
         let mut runs: Vec<Range<usize>> = Vec::new();
-        for at in (0..rows).filter(|&at| fails(at)) {
+        for row in (0..rows).filter(|&row| fails(row)) {
             match runs.last_mut() {
-                Some(run) if at - run.end <= GAP => run.end = at + 1,
-                _ => runs.push(at..at + 1),
+                Some(run) if row - run.end <= GAP => run.end = row + 1,
+                _ => runs.push(row..row + 1),
             }
         }
         let all: usize = runs.iter().map(ExactSizeIterator::len).sum();
@@ -198,23 +198,23 @@ impl OverwrittenLabels {
         let all =
             (2..=tokens).flat_map(|window| [with_window(window, true), with_window(window, false)]);
         let left = |kept: &OverwrittenLabels| -> f64 {
-            let one = |(class, more): (usize, Vec<f64>)| -> f64 {
+            let change_of_class = |(class, more): (usize, Vec<f64>)| -> f64 {
                 let pairs = error.row(class).iter().zip(more);
                 pairs.map(|(e, x)| (e - x).powi(2) - e * e).sum()
             };
-            kept.more(gradient).into_iter().map(one).sum()
+            kept.more(gradient).into_iter().map(change_of_class).sum()
         };
-        let best = all.map(|kept| (left(&kept), kept)).min_by(|(a, one), (b, other)| {
+        let best = all.map(|kept| (left(&kept), kept)).min_by(|(a, labels), (b, other)| {
             // Of windows that leave equally much, the widest: they drop the same tokens.
-            a.total_cmp(b).then(other.window.cmp(&one.window))
+            a.total_cmp(b).then(other.window.cmp(&labels.window))
         })?;
         (best.0 < 0.0).then_some(best.1)
     }
 
     /// What this changes in rows of dk: minus the dropped products.
-    fn more(&self, of: &Gradient) -> BTreeMap<usize, Vec<f64>> {
+    fn more(&self, gradient: &Gradient) -> BTreeMap<usize, Vec<f64>> {
         let mut kept: BTreeMap<(usize, usize), usize> = BTreeMap::new();
-        let labels = &of.plane.labels;
+        let labels = &gradient.plane.labels;
         for (token, label) in labels.iter().enumerate() {
             let Some((class, _)) = label else { continue };
             let place = kept.entry((token / self.window, *class)).or_insert(token);
@@ -226,7 +226,7 @@ impl OverwrittenLabels {
         for (token, label) in labels.iter().enumerate() {
             let Some((class, entry)) = label else { continue };
             if kept[&(token / self.window, *class)] != token {
-                let q = of.plane.q.row(token);
+                let q = gradient.plane.q.row(token);
                 let row = more.entry(*class).or_insert_with(|| vec![0.0; q.len()]);
                 row.iter_mut().zip(q).for_each(|(x, q)| *x -= entry * q);
             }
@@ -235,10 +235,10 @@ impl OverwrittenLabels {
     }
 
     /// The gradient with this fault.
-    pub fn sum(&self, of: &Gradient) -> Rows {
-        let cols = of.reference.cols;
-        let mut values = of.reference.values.clone();
-        for (class, more) in self.more(of) {
+    pub fn sum(&self, gradient: &Gradient) -> Rows {
+        let cols = gradient.reference.cols;
+        let mut values = gradient.reference.values.clone();
+        for (class, more) in self.more(gradient) {
             let row = &mut values[class * cols..(class + 1) * cols];
             row.iter_mut().zip(more).for_each(|(x, more)| *x += more);
         }

@@ -34,9 +34,9 @@ pub fn implied_lse(evidence: &Evidence<'_>, inputs: &MicrobatchInputs) -> Vec<Im
         else {
             return Vec::new();
         };
-        let one =
+        let implied_of =
             |(token, (&implied, &lse)): (usize, (&f64, &f64))| ImpliedLse { token, lse, implied };
-        return captured.values.iter().zip(lse).enumerate().map(one).collect();
+        return captured.values.iter().zip(lse).enumerate().map(implied_of).collect();
     }
     implied_by_dq(evidence, inputs, reference).unwrap_or_default()
 }
@@ -58,20 +58,21 @@ fn implied_by_dq(
     let all = tokens(evidence, inputs);
     let step = all.len().div_ceil(FITTED).max(1);
     let of_token = |&token: &usize| {
-        let (row, own) = (table.get(&token)?, cotangents.get(&token)?);
-        if own.smooth != 0.0 || inputs.labels[token] == IGNORED {
+        let (row, token_cotangents) = (table.get(&token)?, cotangents.get(&token)?);
+        if token_cotangents.smooth != 0.0 || inputs.labels[token] == IGNORED {
             return None; // smoothing is a dense part of its own
         }
         let class = inputs.labels[token] as usize;
         let slope = direct.logit_of(&direct.q(Row::From(token)), class).1;
         let of_class = direct.k(Row::From(class));
-        let of_label =
-            |i: usize| if key.stage == Stage::Dq { own.label * slope * of_class[i] } else { 0.0 };
-        let less = |of: &[f64]| -> Vec<f64> {
-            of.iter().enumerate().map(|(i, x)| x - of_label(i)).collect()
+        let of_label = |i: usize| {
+            if key.stage == Stage::Dq { token_cotangents.label * slope * of_class[i] } else { 0.0 }
         };
-        let (dense, found) = (less(row), less(captured.row(token)));
-        let factor = dot(&found, &dense) / energy(&dense);
+        let less = |values: &[f64]| -> Vec<f64> {
+            values.iter().enumerate().map(|(i, x)| x - of_label(i)).collect()
+        };
+        let (dense, seen) = (less(row), less(captured.row(token)));
+        let factor = dot(&seen, &dense) / energy(&dense);
         let implied = lse[token] - factor.ln();
         implied.is_finite().then_some(ImpliedLse { token, lse: lse[token], implied })
     };

@@ -96,8 +96,8 @@ impl<'a> LabelTest<'a> {
             let k = self.direct.k(Row::From(label as usize));
             k.iter().map(|k| cotangent * slope * k).collect::<Vec<f64>>()
         };
-        let (own, other) = (row(self.inputs.labels[token]), row(label));
-        let moved: Vec<f64> = other.iter().zip(&own).map(|(a, b)| a - b).collect();
+        let (declared, other) = (row(self.inputs.labels[token]), row(label));
+        let moved: Vec<f64> = other.iter().zip(&declared).map(|(a, b)| a - b).collect();
         let off: Vec<f64> = captured.iter().zip(reference).map(|(a, b)| a - b).collect();
         let noise = (0.01f64).powi(2) * (energy(captured) + energy(reference));
         distance(&off, &moved) <= LEFT * energy(&moved).max(energy(&off)) + noise

@@ -81,33 +81,33 @@ pub fn is_sure(addend: f64, noise: f64) -> bool {
 
 /// The factors of some vectors whose sum is nearest to another vector; none where two of them are
 /// nearly parallel.
-pub fn multiples(of: &[&[f64]], sum: &[f64]) -> Option<Vec<f64>> {
-    let gram = of.iter().map(|a| of.iter().map(|b| dot(a, b)).collect()).collect();
-    solution(gram, of.iter().map(|a| dot(a, sum)).collect())
+pub fn multiples(vectors: &[&[f64]], sum: &[f64]) -> Option<Vec<f64>> {
+    let gram = vectors.iter().map(|a| vectors.iter().map(|b| dot(a, b)).collect()).collect();
+    solution(gram, vectors.iter().map(|a| dot(a, sum)).collect())
 }
 
 /// The solution of `a x = b` for a symmetric positive matrix; `None` where it is nearly singular.
 pub fn solution(mut a: Vec<Vec<f64>>, mut b: Vec<f64>) -> Option<Vec<f64>> {
     let n = b.len();
     let size = (0..n).map(|i| a[i][i]).fold(0.0, f64::max);
-    for at in 0..n {
-        let best = (at..n).max_by(|&i, &j| a[i][at].abs().total_cmp(&a[j][at].abs()))?;
-        a.swap(at, best);
-        b.swap(at, best);
-        if !(a[at][at].abs() > 1e-9 * size) {
+    for step in 0..n {
+        let best = (step..n).max_by(|&i, &j| a[i][step].abs().total_cmp(&a[j][step].abs()))?;
+        a.swap(step, best);
+        b.swap(step, best);
+        if !(a[step][step].abs() > 1e-9 * size) {
             return None;
         }
-        for row in at + 1..n {
-            let factor = a[row][at] / a[at][at];
+        for row in step + 1..n {
+            let factor = a[row][step] / a[step][step];
             let (above, below) = a.split_at_mut(row);
-            let pairs = below[0][at..].iter_mut().zip(&above[at][at..]);
+            let pairs = below[0][step..].iter_mut().zip(&above[step][step..]);
             pairs.for_each(|(x, pivot)| *x -= factor * pivot);
-            b[row] -= factor * b[at];
+            b[row] -= factor * b[step];
         }
     }
-    for at in (0..n).rev() {
-        let known: f64 = (at + 1..n).map(|i| a[at][i] * b[i]).sum();
-        b[at] = (b[at] - known) / a[at][at];
+    for row in (0..n).rev() {
+        let known: f64 = (row + 1..n).map(|i| a[row][i] * b[i]).sum();
+        b[row] = (b[row] - known) / a[row][row];
     }
     Some(b)
 }
@@ -173,8 +173,8 @@ impl Cholesky {
 pub fn whole_factors(captured: &Rows, reference: &Rows) -> Option<Vec<f64>> {
     let mut all = Vec::with_capacity(reference.count());
     let (mut before, mut left) = (0.0, 0.0);
-    for at in 0..reference.count() {
-        let (c, r) = (captured.row(at), reference.row(at));
+    for index in 0..reference.count() {
+        let (c, r) = (captured.row(index), reference.row(index));
         let of_row = multiple(c, r);
         let whole = of_row.times.round();
         let off: f64 = c.iter().zip(r).map(|(c, r)| (c - whole * r).powi(2)).sum();
@@ -189,10 +189,10 @@ pub fn whole_factors(captured: &Rows, reference: &Rows) -> Option<Vec<f64>> {
 /// Runs of equal weights that are not 1.
 pub fn runs(weights: &[f64]) -> Vec<(Range<usize>, f64)> {
     let mut runs: Vec<(Range<usize>, f64)> = Vec::new();
-    for (at, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
+    for (index, &weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 1.0) {
         match runs.last_mut() {
-            Some((run, of)) if run.end == at && *of == weight => run.end += 1,
-            _ => runs.push((at..at + 1, weight)),
+            Some((run, value)) if run.end == index && *value == weight => run.end += 1,
+            _ => runs.push((index..index + 1, weight)),
         }
     }
     runs
@@ -263,9 +263,9 @@ mod tests {
     #[test]
     fn a_system_of_equations_is_solved_and_a_singular_one_is_not() {
         let a = vec![vec![4.0, 1.0, 0.0], vec![1.0, 3.0, 1.0], vec![0.0, 1.0, 2.0]];
-        let found = solution(a, vec![6.0, 10.0, 8.0]).unwrap();
+        let solved = solution(a, vec![6.0, 10.0, 8.0]).unwrap();
         let wanted = [1.0, 2.0, 3.0];
-        assert!(found.iter().zip(wanted).all(|(x, y)| (x - y).abs() < 1e-12), "{found:?}");
+        assert!(solved.iter().zip(wanted).all(|(x, y)| (x - y).abs() < 1e-12), "{solved:?}");
         assert_eq!(solution(vec![vec![1.0, 1.0], vec![1.0, 1.0]], vec![1.0, 1.0]), None);
     }
 

@@ -85,7 +85,7 @@ impl<'a> FailingTokens<'a> {
             let tokens = wrong(evidence, inputs, (&lse, &dq));
             if !tokens.is_empty() {
                 let labels = fails(Stage::LabelLogits, mb).and_then(|key| evidence.captured(key));
-                let labels = labels.map_or(Vec::new(), |of| distinct(inputs, &of));
+                let labels = labels.map_or(Vec::new(), |values| distinct(inputs, &values));
                 return Some(FailingTokens { direct, inputs, tokens, lse, labels, dq });
             }
         }
@@ -125,10 +125,12 @@ impl<'a> FailingTokens<'a> {
         }
         let Some((captured, key)) = &self.dq else { return false };
         let reference = evidence.reference();
-        let own = reference.lse.get(&self.inputs.microbatch).map(|lse| lse[t]);
-        let lse = if passes == Passes::Backward { own } else { Some(row.lse) };
+        let declared_lse = reference.lse.get(&self.inputs.microbatch).map(|lse| lse[t]);
+        let lse = if passes == Passes::Backward { declared_lse } else { Some(row.lse) };
         let cotangents = reference.cotangents.get(&self.inputs.microbatch);
-        let Some((own, lse)) = cotangents.and_then(|of| Some((*of.get(&t)?, lse?))) else {
+        let Some((token_cotangents, lse)) =
+            cotangents.and_then(|cotangents| Some((*cotangents.get(&t)?, lse?)))
+        else {
             return false;
         };
         let width = captured.columns;
@@ -137,7 +139,7 @@ impl<'a> FailingTokens<'a> {
         for (v, &z) in row.logits.iter().enumerate() {
             let k_row = self.direct.k(k(v));
             let slope = self.direct.logit(dot(&q_row, &k_row), v).1;
-            let entry = slope * own.dense(probability(z, lse));
+            let entry = slope * token_cotangents.dense(probability(z, lse));
             dense.iter_mut().zip(&k_row).for_each(|(sum, k)| *sum += entry * k);
         }
         if key.stage == Stage::Dq && self.inputs.labels[t] != IGNORED {
@@ -146,7 +148,10 @@ impl<'a> FailingTokens<'a> {
             return [Row::From(label), k(label)].into_iter().any(|row| {
                 let k_row = self.direct.k(row);
                 let slope = self.direct.logit(dot(&q_row, &k_row), label).1;
-                let sum = dense.iter().zip(&k_row).map(|(sum, k)| sum + slope * own.label * k);
+                let sum = dense
+                    .iter()
+                    .zip(&k_row)
+                    .map(|(sum, k)| sum + slope * token_cotangents.label * k);
                 alike(captured.row(t), &sum.collect::<Vec<f64>>())
             });
         }
@@ -228,7 +233,8 @@ pub fn worlds(
     rows_of: &dyn Fn(&MicrobatchInputs) -> Option<Vec<Row>>,
     parameters: &[(&'static str, String)],
 ) -> Vec<Hypothesis> {
-    let rows_by_microbatch = |one: &MicrobatchInputs| Some((one.microbatch, rows_of(one)?));
+    let rows_by_microbatch =
+        |inputs: &MicrobatchInputs| Some((inputs.microbatch, rows_of(inputs)?));
     let Some(rows) =
         evidence.inputs.iter().map(rows_by_microbatch).collect::<Option<BTreeMap<_, _>>>()
     else {
@@ -307,9 +313,10 @@ impl World for Elsewhere {
     }
 
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let own = self.lse.as_ref().and_then(|of| of.get(&inputs.microbatch));
-        if let Some(own) = own.filter(|_| pass == Pass::Backward) {
-            lse.copy_from_slice(own);
+        let lse_read =
+            self.lse.as_ref().and_then(|by_microbatch| by_microbatch.get(&inputs.microbatch));
+        if let Some(lse_read) = lse_read.filter(|_| pass == Pass::Backward) {
+            lse.copy_from_slice(lse_read);
         }
     }
 

@@ -24,13 +24,13 @@ pub struct Nans {
     /// Column of its first such value.
     pub column: usize,
     /// The mask of each such comparison.
-    pub of: BTreeMap<Key, Mask>,
+    pub masks: BTreeMap<Key, Mask>,
 }
 
 impl Nans {
     /// The rows of a comparison in which all, or any, values are NaN or infinite.
-    pub fn rows(&self, of: Key, all: bool) -> Vec<usize> {
-        let Some((columns, mask)) = self.of.get(&of) else { return Vec::new() };
+    pub fn rows(&self, key: Key, all: bool) -> Vec<usize> {
+        let Some((columns, mask)) = self.masks.get(&key) else { return Vec::new() };
         let rows = mask.chunks((*columns).max(1)).enumerate();
         let bad = |row: &[bool]| match all {
             true => row.iter().all(|&bad| bad),
@@ -54,10 +54,10 @@ pub fn nans(evidence: &Evidence<'_>) -> Option<Nans> {
         }
     }
     let (&first, (columns, mask)) = masks.first_key_value()?;
-    let at = mask.iter().position(|&bad| bad)?;
-    let (row, column) = (at / columns, at % columns);
+    let position = mask.iter().position(|&bad| bad)?;
+    let (row, column) = (position / columns, position % columns);
     let rank = first.rank.or_else(|| holder(evidence, first, row));
-    Some(Nans { first, rank, row, column, of: masks })
+    Some(Nans { first, rank, row, column, masks })
 }
 
 /// The rank that holds a token's row.
@@ -65,14 +65,14 @@ fn holder(evidence: &Evidence<'_>, key: Key, row: usize) -> Option<Rank> {
     let inputs = evidence.inputs_of(key.microbatch).filter(|_| key.stage < Stage::DkLse)?;
     let runs = of_ranks(evidence.step, inputs);
     let units = evidence.step.rank_rows(inputs).ok()?;
-    let at = runs.iter().position(|run| run.contains(&row))?;
-    units.get(at)?.rank()
+    let position = runs.iter().position(|run| run.contains(&row))?;
+    units.get(position)?.rank()
 }
 
 /// The reference is NaN where the captured values are NaN or infinite, and as declared elsewhere.
 pub struct NanWhere {
     /// The NaN and infinite values of each comparison.
-    pub of: BTreeMap<Key, Mask>,
+    pub masks: BTreeMap<Key, Mask>,
     /// Stages whose captured values later stages of the job did not read.
     pub distrusts: Vec<Stage>,
 }
@@ -86,10 +86,16 @@ impl World for NanWhere {
         !self.distrusts.contains(&stage)
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
-        let Some((columns, mask)) = self.of.get(&key) else { return };
-        for (&row, values) in of.rows.iter().zip(of.values.chunks_mut(of.columns.max(1))) {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let key = Key {
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
+        };
+        let Some((columns, mask)) = self.masks.get(&key) else { return };
+        for (&row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks_mut(expectation.columns.max(1)))
+        {
             for (column, x) in values.iter_mut().enumerate().take(*columns) {
                 if mask.get(row * columns + column) == Some(&true) {
                     *x = f64::NAN;

@@ -101,7 +101,7 @@ fn sum_of_pairs(evidence: &Evidence<'_>, key: Key) -> Option<(Rows, Vec<String>)
     if evidence.spend(work + count * count * classes * width) {
         return None;
     }
-    let captured = evidence.captured(key).filter(|of| of.columns == width)?;
+    let captured = evidence.captured(key).filter(|values| values.columns == width)?;
     let captured = captured.values.get(..classes * width)?;
     let products: Vec<Vec<f64>> = pairs().map(product).collect();
     let all: Vec<&[f64]> = products.iter().map(Vec::as_slice).collect();
@@ -145,18 +145,23 @@ fn made(evidence: &Evidence<'_>, gradient: &Gradient) -> Option<(Rows, String)> 
     let entries = gradient.entries(false)?;
     let solved_q = factors(&entries, &gradient.captured, &|work| evidence.spend(work))?;
     let counts: Vec<bool> = (0..solved_q.count()).map(|at| energy(entries.row(at)) > 0.0).collect();
-    let others = evidence.inputs.iter().filter(|one| one.microbatch != gradient.key.microbatch);
-    let one = |inputs| {
+    let others =
+        evidence.inputs.iter().filter(|inputs| inputs.microbatch != gradient.key.microbatch);
+    let solved_from = |inputs| {
         let direct = Direct::new(evidence, inputs)?;
         let (mut q, mut tokens) = (gradient.other().clone(), Vec::new());
-        for (at, &token) in gradient.plane.rows.iter().enumerate().filter(|(at, _)| counts[*at]) {
-            let own = distance(solved_q.row(at), gradient.other().row(at));
+        for (index, &token) in
+            gradient.plane.rows.iter().enumerate().filter(|(index, _)| counts[*index])
+        {
+            let own_distance = distance(solved_q.row(index), gradient.other().row(index));
             if token >= inputs.tokens() {
                 return None;
             }
             let other = direct.q(Row::From(token));
-            if other.len() == q.cols && distance(solved_q.row(at), &other) <= SHOWN * own {
-                q.values[at * q.cols..(at + 1) * q.cols].copy_from_slice(&other);
+            if other.len() == q.cols
+                && distance(solved_q.row(index), &other) <= SHOWN * own_distance
+            {
+                q.values[index * q.cols..(index + 1) * q.cols].copy_from_slice(&other);
                 tokens.push(token);
             }
         }
@@ -164,7 +169,7 @@ fn made(evidence: &Evidence<'_>, gradient: &Gradient) -> Option<(Rows, String)> 
         let left = distance(&gradient.captured.values, &changed.values);
         Some((left, changed, inputs.microbatch, tokens))
     };
-    let best = others.filter_map(one).min_by(|a, b| a.0.total_cmp(&b.0));
+    let best = others.filter_map(solved_from).min_by(|a, b| a.0.total_cmp(&b.0));
     let (_, changed, other, tokens) = best.filter(|(left, ..)| {
         *left <= LEFT * distance(&gradient.captured.values, &gradient.reference.values)
     })?;

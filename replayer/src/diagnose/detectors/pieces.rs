@@ -62,9 +62,9 @@ struct Prefix {
 }
 
 impl Prefix {
-    fn new(of: &SampledSums, sequence: usize, cells: &[usize]) -> Prefix {
+    fn new(sampled: &SampledSums, sequence: usize, cells: &[usize]) -> Prefix {
         let cut = Cut { sequence, ..Cut::default() };
-        let (places, each) = cut.places(of.n);
+        let (places, each) = cut.places(sampled.n);
         let mut sums = vec![0.0; (places + 1) * cells.len()];
         for place in 0..places {
             let (done, next) = sums.split_at_mut((place + 1) * cells.len());
@@ -72,15 +72,15 @@ impl Prefix {
             for copy in 0..each {
                 let i = copy * places + place;
                 for (sum, &cell) in next.iter_mut().zip(cells) {
-                    let (row, col) = (cell / of.cols, cell % of.cols);
-                    let entry = f64::from(of.entries[i * of.rows + row]);
-                    *sum += entry * f64::from(of.others[i * of.cols + col]);
+                    let (row, col) = (cell / sampled.cols, cell % sampled.cols);
+                    let entry = f64::from(sampled.entries[i * sampled.rows + row]);
+                    *sum += entry * f64::from(sampled.others[i * sampled.cols + col]);
                 }
             }
         }
         let pick = |values: &[f64]| cells.iter().map(|&cell| values[cell]).collect();
-        let (rest, captured) = (pick(&of.rest), pick(&of.captured));
-        Prefix { n: places, cells: cells.len(), sums, rest, captured, stored: of.stored }
+        let (rest, captured) = (pick(&sampled.rest), pick(&sampled.captured));
+        Prefix { n: places, cells: cells.len(), sums, rest, captured, stored: sampled.stored }
     }
 
     /// Squared distance of each captured value from the sum taken in these pieces.
@@ -95,15 +95,15 @@ impl Prefix {
         let spans = flat.spans(self.n, pieces.size, pieces.walk == Walk::Descending);
         let shards = flat.shard_starts(self.n);
         let mut all: Option<Vec<f32>> = None;
-        let [mut total, mut own] = [(); 2].map(|()| vec![0.0f32; self.cells]);
+        let [mut total, mut addend] = [(); 2].map(|()| vec![0.0f32; self.cells]);
         for (nth, span) in spans.iter().enumerate() {
             if nth > 0 && shards.contains(&span.start) {
                 let done = std::mem::replace(&mut total, vec![0.0; self.cells]);
                 all = Some(joined(all, done, pieces.total));
             }
-            self.between(span, &mut own);
-            pieces.addend.round_slice(&mut own);
-            total.iter_mut().zip(&own).for_each(|(sum, x)| *sum += x);
+            self.between(span, &mut addend);
+            pieces.addend.round_slice(&mut addend);
+            total.iter_mut().zip(&addend).for_each(|(sum, x)| *sum += x);
             pieces.total.round_slice(&mut total);
         }
         let total = if all.is_some() { joined(all, total, pieces.total) } else { total };
@@ -116,19 +116,19 @@ impl Prefix {
         self.n.div_ceil(pieces.size.max(1)).max(pieces.cut.parts) * self.cells * ROUNDING
     }
 
-    fn between(&self, span: &Range<usize>, own: &mut [f32]) {
-        let at = |place: usize| &self.sums[place * self.cells..(place + 1) * self.cells];
-        let ends = at(span.end).iter().zip(at(span.start));
-        own.iter_mut().zip(ends).for_each(|(own, (to, from))| *own = (to - from) as f32);
+    fn between(&self, span: &Range<usize>, addend: &mut [f32]) {
+        let sums_before = |place: usize| &self.sums[place * self.cells..(place + 1) * self.cells];
+        let ends = sums_before(span.end).iter().zip(sums_before(span.start));
+        addend.iter_mut().zip(ends).for_each(|(own, (to, from))| *own = (to - from) as f32);
     }
 }
 
-fn joined(all: Option<Vec<f32>>, mut own: Vec<f32>, to: Precision) -> Vec<f32> {
+fn joined(all: Option<Vec<f32>>, mut addend: Vec<f32>, to: Precision) -> Vec<f32> {
     if let Some(all) = all {
-        own.iter_mut().zip(&all).for_each(|(sum, x)| *sum += x);
-        to.round_slice(&mut own);
+        addend.iter_mut().zip(&all).for_each(|(sum, x)| *sum += x);
+        to.round_slice(&mut addend);
     }
-    own
+    addend
 }
 
 /// What is given about a sum whose cut is looked for.
@@ -145,13 +145,16 @@ pub struct Wanted {
 }
 
 /// The cuts that fit much better than one sum in f32, the best first.
-pub fn search((of, spend): (&SampledSums, &dyn Fn(usize) -> bool), wanted: Wanted) -> Vec<Pieces> {
+pub fn search(
+    (sums, spend): (&SampledSums, &dyn Fn(usize) -> bool),
+    wanted: Wanted,
+) -> Vec<Pieces> {
     let mut sequences = vec![0];
-    let several = Cut { sequence: wanted.sequence, ..Cut::default() }.places(of.n).1 > 1;
+    let several = Cut { sequence: wanted.sequence, ..Cut::default() }.places(sums.n).1 > 1;
     sequences.extend(several.then_some(wanted.sequence));
     let mut cuts: Vec<(f64, Pieces)> = Vec::new();
     for sequence in sequences {
-        cuts.extend(Samples::new(of, Wanted { sequence, ..wanted }).seen(spend));
+        cuts.extend(Samples::new(sums, Wanted { sequence, ..wanted }).seen(spend));
     }
     cuts.sort_by(|a, b| a.0.total_cmp(&b.0));
     cuts.into_iter().map(|(_, pieces)| pieces).take(OFFERED).collect()
@@ -159,7 +162,7 @@ pub fn search((of, spend): (&SampledSums, &dyn Fn(usize) -> bool), wanted: Wante
 
 /// Some elements of a sum, for pieces along all addends or along a sequence.
 struct Sample {
-    of: Prefix,
+    prefix: Prefix,
     /// The squared error by which each element's misfit is divided: what one sum in f32 leaves of
     /// it plus the mean of its row. So a large element does not outweigh all others.
     sizes: Vec<f64>,
@@ -171,7 +174,7 @@ impl Sample {
     /// The distance of the captured values from the sum taken in these pieces, as a share of their
     /// distance from one sum in f32.
     fn misfit(&self, pieces: &Pieces) -> f64 {
-        self.shares(&self.of.misfits(pieces)) / self.unrounded
+        self.shares(&self.prefix.misfits(pieces)) / self.unrounded
     }
 
     fn shares(&self, left: &[f64]) -> f64 {
@@ -188,33 +191,34 @@ struct Samples {
 }
 
 impl Samples {
-    fn new(of: &SampledSums, wanted: Wanted) -> Samples {
+    fn new(sums: &SampledSums, wanted: Wanted) -> Samples {
         let f32 = Precision::F32;
         let unrounded = Pieces {
-            size: of.n,
+            size: sums.n,
             cut: Cut::default(),
             total: f32,
             addend: f32,
             walk: Walk::Ascending,
         };
-        let mut cells: Vec<usize> = (0..of.rows * of.cols).collect();
+        let mut cells: Vec<usize> = (0..sums.rows * sums.cols).collect();
         // A tensor stored in a wide format whose values all have few bits was rounded to those at
         // the end.
         let narrow = |x: &f64| wanted.precision.round64(*x) == *x;
-        let stored = of.captured.iter().all(narrow).then_some(wanted.precision).or(of.stored);
-        let taken = |cells: &[usize]| Prefix { stored, ..Prefix::new(of, wanted.sequence, cells) };
+        let stored = sums.captured.iter().all(narrow).then_some(wanted.precision).or(sums.stored);
+        let taken =
+            |cells: &[usize]| Prefix { stored, ..Prefix::new(sums, wanted.sequence, cells) };
         let whole = taken(&cells);
         let off = whole.misfits(&unrounded);
         let of_rows: Vec<f64> = off
-            .chunks(of.cols.max(1))
+            .chunks(sums.cols.max(1))
             .map(|row| row.iter().sum::<f64>() / row.len() as f64)
             .collect();
-        let size = |cell: usize| off[cell] + of_rows[cell / of.cols];
-        let look = |of: Prefix, cells: &[usize]| {
+        let size = |cell: usize| off[cell] + of_rows[cell / sums.cols];
+        let look = |prefix: Prefix, cells: &[usize]| {
             let sizes = cells.iter().map(|&cell| size(cell)).collect();
-            let own: Vec<f64> = cells.iter().map(|&cell| off[cell]).collect();
-            let sample = Sample { of, sizes, unrounded: 1.0 };
-            Sample { unrounded: sample.shares(&own), ..sample }
+            let errors: Vec<f64> = cells.iter().map(|&cell| off[cell]).collect();
+            let sample = Sample { prefix, sizes, unrounded: 1.0 };
+            Sample { unrounded: sample.shares(&errors), ..sample }
         };
         let some = |cells: &[usize]| look(taken(cells), cells);
         let few: Vec<usize> =
@@ -229,7 +233,7 @@ impl Samples {
     /// The cuts that fit. Families with few cuts are tried before those with many, and the first
     /// family that has one ends the search.
     fn seen(&self, spend: &dyn Fn(usize) -> bool) -> Vec<(f64, Pieces)> {
-        let (n, wanted) = (self.all[2].of.n, self.wanted);
+        let (n, wanted) = (self.all[2].prefix.n, self.wanted);
         if wanted.equal {
             let plain = |(_, cut): &(usize, Cut)| *cut == Cut::default();
             return self.best(sizes(n, wanted.declared).filter(plain), spend);
@@ -265,7 +269,7 @@ impl Samples {
                     continue;
                 }
                 let pieces = Pieces { size, cut, total, addend, walk };
-                if spend(first.of.work(&pieces)) {
+                if spend(first.prefix.work(&pieces)) {
                     break 'all;
                 }
                 near.extend(self.glance(&pieces, spend).map(|misfit| (misfit, pieces)));
@@ -273,7 +277,7 @@ impl Samples {
         }
         near.sort_by(|a, b| a.0.total_cmp(&b.0));
         near.truncate(BEST);
-        let on_all = near.into_iter().filter(|(_, pieces)| !spend(whole.of.work(pieces)));
+        let on_all = near.into_iter().filter(|(_, pieces)| !spend(whole.prefix.work(pieces)));
         let on_all = on_all.map(|(_, pieces)| (whole.misfit(&pieces), pieces));
         on_all.filter(|(misfit, _)| *misfit < SEEN).collect()
     }
@@ -281,7 +285,7 @@ impl Samples {
     /// The misfit of a cut on the second sample, if it fits on the first and on the second.
     fn glance(&self, pieces: &Pieces, spend: &dyn Fn(usize) -> bool) -> Option<f64> {
         let [first, few, _] = &self.all;
-        if !(first.misfit(pieces) < WORTH) || spend(few.of.work(pieces)) {
+        if !(first.misfit(pieces) < WORTH) || spend(few.prefix.work(pieces)) {
             return None;
         }
         Some(few.misfit(pieces)).filter(|misfit| *misfit < SEEN)
@@ -345,7 +349,7 @@ mod tests {
             let sums = made(n, &wanted, (12, 10));
             let free = |_| false;
             let cuts = search((&sums, &free), of(wanted.cut.sequence));
-            let places = |of: &Pieces| of.cut.spans(n, of.size, false);
+            let places = |pieces: &Pieces| pieces.cut.spans(n, pieces.size, false);
             let first = cuts.first().map(places);
             assert_eq!(first, Some(places(&wanted)), "{n}: {wanted:?} {cuts:?}");
         }
@@ -358,7 +362,7 @@ mod tests {
         // Of thousands of cuts many round one element as the right one does.
         for large in 0..12 {
             let mut sums = made(240, &wanted, (120, 1));
-            sums.entries.chunks_mut(sums.rows).for_each(|of| of[large] *= 1000.0);
+            sums.entries.chunks_mut(sums.rows).for_each(|values| values[large] *= 1000.0);
             let cells: Vec<usize> = (0..sums.rows * sums.cols).collect();
             sums.captured = Prefix::new(&sums, 0, &cells).taken(&wanted);
             let cuts = search((&sums, &|_| false), of(0));
@@ -368,8 +372,8 @@ mod tests {
 
     #[test]
     fn a_sum_in_one_piece_has_no_cut() {
-        let one =
+        let in_one_piece =
             Pieces { total: Precision::F32, addend: Precision::F32, ..pieces(200, Cut::default()) };
-        assert_eq!(search((&made(200, &one, (12, 10)), &|_| false), of(0)), []);
+        assert_eq!(search((&made(200, &in_one_piece, (12, 10)), &|_| false), of(0)), []);
     }
 }

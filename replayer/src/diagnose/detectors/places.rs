@@ -62,7 +62,7 @@ impl Places {
     /// than `MOST_TRIED`.
     pub fn each(evidence: &Evidence<'_>) -> Vec<Places> {
         let all: Vec<(&MicrobatchInputs, Vec<Unit>)> =
-            evidence.inputs.iter().map(|one| (one, runs(evidence, one))).collect();
+            evidence.inputs.iter().map(|inputs| (inputs, runs(evidence, inputs))).collect();
         let ranks: BTreeSet<Vec<Rank>> =
             all.iter().flat_map(|(_, runs)| runs.iter().map(|run| run.ranks.clone())).collect();
         let alone =
@@ -73,8 +73,8 @@ impl Places {
         let places_where = |words: String, here: &dyn Fn(&MicrobatchInputs, &Unit) -> bool| {
             let mut places = Places { words, ..Places::default() };
             for (inputs, runs) in &all {
-                let own = runs.iter().filter(|run| here(inputs, run));
-                let mut rows: Vec<usize> = own.flat_map(|run| run.rows.clone()).collect();
+                let failing_runs = runs.iter().filter(|run| here(inputs, run));
+                let mut rows: Vec<usize> = failing_runs.flat_map(|run| run.rows.clone()).collect();
                 rows.sort_unstable();
                 places.add(evidence, inputs, (rows, runs));
             }
@@ -84,8 +84,8 @@ impl Places {
         for ranks in ranks.iter().filter(|_| ranks.len() > 1) {
             places.push(places_where(name_ranks(ranks), &|_, run| run.ranks == *ranks));
         }
-        for (one, _) in all.iter().filter(|_| all.len() > 1) {
-            let mb = one.microbatch;
+        for (microbatch_inputs, _) in all.iter().filter(|_| all.len() > 1) {
+            let mb = microbatch_inputs.microbatch;
             let words = mb.map_or_else(String::new, |mb| format!("microbatch {}", mb.0));
             places.push(places_where(words, &|inputs, _| inputs.microbatch == mb));
         }
@@ -99,20 +99,21 @@ impl Places {
             let runs = runs(evidence, inputs);
             let wrong: Vec<Wrong> =
                 runs.iter().filter_map(|run| Wrong::of(evidence, inputs, run)).collect();
-            let whole = wrong.len() == runs.len() && wrong.iter().all(|one| one.part.is_none());
+            let whole =
+                wrong.len() == runs.len() && wrong.iter().all(|element| element.part.is_none());
             right |= !whole;
-            ranks.insert(wrong.iter().map(|one| one.words(None)).collect::<Vec<_>>());
+            ranks.insert(wrong.iter().map(|element| element.words(None)).collect::<Vec<_>>());
             match inputs.microbatch {
                 Some(Microbatch(at)) if whole => words.push(format!("microbatch {at}")),
-                _ => words.extend(wrong.iter().map(|one| one.words(Some(inputs)))),
+                _ => words.extend(wrong.iter().map(|element| element.words(Some(inputs)))),
             }
-            let mut rows: Vec<usize> = wrong.into_iter().flat_map(|one| one.rows).collect();
+            let mut rows: Vec<usize> = wrong.into_iter().flat_map(|element| element.rows).collect();
             rows.sort_unstable();
             places.add(evidence, inputs, (rows, &runs));
         }
         // Where the same ranks are wrong in every microbatch, the microbatches are not listed.
-        if let (Some(of), None) = (ranks.first(), ranks.iter().nth(1)) {
-            words.clone_from(of);
+        if let (Some(first_rank), None) = (ranks.first(), ranks.iter().nth(1)) {
+            words.clone_from(first_rank);
         }
         let more = words.len().saturating_sub(TOLD);
         words.truncate(TOLD);
@@ -137,9 +138,9 @@ impl Places {
                 return None;
             }
             classes.extend(wrong.iter().flat_map(|run| &run.rows));
-            let own: Vec<String> = wrong.iter().map(|run| name_ranks(&run.ranks)).collect();
-            let own = format!("the classes of {}", own.join(", "));
-            if words.get_or_insert_with(|| own.clone()) != &own {
+            let names: Vec<String> = wrong.iter().map(|run| name_ranks(&run.ranks)).collect();
+            let classes = format!("the classes of {}", names.join(", "));
+            if words.get_or_insert_with(|| classes.clone()) != &classes {
                 return None;
             }
         }
@@ -175,10 +176,17 @@ impl Places {
             let looked = evidence.rows.as_ref().and_then(|rows| rows.tokens.get(&mb));
             let all: Vec<usize> = looked.cloned().unwrap_or((0..inputs.tokens()).collect());
             let here = |&row: &usize| self.are_classes() || self.holds(mb, row);
-            let own: Vec<usize> = all.iter().copied().filter(here).collect();
-            (mb, if own.is_empty() { all.into_iter().take(1).collect() } else { own })
+            let tokens_here: Vec<usize> = all.iter().copied().filter(here).collect();
+            (
+                mb,
+                if tokens_here.is_empty() {
+                    all.into_iter().take(1).collect()
+                } else {
+                    tokens_here
+                },
+            )
         };
-        let vocab = evidence.inputs.first().and_then(|one| one.head(evidence.step));
+        let vocab = evidence.inputs.first().and_then(|inputs| inputs.head(evidence.step));
         let every = || (0..vocab.map_or(0, |head| head.k.rows)).collect();
         let classes = evidence.rows.as_ref().map_or_else(every, |rows| rows.classes.clone());
         let here = |&class: &usize| !self.are_classes() || self.holds_class(class);
@@ -244,41 +252,43 @@ impl<'r> Wrong<'r> {
             failing.iter().filter(of_rows).filter_map(|&key| Errors::of(evidence, key)).collect();
         let whole = || Wrong { run, rows: run.rows.clone(), part: None };
         let rows_tell = !errors.is_empty();
-        let of_run = |of: &Errors| run.rows.iter().any(|row| of.rows.contains_key(row));
+        let of_run = |errors: &Errors| run.rows.iter().any(|row| errors.rows.contains_key(row));
         let errors: Vec<Errors> = errors.into_iter().filter(of_run).collect();
         if errors.is_empty() {
             // Only values that are sums over a unit's tokens fail: all its tokens are wrong.
-            let own = |key: &Key| {
+            let is_of_run = |key: &Key| {
                 let of_unit = key.stage.is_of_k() || key.stage == Stage::Loss;
                 let here = |rank| run.ranks.contains(&rank);
                 of_unit && key.rank.map_or(!rows_tell, here)
             };
-            return failing.iter().any(own).then(whole);
+            return failing.iter().any(is_of_run).then(whole);
         }
-        let known = |row: &usize| errors.iter().all(|of| of.rows.contains_key(row));
+        let known = |row: &usize| errors.iter().all(|errors| errors.rows.contains_key(row));
         if !run.rows.iter().all(known) {
             // Where only a sample of the run was compared, the run is right or wrong as a whole.
-            return errors.iter().any(|of| of.are_wrong(&run.rows)).then(whole);
+            return errors.iter().any(|errors| errors.are_wrong(&run.rows)).then(whole);
         }
         let wrong = |rows: &[usize]| -> Vec<usize> {
-            let is = |row: &usize| errors.iter().any(|of| of.are_wrong(&[*row]));
+            let is = |row: &usize| errors.iter().any(|errors| errors.are_wrong(&[*row]));
             rows.iter().copied().filter(is).collect()
         };
         let telling = |rows: &[usize]| {
-            rows.iter().filter(|row| errors.iter().any(|of| of.rows[row].1 > 0.0)).count() as f64
+            rows.iter().filter(|row| errors.iter().any(|errors| errors.rows[row].1 > 0.0)).count()
+                as f64
         };
-        let (own, most) = (wrong(&run.rows), |n: usize, of: f64| n as f64 >= MOST * of);
-        if own.is_empty() {
+        let (wrong_rows, most) =
+            (wrong(&run.rows), |n: usize, value: f64| n as f64 >= MOST * value);
+        if wrong_rows.is_empty() {
             return None;
         }
-        if most(own.len(), telling(&run.rows)) {
+        if most(wrong_rows.len(), telling(&run.rows)) {
             return Some(whole());
         }
         let sequence = |row: &usize| row / inputs.sequence.max(1);
         let sequences: Vec<&[usize]> =
             run.rows.chunk_by(|a, b| sequence(a) == sequence(b)).collect();
         let all: Vec<usize> = (0..sequences.len())
-            .filter(|&at| sequences[at].iter().any(|row| own.binary_search(row).is_ok()))
+            .filter(|&at| sequences[at].iter().any(|row| wrong_rows.binary_search(row).is_ok()))
             .collect();
         let whole = |at: &usize| most(wrong(sequences[*at]).len(), telling(sequences[*at]));
         if sequences.len() > 1 && all.iter().all(whole) {
@@ -286,13 +296,13 @@ impl<'r> Wrong<'r> {
             let rows = all.iter().flat_map(|&at| sequences[at].iter().copied()).collect();
             return Some(Wrong { run, rows, part: Some(part) });
         }
-        let part = Some(format!("tokens {} (counted from 0)", list(&runs_of(&own))));
-        Some(Wrong { run, rows: own, part })
+        let part = Some(format!("tokens {} (counted from 0)", list(&runs_of(&wrong_rows))));
+        Some(Wrong { run, rows: wrong_rows, part })
     }
 
     /// These tokens in words; `inputs`: the microbatch to name, if any.
     fn words(&self, inputs: Option<&MicrobatchInputs>) -> String {
-        let own = match inputs {
+        let name_of_run = match inputs {
             Some(MicrobatchInputs { microbatch: Some(Microbatch(at)), .. })
                 if self.run.ranks.is_empty() =>
             {
@@ -303,20 +313,20 @@ impl<'r> Wrong<'r> {
             None => name_ranks(&self.run.ranks),
         };
         match &self.part {
-            None => own,
-            Some(part) if own.is_empty() => part.clone(),
-            Some(part) => format!("{part} in {own}"),
+            None => name_of_run,
+            Some(part) if name_of_run.is_empty() => part.clone(),
+            Some(part) => format!("{part} in {name_of_run}"),
         }
     }
 }
 
 fn list(runs: &[Range<usize>]) -> String {
-    let one = |run: &Range<usize>| match run.len() {
+    let words_of = |run: &Range<usize>| match run.len() {
         1 => run.start.to_string(),
         _ => format!("{} to {}", run.start, run.end - 1),
     };
     let more = if runs.len() > TOLD { " and more" } else { "" };
-    format!("{}{more}", runs.iter().take(TOLD).map(one).collect::<Vec<_>>().join(", "))
+    format!("{}{more}", runs.iter().take(TOLD).map(words_of).collect::<Vec<_>>().join(", "))
 }
 
 /// Each row's squared error and squared norm in a comparison, and what rounding causes.
@@ -329,14 +339,14 @@ struct Errors {
 
 impl Errors {
     fn of(evidence: &Evidence<'_>, key: Key) -> Option<Errors> {
-        let (of, captured) = (evidence.residuals.get(&key)?, evidence.captured(key)?);
+        let (residual, captured) = (evidence.residuals.get(&key)?, evidence.captured(key)?);
         let table = evidence.reference().stages.get(&key)?;
-        let one = |(&row, wanted): (&usize, &Vec<f64>)| {
+        let error_of_row = |(&row, wanted): (&usize, &Vec<f64>)| {
             (row, (distance(captured.row(row), wanted), energy(wanted)))
         };
-        let each = of.floor / of.elements.max(1) as f64 * captured.columns as f64;
-        let floor = [each, of.floor / of.reference.max(f64::MIN_POSITIVE)];
-        Some(Errors { rows: table.iter().map(one).collect(), floor })
+        let each = residual.floor / residual.elements.max(1) as f64 * captured.columns as f64;
+        let floor = [each, residual.floor / residual.reference.max(f64::MIN_POSITIVE)];
+        Some(Errors { rows: table.iter().map(error_of_row).collect(), floor })
     }
 
     /// Whether rows together are further off than rounding explains. The rounding of a row is

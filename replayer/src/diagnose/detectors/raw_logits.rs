@@ -101,8 +101,8 @@ impl<'a> RawLogits<'a> {
             let (z, lse) = logits(token, &used.head, transform);
             if self.backward {
                 let from = |lse: f64| off_any_multiple(token, used, transform, (&z, lse));
-                let (own, captured) = (from(lse)?, token.lse.and_then(from));
-                return Some(captured.map_or(own, |captured| own.min(captured)));
+                let (declared, captured) = (from(lse)?, token.lse.and_then(from));
+                return Some(captured.map_or(declared, |captured| declared.min(captured)));
             }
             let off = |captured: Option<f64>, x: f64| captured.map_or(0.0, |c| (c - x).powi(2));
             let label = z[token.label];
@@ -134,8 +134,8 @@ impl<'a> RawLogits<'a> {
     }
 
     /// Whether a fitted number leaves much less error than the declared one.
-    pub fn believes(&self, found: f64, error: &dyn Fn(f64) -> f64) -> bool {
-        error(found) < LEFT * self.declared
+    pub fn believes(&self, number: f64, error: &dyn Fn(f64) -> f64) -> bool {
+        error(number) < LEFT * self.declared
     }
 }
 
@@ -190,14 +190,14 @@ impl Columns {
             };
             product + head.bias.map_or(0.0, |bias| bias[v])
         };
-        let at = |of: &Option<Vec<f64>>| of.as_ref().map(|values| values[t]);
+        let value_of_token = |of: &Option<Vec<f64>>| of.as_ref().map(|values| values[t]);
         Token {
             head: number,
             label: head.labels[t] as usize,
             raw: (0..head.valid_vocab).map(raw).collect(),
-            lse: at(&self.lse),
-            label_logit: at(&self.label_logits),
-            logprob: at(&self.logprobs),
+            lse: value_of_token(&self.lse),
+            label_logit: value_of_token(&self.label_logits),
+            logprob: value_of_token(&self.logprobs),
             dq: self.dq.as_ref().map(|dq| used.columns.iter().map(|i| dq[t * d + i]).collect()),
         }
     }

@@ -84,70 +84,79 @@ pub fn reference(
     rows: Option<&Sample>,
 ) -> Reference {
     let recorder = Recorder {
-        found: Mutex::default(),
-        tokens: evidence.inputs.iter().map(|one| (one.microbatch, one.tokens())).collect(),
+        reference: Mutex::default(),
+        tokens: evidence.inputs.iter().map(|inputs| (inputs.microbatch, inputs.tokens())).collect(),
     };
     let mut worlds = evidence.background.clone();
     worlds.extend(world);
     worlds.push(&recorder);
-    let compared = evidence.outcome.stages.iter().filter(|one| !one.comparisons.is_empty());
-    let compared = compared.map(|one| one.stage).collect();
+    let compared = evidence.outcome.stages.iter().filter(|outcome| !outcome.comparisons.is_empty());
+    let compared = compared.map(|outcome| outcome.stage).collect();
     // If the dump cannot be judged in this world, the reference stays empty.
     let with = (rows, None, evidence.progress());
     let _ = counted_trial(evidence.step, &compared, &worlds, with);
-    recorder.found.into_inner().unwrap_or_default()
+    recorder.reference.into_inner().unwrap_or_default()
 }
 
 struct Recorder {
-    found: Mutex<Reference>,
+    reference: Mutex<Reference>,
     tokens: BTreeMap<Option<Microbatch>, usize>,
 }
 
 impl World for Recorder {
     fn lse(&self, pass: Pass, inputs: &MicrobatchInputs, lse: &mut [f64]) {
-        let Ok(mut found) = self.found.lock() else { return };
+        let Ok(mut reference) = self.reference.lock() else { return };
         let noted = match pass {
-            Pass::Forward => &mut found.forward_lse,
-            Pass::Backward => &mut found.lse,
+            Pass::Forward => &mut reference.forward_lse,
+            Pass::Backward => &mut reference.lse,
         };
         noted.insert(inputs.microbatch, lse.to_vec());
     }
 
     fn upstream(&self, inputs: &MicrobatchInputs, g: &mut [f64]) {
-        if let Ok(mut found) = self.found.lock() {
-            found.g.insert(inputs.microbatch, g.to_vec());
+        if let Ok(mut reference) = self.reference.lock() {
+            reference.g.insert(inputs.microbatch, g.to_vec());
         }
     }
 
     fn cotangents(&self, tokens: &UnitTokens<'_>, [lse, label, smooth]: [&mut [f64]; 3]) {
-        let Ok(mut found) = self.found.lock() else { return };
-        let noted = found.cotangents.entry(tokens.inputs.microbatch).or_default();
+        let Ok(mut reference) = self.reference.lock() else { return };
+        let noted = reference.cotangents.entry(tokens.inputs.microbatch).or_default();
         let [lse, label, smooth] = [&*lse, &*label, &*smooth];
-        for (at, &t) in tokens.rows.iter().enumerate() {
-            noted.insert(t, Cotangents { lse, label, smooth }.of_token(at));
+        for (index, &t) in tokens.rows.iter().enumerate() {
+            noted.insert(t, Cotangents { lse, label, smooth }.of_token(index));
         }
     }
 
     fn nll(&self, inputs: &MicrobatchInputs, _read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
-        if let Ok(mut found) = self.found.lock() {
-            found.nll.insert(inputs.microbatch, nll.to_vec());
+        if let Ok(mut reference) = self.reference.lock() {
+            reference.nll.insert(inputs.microbatch, nll.to_vec());
         }
         Vec::new()
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let Ok(mut found) = self.found.lock() else { return };
-        if of.at.stage == Stage::LabelLogits {
-            found.label_logits.insert(of.at.microbatch, of.values.to_vec());
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let Ok(mut reference) = self.reference.lock() else { return };
+        if expectation.place.stage == Stage::LabelLogits {
+            reference
+                .label_logits
+                .insert(expectation.place.microbatch, expectation.values.to_vec());
         }
-        let key = Key { stage: of.at.stage, microbatch: of.at.microbatch, rank: of.at.rank };
-        let tokens = self.tokens.get(&of.at.microbatch).copied().unwrap_or(0);
-        let plane = matches!(of.at.stage, Stage::Logits | Stage::Logprobs | Stage::Dlogits);
-        if plane && tokens * of.columns > MOST {
+        let key = Key {
+            stage: expectation.place.stage,
+            microbatch: expectation.place.microbatch,
+            rank: expectation.place.rank,
+        };
+        let tokens = self.tokens.get(&expectation.place.microbatch).copied().unwrap_or(0);
+        let plane =
+            matches!(expectation.place.stage, Stage::Logits | Stage::Logprobs | Stage::Dlogits);
+        if plane && tokens * expectation.columns > MOST {
             return;
         }
-        let table = found.stages.entry(key).or_default();
-        for (&row, values) in of.rows.iter().zip(of.values.chunks(of.columns.max(1))) {
+        let table = reference.stages.entry(key).or_default();
+        for (&row, values) in
+            expectation.rows.iter().zip(expectation.values.chunks(expectation.columns.max(1)))
+        {
             table.insert(row, values.to_vec());
         }
     }

@@ -32,7 +32,7 @@ const LEFT: f64 = 2e-4;
 pub struct Sums {
     /// For each version: the ranks that hold it, and the weights of the gradients of ranks and
     /// microbatches in it.
-    pub of: Vec<(Vec<Rank>, Vec<Addend>)>,
+    pub versions: Vec<(Vec<Rank>, Vec<Addend>)>,
     /// The rows in which the versions differ; none where it is all rows.
     pub rows: Option<Range<usize>>,
 }
@@ -56,7 +56,7 @@ pub struct Versions {
     /// True where the box is the whole tensor.
     pub whole: bool,
     /// The ranks that hold each version, and its values; the version with most holders first.
-    pub of: Vec<(Vec<Rank>, Vec<f64>)>,
+    pub versions: Vec<(Vec<Rank>, Vec<f64>)>,
     bytes: Vec<Vec<u8>>,
     width: usize,
 }
@@ -73,8 +73,8 @@ pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
             continue;
         }
         let mut boxes: BTreeMap<IndexBox, BTreeMap<&[u8], Vec<Rank>>> = BTreeMap::new();
-        for at in &info.shards {
-            let (record, bytes) = (step.dump.record(at), step.dump.intact_bytes(at));
+        for shard in &info.shards {
+            let (record, bytes) = (step.dump.record(shard), step.dump.intact_bytes(shard));
             let Some(bytes) = bytes else { continue };
             let ranks = boxes.entry(record.place.clone()).or_default().entry(bytes).or_default();
             ranks.push(record.rank);
@@ -94,7 +94,7 @@ pub fn versions(evidence: &Evidence<'_>) -> Vec<Versions> {
                 role: info.role,
                 whole: place == IndexBox::whole(&info.shape),
                 place,
-                of: values,
+                versions: values,
                 bytes: by_holders.into_iter().map(|(_, bytes)| bytes.to_vec()).collect(),
                 width: info.dtype.width(),
             });
@@ -127,20 +127,20 @@ impl Versions {
     /// the largest difference relative to the root mean square, and the flipped bits in words where
     /// they are few.
     pub fn difference(&self) -> (usize, f64, Vec<String>) {
-        let (first, bytes) = (&self.of[0].1, &self.bytes[0]);
+        let (first, bytes) = (&self.versions[0].1, &self.bytes[0]);
         let size = (energy(first) / first.len().max(1) as f64).sqrt().max(f64::MIN_POSITIVE);
         let (mut count, mut most, mut bits) = (0, 0.0f64, Vec::new());
-        for ((ranks, values), other) in self.of[1..].iter().zip(&self.bytes[1..]) {
+        for ((ranks, values), other) in self.versions[1..].iter().zip(&self.bytes[1..]) {
             let elements = other.chunks(self.width).zip(bytes.chunks(self.width)).enumerate();
-            for (at, (a, b)) in elements.filter(|(_, (a, b))| a != b) {
+            for (index, (a, b)) in elements.filter(|(_, (a, b))| a != b) {
                 count += 1;
-                most = larger(most, (values[at] - first[at]).abs() / size);
+                most = larger(most, (values[index] - first[index]).abs() / size);
                 let flipped: u32 = a.iter().zip(b).map(|(a, b)| (a ^ b).count_ones()).sum();
                 if flipped == 1 && bits.len() < FEW {
                     let place = a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b);
                     let bit =
                         place.map_or(0, |(i, (a, b))| 8 * i as u32 + (a ^ b).trailing_zeros());
-                    bits.push(format!("bit {bit} of element {at} on rank {}", ranks[0]));
+                    bits.push(format!("bit {bit} of element {index} on rank {}", ranks[0]));
                 }
             }
         }
@@ -149,9 +149,9 @@ impl Versions {
 
     /// The ranks that do not hold the majority's version; all ranks where there is no majority.
     pub fn odd(&self) -> Vec<Rank> {
-        let all: usize = self.of.iter().map(|(ranks, _)| ranks.len()).sum();
-        let skipped = usize::from(2 * self.of[0].0.len() > all);
-        self.of[skipped..].iter().flat_map(|(ranks, _)| ranks.clone()).collect()
+        let all: usize = self.versions.iter().map(|(ranks, _)| ranks.len()).sum();
+        let skipped = usize::from(2 * self.versions[0].0.len() > all);
+        self.versions[skipped..].iter().flat_map(|(ranks, _)| ranks.clone()).collect()
     }
 
     /// Each version as a weighted sum of gradients of ranks and microbatches: all of it, or only
@@ -163,33 +163,36 @@ impl Versions {
         }
         let key = Key { stage: Stage::Reduce, microbatch: None, rank: None };
         let recorded = addends_of(evidence, key, false);
-        let ranks = |parts: &[Part]| parts.iter().map(|(of, _)| of.rank).collect::<BTreeSet<_>>();
+        let ranks =
+            |parts: &[Part]| parts.iter().map(|(addend, _)| addend.rank).collect::<BTreeSet<_>>();
         // Where the outcome is of one version, it has only that version's ranks' gradients; then
         // the reference's are used.
         let recorded = recorded.filter(|parts| ranks(parts).len() > 1);
         let mut parts = recorded.or_else(|| reference_parts(evidence))?;
         if !self.whole {
-            let own = flat_rows(&self.place.0, &evidence.step.dump.tensors().get(&self.key)?.shape);
+            let elements =
+                flat_rows(&self.place.0, &evidence.step.dump.tensors().get(&self.key)?.shape);
             for (_, values) in &mut parts {
                 // Rows of padding have a gradient of zero.
-                *values = own.iter().map(|&at| values.get(at).copied().unwrap_or(0.0)).collect();
+                *values =
+                    elements.iter().map(|&at| values.get(at).copied().unwrap_or(0.0)).collect();
             }
         }
-        let all = 0..self.of[0].1.len();
+        let all = 0..self.versions[0].1.len();
         let whole = self.sums_in(evidence, &parts, all.clone());
-        let sums = whole.map(|of| Sums { of, rows: None });
+        let sums = whole.map(|of| Sums { versions: of, rows: None });
         sums.or_else(|| {
             let piece = self.differing().filter(|piece| *piece != all)?;
             let columns = self.place.extent().last().map_or(1, |&width| width.max(1) as usize);
             let rows = piece.start / columns..piece.end.div_ceil(columns);
             let sums_of_segment = self.sums_in(evidence, &parts, piece)?;
-            Some(Sums { of: sums_of_segment, rows: Some(rows) })
+            Some(Sums { versions: sums_of_segment, rows: Some(rows) })
         })
     }
 
     /// The range from the first to the last element in which versions differ.
     fn differing(&self) -> Option<Range<usize>> {
-        let (first, rest) = self.of.split_first()?;
+        let (first, rest) = self.versions.split_first()?;
         let differs = |at: &usize| {
             rest.iter().any(|(_, values)| values[*at].to_bits() != first.1[*at].to_bits())
         };
@@ -203,23 +206,25 @@ impl Versions {
         &self,
         evidence: &Evidence<'_>,
         parts: &[Part],
-        of: Range<usize>,
+        elements: Range<usize>,
     ) -> Option<Vec<(Vec<Rank>, Vec<Addend>)>> {
-        let part =
-            |(addend, values): &Part| Some((addend.clone(), values.get(of.clone())?.to_vec()));
+        let part = |(addend, values): &Part| {
+            Some((addend.clone(), values.get(elements.clone())?.to_vec()))
+        };
         let parts: Vec<Part> = parts.iter().map(part).collect::<Option<_>>()?;
-        let one = |(ranks, values): &(Vec<Rank>, Vec<f64>)| {
-            let values = &values[of.clone()];
+        let fitted_sum = |(ranks, values): &(Vec<Rank>, Vec<f64>)| {
+            let values = &values[elements.clone()];
             let (addends, scale) = fitted(evidence, &parts, values)?;
             let mut left = values.to_vec();
-            for (addend, (_, of)) in addends.iter().zip(&parts) {
+            for (addend, (_, addend_values)) in addends.iter().zip(&parts) {
                 let weight = addend.weight * scale;
-                left.iter_mut().zip(of).for_each(|(x, part)| *x -= weight * part);
+                left.iter_mut().zip(addend_values).for_each(|(x, part)| *x -= weight * part);
             }
             (energy(&left) <= LEFT * energy(values)).then(|| (ranks.clone(), addends))
         };
-        let sums: Vec<(Vec<Rank>, Vec<Addend>)> = self.of.iter().map(one).collect::<Option<_>>()?;
-        let weights = |at: usize| sums[at].1.iter().map(|of: &Addend| of.weight);
+        let sums: Vec<(Vec<Rank>, Vec<Addend>)> =
+            self.versions.iter().map(fitted_sum).collect::<Option<_>>()?;
+        let weights = |at: usize| sums[at].1.iter().map(|addend: &Addend| addend.weight);
         let differ = (1..sums.len()).any(|at| !weights(at).eq(weights(0)));
         differ.then_some(sums)
     }
@@ -229,7 +234,7 @@ impl Versions {
     pub fn is_parts_of_dq(&self, evidence: &Evidence<'_>) -> bool {
         let shown = || {
             let inputs = evidence.inputs_of(self.key.microbatch)?;
-            let alone = self.of.iter().all(|of| of.0.len() == 1);
+            let alone = self.versions.iter().all(|of| of.0.len() == 1);
             if self.role != Some(Role::Dq) || !alone {
                 return None;
             }
@@ -240,16 +245,18 @@ impl Versions {
                 return None;
             }
             // The place of each token in the box.
-            let own = flat_rows(&self.place.0[..leading.len()], leading);
+            let own_tokens = flat_rows(&self.place.0[..leading.len()], leading);
             let place: BTreeMap<usize, usize> =
-                own.into_iter().enumerate().map(|(at, token)| (token, at)).collect();
+                own_tokens.into_iter().enumerate().map(|(at, token)| (token, at)).collect();
             let counted = tokens(evidence, inputs);
             let all: Vec<usize> = counted.into_iter().filter(|t| place.contains_key(t)).collect();
             let mut shown = 0;
             for &t in all.iter().step_by(all.len().div_ceil(4).max(1)) {
-                let (wanted, at) = (dq_row(evidence, inputs, t)?, place[&t]);
-                let row = |values: &[f64]| values[at * width..(at + 1) * width].to_vec();
-                let rows: Vec<Vec<f64>> = self.of.iter().map(|(_, values)| row(values)).collect();
+                let (wanted, position) = (dq_row(evidence, inputs, t)?, place[&t]);
+                let row =
+                    |values: &[f64]| values[position * width..(position + 1) * width].to_vec();
+                let rows: Vec<Vec<f64>> =
+                    self.versions.iter().map(|(_, values)| row(values)).collect();
                 let near = |row: &[f64]| distance(row, &wanted) <= 1e-3 * energy(&wanted);
                 let sum: Vec<f64> =
                     (0..width).map(|i| rows.iter().map(|row| row[i]).sum()).collect();

@@ -70,12 +70,12 @@ impl Map {
     /// The row that is read in the place of `row`, of `n`; `None` where the map does not fit `n`
     /// rows.
     pub fn at(self, row: usize, n: usize) -> Option<Row> {
-        let within = |at: usize, beyond: Beyond| match beyond {
-            _ if at < n => Row::From(at),
+        let within = |row_read: usize, beyond: Beyond| match beyond {
+            _ if row_read < n => Row::From(row_read),
             Beyond::LastRow | Beyond::BlockMovedBack | Beyond::BlockAtEnd => Row::From(n - 1),
             Beyond::Zeros => Row::Zeros,
             Beyond::Nans => Row::Nans,
-            Beyond::Wraps => Row::From(at % n),
+            Beyond::Wraps => Row::From(row_read % n),
         };
         Some(match self {
             Map::BlockTwice { size, beyond } => {
@@ -96,10 +96,10 @@ impl Map {
             Map::Strided { step, beyond } => within(row * step, beyond),
             Map::Unsliced { row: length } => {
                 let (run, inside) = (row / (length + 1), row % (length + 1));
-                let at = run * length + inside;
+                let row_read = run * length + inside;
                 match inside == length {
                     true => within(run * length, Beyond::Zeros),
-                    false => within(at, Beyond::Zeros),
+                    false => within(row_read, Beyond::Zeros),
                 }
             }
             Map::Transposed { rows } => {
@@ -124,8 +124,8 @@ impl Map {
         let mut all: Vec<Row> = (0..n).map(Row::From).collect();
         let mut moved = false;
         for run in runs {
-            for (at, &row) in run.iter().enumerate() {
-                all[row] = match self.at(at, run.len())? {
+            for (position, &row) in run.iter().enumerate() {
+                all[row] = match self.at(position, run.len())? {
                     Row::From(from) => Row::From(run[from]),
                     other => other,
                 };

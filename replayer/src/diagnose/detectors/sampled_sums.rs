@@ -132,8 +132,8 @@ impl SampledSums {
         let global: Vec<usize> = tokens.iter().map(|&t| unit.rows[t]).collect();
         let mut rest = vec![0.0; rows * columns.len()];
         if stage == Stage::Dq && !whole {
-            for (row, (&t, &at)) in tokens.iter().zip(&global).enumerate() {
-                let label = inputs.labels[at];
+            for (row, (&t, &global_row)) in tokens.iter().zip(&global).enumerate() {
+                let label = inputs.labels[global_row];
                 for (column, &d) in columns.iter().enumerate().filter(|_| label != IGNORED) {
                     let k = head.k.get_f64(label as usize * head.k.cols + d);
                     let slope = evidence.step.options.transform.scale;
@@ -172,8 +172,8 @@ impl SampledSums {
         let mut left_out_from = vec![0.0; (sets + 1) * rows * cols];
         for (i, other) in others.chunks(*cols).enumerate() {
             for (row, &entry) in entries[i * rows..(i + 1) * rows].iter().enumerate() {
-                let at = (first(i, self.places[row]) * rows + row) * cols;
-                let total = &mut left_out_from[at..at + cols];
+                let offset = (first(i, self.places[row]) * rows + row) * cols;
+                let total = &mut left_out_from[offset..offset + cols];
                 let addends = other.iter().map(|&x| f64::from(entry) * f64::from(x));
                 total.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
             }
@@ -220,14 +220,16 @@ fn classes(
     rows: usize,
 ) -> Vec<usize> {
     let mut hits = vec![0u32; valid];
-    let own = unit.rows.iter().map(|&row| labels[row]).filter(|&label| label != IGNORED);
-    own.for_each(|label| hits[label as usize] += 1);
+    let labels_of_unit = unit.rows.iter().map(|&row| labels[row]).filter(|&label| label != IGNORED);
+    labels_of_unit.for_each(|label| hits[label as usize] += 1);
     let mut classes: Vec<usize> = (0..valid).collect();
     classes.sort_by_key(|&class| std::cmp::Reverse(hits[class]));
     classes.truncate(rows / 3);
-    let of_unit = |one: &&Comparison| one.microbatch == unit.microbatch && one.rank == unit.rank;
+    let of_unit = |comparison: &&Comparison| {
+        comparison.microbatch == unit.microbatch && comparison.rank == unit.rank
+    };
     let comparisons = evidence.outcome.stage(stage).comparisons.iter().filter(of_unit);
-    let worst = comparisons.flat_map(|one| &one.tally.worst_rows).take(rows / 3);
+    let worst = comparisons.flat_map(|comparison| &comparison.tally.worst_rows).take(rows / 3);
     classes.extend(worst.map(|row| row.row as usize).filter(|&row| row < valid));
     classes.extend(spread(valid, rows - classes.len()));
     classes.sort_unstable();
@@ -242,8 +244,8 @@ fn spread(n: usize, most: usize) -> Vec<usize> {
 }
 
 fn chosen(values: &Matrix<'_>, rows: &[usize], columns: &[usize]) -> Vec<f32> {
-    let at = |row: usize, column: usize| values.get_f64(row * values.cols + column) as f32;
-    rows.iter().flat_map(|&row| columns.iter().map(move |&column| at(row, column))).collect()
+    let value = |row: usize, column: usize| values.get_f64(row * values.cols + column) as f32;
+    rows.iter().flat_map(|&row| columns.iter().map(move |&column| value(row, column))).collect()
 }
 
 fn wide(values: &[f32]) -> Vec<f64> {

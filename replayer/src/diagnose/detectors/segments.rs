@@ -13,7 +13,7 @@ use super::single_tokens::{distance, dot, energy};
 use crate::diagnose::data_worlds::ReplacedValues;
 use crate::diagnose::evidence::{Evidence, Key};
 use crate::head::Stage;
-use crate::replay::world::{At, Expectation, World};
+use crate::replay::world::{Expectation, StagePlace, World};
 
 /// An element is wrong if it is off by more than this many times its rounding error.
 const ROUNDINGS: f64 = 4.0;
@@ -38,7 +38,7 @@ const MARGIN: f64 = 4.0;
 pub struct Segments {
     /// The segments, as ranges of elements in ascending order, with the weights of their addends
     /// and the common scale of these weights.
-    pub of: Vec<(Range<usize>, Vec<Addend>, f64)>,
+    pub segments: Vec<(Range<usize>, Vec<Addend>, f64)>,
     /// Which sum.
     pub key: Key,
     columns: usize,
@@ -63,17 +63,17 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
         return None;
     }
     let u = captured.stored().map_or(SUMMED, |precision| precision.unit_roundoff());
-    let is_off = |at: usize| {
-        let size = parts.iter().map(|(_, x)| x[at].abs()).sum::<f64>();
-        let allowed = ROUNDINGS * u * right_sum[at].abs() + SUMMED * size;
-        !((captured.values[at] - right_sum[at]).abs() <= allowed)
+    let is_off = |index: usize| {
+        let size = parts.iter().map(|(_, x)| x[index].abs()).sum::<f64>();
+        let allowed = ROUNDINGS * u * right_sum[index].abs() + SUMMED * size;
+        !((captured.values[index] - right_sum[index]).abs() <= allowed)
     };
     let gap = GAP * captured.columns.max(1);
     let mut runs: Vec<Range<usize>> = Vec::new();
-    for at in (0..elements).filter(|&at| is_off(at)) {
+    for element in (0..elements).filter(|&element| is_off(element)) {
         match runs.last_mut() {
-            Some(run) if at - run.end <= gap => run.end = at + 1,
-            _ => runs.push(at..at + 1),
+            Some(run) if element - run.end <= gap => run.end = element + 1,
+            _ => runs.push(element..element + 1),
         }
     }
     // Where a missing addend is nearly zero, its absence does not show, so many runs may belong to
@@ -89,14 +89,15 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
         return None;
     }
     let mut values = right_sum.clone();
-    let (mut of, mut noise, mut finer) = (Vec::new(), 0.0, None);
+    let (mut segments, mut noise, mut finer) = (Vec::new(), 0.0, None);
     for run in runs {
-        let own: Vec<Part> =
-            parts.iter().map(|(of, x)| (of.clone(), x[run.clone()].to_vec())).collect();
+        let parts_of_run: Vec<Part> =
+            parts.iter().map(|(addend, x)| (addend.clone(), x[run.clone()].to_vec())).collect();
         let here = &captured.values[run.clone()];
-        let weighed = fitted(evidence, &own, here).and_then(|(addends, scale)| {
+        let weighed = fitted(evidence, &parts_of_run, here).and_then(|(addends, scale)| {
             let element = |i: usize| {
-                let weighed = addends.iter().zip(&own).map(|(addend, (_, x))| addend.weight * x[i]);
+                let weighed =
+                    addends.iter().zip(&parts_of_run).map(|(addend, (_, x))| addend.weight * x[i]);
                 scale * weighed.sum::<f64>()
             };
             let weighed: Vec<f64> = (0..here.len()).map(element).collect();
@@ -106,18 +107,18 @@ fn of_sum(evidence: &Evidence<'_>, key: Key) -> Option<Segments> {
         });
         if let Some((addends, scale, weighed)) = weighed {
             values[run.clone()].copy_from_slice(&weighed);
-            of.push((run, addends, scale));
+            segments.push((run, addends, scale));
             continue;
         }
         let finer = finer.get_or_insert_with(|| Finer::of(evidence, &sum)).as_ref()?;
         let (addends, more) = finer.fitted(&run, &captured.values, &right_sum)?;
         run.clone().zip(more).for_each(|(at, more)| values[at] = right_sum[at] + more);
         noise = finer.noise;
-        of.push((run, addends, 1.0));
+        segments.push((run, addends, 1.0));
     }
-    let off = |of: &[f64]| distance(&captured.values, of);
+    let off = |values: &[f64]| distance(&captured.values, values);
     let explains = off(&values) <= LEFT * off(&right_sum);
-    explains.then_some(Segments { of, key, columns: captured.columns, values, noise })
+    explains.then_some(Segments { segments, key, columns: captured.columns, values, noise })
 }
 
 /// The reference gradient of each microbatch on each rank, for a sum whose recorded addends are the
@@ -130,7 +131,7 @@ struct Finer {
 
 impl Finer {
     fn of(evidence: &Evidence<'_>, sum: &Summed) -> Option<Finer> {
-        let summed = sum.parts.iter().all(|(of, _)| of.microbatch.is_none());
+        let summed = sum.parts.iter().all(|(addend, _)| addend.microbatch.is_none());
         let parts = reference_parts(evidence).filter(|_| summed && evidence.microbatches() > 1);
         let mut parts = parts?;
         // The sum over ranks may be a mean: the gradients are scaled so that together they give the
@@ -141,7 +142,9 @@ impl Finer {
         let scale = dot(&wide, &all) / energy(&all);
         parts.iter_mut().for_each(|(_, x)| x.iter_mut().for_each(|x| *x *= scale));
         let all = evidence.residuals.iter().filter(|(key, _)| key.stage == Stage::Accumulate);
-        let noise = all.map(|(_, of)| of.floor / (of.elements as f64).max(1.0)).fold(0.0, larger);
+        let noise = all
+            .map(|(_, residual)| residual.floor / (residual.elements as f64).max(1.0))
+            .fold(0.0, larger);
         let same = parts.iter().all(|(_, x)| x.len() == sum.captured.values.len());
         (same && !evidence.spend(parts.len().pow(2) * sum.captured.values.len()))
             .then_some(Finer { parts, noise: noise * MARGIN })
@@ -156,19 +159,20 @@ impl Finer {
         wide: &[f64],
     ) -> Option<(Vec<Addend>, Vec<f64>)> {
         let more: Vec<f64> = run.clone().map(|at| captured[at] - wide[at]).collect();
-        let own: Vec<&[f64]> = self.parts.iter().map(|(_, x)| &x[run.clone()]).collect();
-        let weights = multiples(&own, &more)?;
+        let parts_of_run: Vec<&[f64]> = self.parts.iter().map(|(_, x)| &x[run.clone()]).collect();
+        let weights = multiples(&parts_of_run, &more)?;
         let whole = |x: &f64| (x - x.round()).abs() < WHOLE && x.round().abs() <= 1.0;
         if !weights.iter().all(whole) || weights.iter().all(|x| x.round() == 0.0) {
             return None;
         }
-        let weighted = |(weight, (of, _)): (&f64, &Part)| Addend {
+        let weighted = |(weight, (addend, _)): (&f64, &Part)| Addend {
             weight: 1.0 + weight.round(),
-            ..of.clone()
+            ..addend.clone()
         };
         let addends = weights.iter().zip(&self.parts).map(weighted).collect();
-        let held = |i: usize| weights.iter().zip(&own).map(|(w, x)| w.round() * x[i]).sum();
-        Some((addends, (0..more.len()).map(held).collect()))
+        let rounded_sum =
+            |i: usize| weights.iter().zip(&parts_of_run).map(|(w, x)| w.round() * x[i]).sum();
+        Some((addends, (0..more.len()).map(rounded_sum).collect()))
     }
 }
 
@@ -182,20 +186,21 @@ struct WithSegments {
 }
 
 impl World for WithSegments {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.instead.expected(of);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.instead.expected(expectation);
     }
 
-    fn noise(&self, at: At, row: usize, _column: usize) -> f64 {
-        let own = at.stage == self.key.stage && self.rows.iter().any(|rows| rows.contains(&row));
-        if own { self.noise } else { 0.0 }
+    fn noise(&self, place: StagePlace, row: usize, _column: usize) -> f64 {
+        let is_noisy =
+            place.stage == self.key.stage && self.rows.iter().any(|rows| rows.contains(&row));
+        if is_noisy { self.noise } else { 0.0 }
     }
 }
 
 impl Segments {
     /// The one weight of all addends in all segments, where there is one.
     pub fn factor(&self) -> Option<f64> {
-        let mut all = self.of.iter().flat_map(|(_, addends, scale)| {
+        let mut all = self.segments.iter().flat_map(|(_, addends, scale)| {
             addends.iter().map(move |addend| addend.weight * scale)
         });
         let first = all.next()?;
@@ -205,23 +210,23 @@ impl Segments {
     /// Where the segments lie, in words.
     pub fn places(&self) -> String {
         let columns = self.columns.max(1);
-        let one = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
+        let words_of = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
             let (first, last) = (run.start / columns, (run.end - 1) / columns);
             format!("rows {first} to {last}")
         };
-        self.of.iter().map(one).collect::<Vec<_>>().join(", ")
+        self.segments.iter().map(words_of).collect::<Vec<_>>().join(", ")
     }
 
     /// The weights of the addends in the first segment, in words.
     pub fn holds(&self) -> String {
-        let Some((_, addends, scale)) = self.of.first() else { return String::new() };
+        let Some((_, addends, scale)) = self.segments.first() else { return String::new() };
         let of_addend = |addend: &Addend| {
             let whose = addend.rank.map_or("all ranks".to_string(), |rank| format!("rank {rank}"));
             let which = addend.microbatch.map_or(String::new(), |mb| format!(" microbatch {mb}"));
             format!("{whose}{which} {} times", addend.weight * scale)
         };
-        let held = addends.iter().filter(|addend| addend.weight != 0.0);
-        held.map(of_addend).collect::<Vec<_>>().join(", ")
+        let counted = addends.iter().filter(|addend| addend.weight != 0.0);
+        counted.map(of_addend).collect::<Vec<_>>().join(", ")
     }
 
     /// The world in which the sum has these segments.
@@ -232,7 +237,7 @@ impl Segments {
         let rows = |(run, ..): &(Range<usize>, Vec<Addend>, f64)| {
             run.start / columns..run.end.div_ceil(columns)
         };
-        let rows = self.of.iter().map(rows).collect();
+        let rows = self.segments.iter().map(rows).collect();
         WithSegments { instead, key: self.key, rows, noise: self.noise }
     }
 }

@@ -33,7 +33,7 @@ pub const NONE: u32 = IGNORED - 1;
 /// error.
 pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
     let mut labels: Labels =
-        evidence.inputs.iter().map(|one| (one.microbatch, one.labels.clone())).collect();
+        evidence.inputs.iter().map(|inputs| (inputs.microbatch, inputs.labels.clone())).collect();
     let (mut before, mut left) = (0.0, 0.0);
     for (key, _) in evidence.failing_of(&[Stage::Dq]) {
         let plane = evidence.plane(key)?;
@@ -42,29 +42,33 @@ pub fn read(evidence: &Evidence<'_>) -> Option<Labels> {
         rest.values.iter_mut().zip(&captured.values).for_each(|(x, c)| *x = c - *x);
         let towards = rest.times(&plane.k.transposed());
         let norms: Vec<f64> = (0..plane.k.count()).map(|v| energy(plane.k.row(v))).collect();
-        for (at, label) in plane.labels.iter().enumerate() {
-            let Some((own, entry)) = label.filter(|(_, entry)| *entry != 0.0) else { continue };
+        for (index, label) in plane.labels.iter().enumerate() {
+            let Some((declared_label, entry)) = label.filter(|(_, entry)| *entry != 0.0) else {
+                continue;
+            };
             // The squared error with label v minus that without a label's part; the recorded
             // label's derivative of the logit is used for all.
-            let left_by = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(at)[v]);
+            let left_by = |v: usize| entry * (entry * norms[v] - 2.0 * towards.row(index)[v]);
             let best = (0..norms.len()).min_by(|&a, &b| left_by(a).total_cmp(&left_by(b)))?;
-            let nothing = energy(rest.row(at));
+            let nothing = energy(rest.row(index));
             let (as_declared, at_best) =
-                (nothing + left_by(own), (nothing + left_by(best)).max(0.0));
+                (nothing + left_by(declared_label), (nothing + left_by(best)).max(0.0));
             before += as_declared;
             // A label is shown only if it leaves much less than the recorded one.
             let shows = |left: f64| left <= SHOWN * as_declared;
             let (read, least) = match (shows(nothing), shows(at_best)) {
                 (true, _) if nothing <= at_best => (NONE, nothing),
                 (_, true) => (best as u32, at_best),
-                _ => (own as u32, as_declared),
+                _ => (declared_label as u32, as_declared),
             };
             left += least;
-            labels.get_mut(&key.microbatch)?[plane.rows[at]] = read;
+            labels.get_mut(&key.microbatch)?[plane.rows[index]] = read;
         }
     }
-    let other =
-        evidence.inputs.iter().flat_map(|one| labels[&one.microbatch].iter().zip(&one.labels));
+    let other = evidence
+        .inputs
+        .iter()
+        .flat_map(|inputs| labels[&inputs.microbatch].iter().zip(&inputs.labels));
     // Where labels' parts are only missing, another cause applies.
     let changed = other.clone().any(|(read, own)| read != own && *read != NONE);
     (changed && left <= LEFT * before).then_some(labels)
@@ -76,10 +80,10 @@ pub fn changed<'a>(
     evidence: &'a Evidence<'_>,
     labels: &Labels,
 ) -> Vec<(&'a MicrobatchInputs, usize, u32)> {
-    let changed_in = |one: &'a MicrobatchInputs| {
-        let read = labels[&one.microbatch].iter().enumerate();
-        let other = read.filter(|(t, label)| one.labels[*t] != **label);
-        other.map(|(t, &label)| (one, t, label)).collect::<Vec<_>>()
+    let changed_in = |inputs: &'a MicrobatchInputs| {
+        let read = labels[&inputs.microbatch].iter().enumerate();
+        let other = read.filter(|(t, label)| inputs.labels[*t] != **label);
+        other.map(|(t, &label)| (inputs, t, label)).collect::<Vec<_>>()
     };
     evidence.inputs.iter().flat_map(changed_in).collect()
 }
@@ -94,16 +98,16 @@ pub fn length_of_runs(evidence: &Evidence<'_>, labels: &Labels) -> Option<usize>
     let common = changed.iter().fold(0, |all, (_, t, _)| common_divisor(all, t + 1));
     let wraps = |length: usize| {
         // A token without weight has no gradient, so its recorded label proves nothing.
-        let before = |&&(one, t, read): &&(&MicrobatchInputs, usize, u32)| {
-            let at = t.checked_sub(length)?;
-            let is_known = |label: u32| one.weights[at] != 0.0 || label == read;
-            Some(one.labels[at]).filter(|&label| label != IGNORED && is_known(label))
+        let before = |&&(inputs, t, read): &&(&MicrobatchInputs, usize, u32)| {
+            let token = t.checked_sub(length)?;
+            let is_known = |label: u32| inputs.weights[token] != 0.0 || label == read;
+            Some(inputs.labels[token]).filter(|&label| label != IGNORED && is_known(label))
         };
         let known = changed.iter().filter(|of| before(of).is_some()).count();
         let wrapped = changed.iter().filter(|of| before(of) == Some(of.2)).count();
-        let ends = evidence.inputs.iter().flat_map(|one| {
-            let ends = (length - 1..one.tokens()).step_by(length);
-            ends.filter(|&t| one.labels[t] != IGNORED && one.weights[t] != 0.0)
+        let ends = evidence.inputs.iter().flat_map(|inputs| {
+            let ends = (length - 1..inputs.tokens()).step_by(length);
+            ends.filter(|&t| inputs.labels[t] != IGNORED && inputs.weights[t] != 0.0)
         });
         let ends = ends.count();
         // A single match is chance. Most ends must differ.

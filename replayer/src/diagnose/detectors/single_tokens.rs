@@ -76,16 +76,16 @@ impl<'a> Direct<'a> {
     }
 
     /// Counts a product for every row that is read, as each is multiplied with another.
-    fn row(&self, of: &crate::kernels::Matrix<'_>, row: Row) -> Vec<f64> {
-        self.progress.advance((SCALAR * of.cols) as u64);
+    fn row(&self, matrix: &crate::kernels::Matrix<'_>, row: Row) -> Vec<f64> {
+        self.progress.advance((SCALAR * matrix.cols) as u64);
         match row {
-            Row::From(row) if row < of.rows => {
-                let mut values = vec![0.0; of.cols];
-                of.panel_f64(row..row + 1, &mut values);
+            Row::From(row) if row < matrix.rows => {
+                let mut values = vec![0.0; matrix.cols];
+                matrix.panel_f64(row..row + 1, &mut values);
                 values
             }
-            Row::From(_) | Row::Zeros => vec![0.0; of.cols],
-            Row::Nans => vec![f64::NAN; of.cols],
+            Row::From(_) | Row::Zeros => vec![0.0; matrix.cols],
+            Row::Nans => vec![f64::NAN; matrix.cols],
         }
     }
 
@@ -105,11 +105,11 @@ impl<'a> Direct<'a> {
     pub fn entry(
         &self,
         (q, class): (&[f64], usize),
-        (lse, own): (f64, TokenCotangents),
+        (lse, cotangents): (f64, TokenCotangents),
         is_label: bool,
     ) -> f64 {
         let (z, slope) = self.logit_of(q, class);
-        slope * own.entry(probability(z, lse), is_label)
+        slope * cotangents.entry(probability(z, lse), is_label)
     }
 
     /// The logits of a row of q with all valid classes, where class v reads the row `k(v)` of k.
@@ -147,7 +147,7 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     const SUMS: usize = 8;
     let both = a.len().min(b.len());
     let (a, b) = (&a[..both], &b[..both]);
-    let [of_a, of_b] = [a, b].map(|of| of.chunks_exact(SUMS));
+    let [of_a, of_b] = [a, b].map(|values| values.chunks_exact(SUMS));
     let rest: f64 = of_a.remainder().iter().zip(of_b.remainder()).map(|(a, b)| a * b).sum();
     let mut sums = [0.0; SUMS];
     for (a, b) in of_a.zip(of_b) {
@@ -178,8 +178,8 @@ pub struct Multiple {
 
 /// The multiple of the row `of` that is nearest to the row `found`.
 pub fn multiple(row: &[f64], other: &[f64]) -> Multiple {
-    let own = energy(other);
-    let times = if own > 0.0 { dot(row, other) / own } else { 1.0 };
+    let other_energy = energy(other);
+    let times = if other_energy > 0.0 { dot(row, other) / other_energy } else { 1.0 };
     let off = |x: f64| -> f64 { row.iter().zip(other).map(|(c, r)| (c - x * r).powi(2)).sum() };
     Multiple { times, before: off(1.0), left: off(times) }
 }

@@ -73,10 +73,11 @@ impl Strays {
             let (q, k) = (direct.q(Row::From(token)), direct.k(Row::From(class)));
             let (z, slope) = direct.logit_at(token, class);
             let reference = evidence.reference();
-            let own = reference.softmax_entry(inputs.microbatch, token, (z, slope)).unwrap_or(0.0);
-            let whole = own + c * slope;
+            let softmax_part =
+                reference.softmax_entry(inputs.microbatch, token, (z, slope)).unwrap_or(0.0);
+            let whole = softmax_part + c * slope;
             let entry = match self.rounded {
-                Some(to) => f64::from(to.round(whole as f32)) - own,
+                Some(to) => f64::from(to.round(whole as f32)) - softmax_part,
                 None => c * slope,
             };
             let unit = units.iter().find(|unit| unit.rows.binary_search(&token).is_ok());
@@ -103,40 +104,42 @@ impl World for Strays {
 
     fn cotangents(&self, tokens: &UnitTokens<'_>, [_, label, _]: [&mut [f64]; 3]) {
         let Some(missing) = self.missing.get(&tokens.inputs.microbatch) else { return };
-        for (at, t) in tokens.rows.iter().enumerate() {
+        for (index, t) in tokens.rows.iter().enumerate() {
             if missing.binary_search(t).is_ok() {
-                label[at] = 0.0;
+                label[index] = 0.0;
             }
         }
     }
 
-    fn expected(&self, of: &mut Expectation<'_>) {
-        let mb = of.at.microbatch;
-        if of.at.stage == Stage::LabelLogits {
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        let mb = expectation.place.microbatch;
+        if expectation.place.stage == Stage::LabelLogits {
             for (&t, &z) in self.label_logits.get(&mb).into_iter().flatten() {
-                of.values[t] = z;
+                expectation.values[t] = z;
             }
             return;
         }
         let Some(strays) = self.strays.get(&mb) else { return };
-        let width = of.columns.max(1);
+        let width = expectation.columns.max(1);
         let place: HashMap<usize, usize> =
-            of.rows.iter().enumerate().map(|(at, &row)| (row, at)).collect();
+            expectation.rows.iter().enumerate().map(|(at, &row)| (row, at)).collect();
         for stray in strays {
-            let (row, more): (usize, Vec<(usize, f64)>) = match of.at.stage {
+            let (row, more): (usize, Vec<(usize, f64)>) = match expectation.place.stage {
                 Stage::Dlogits => (stray.token, vec![(stray.class, stray.entry)]),
                 Stage::Dq | Stage::DqLabel => {
                     (stray.token, stray.k.iter().map(|k| stray.entry * k).enumerate().collect())
                 }
-                Stage::Dk | Stage::DkLabel if stray.rank == of.at.rank => {
+                Stage::Dk | Stage::DkLabel if stray.rank == expectation.place.rank => {
                     (stray.class, stray.q.iter().map(|q| stray.entry * q).enumerate().collect())
                 }
-                Stage::Dbias if stray.rank == of.at.rank => (stray.class, vec![(0, stray.entry)]),
+                Stage::Dbias if stray.rank == expectation.place.rank => {
+                    (stray.class, vec![(0, stray.entry)])
+                }
                 _ => continue,
             };
-            let Some(&at) = place.get(&row) else { continue };
+            let Some(&index) = place.get(&row) else { continue };
             for (column, x) in more {
-                of.values[at * width + column] += x;
+                expectation.values[index * width + column] += x;
             }
         }
     }

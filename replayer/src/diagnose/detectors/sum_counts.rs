@@ -24,7 +24,7 @@ const LEFT: f64 = 0.1;
 
 /// Which part of each token's gradient is weighed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Of {
+pub enum GradientPart {
     /// All of it.
     Whole,
     /// The softmax part.
@@ -54,14 +54,14 @@ pub struct CountedSums {
 impl CountedSums {
     /// Solves the failing sums. `None` where another stage fails, where dk of single microbatches
     /// was recorded, or where a sum has too many tokens or no whole-number weights.
-    pub fn of(evidence: &Evidence<'_>, of: Of) -> Option<CountedSums> {
+    pub fn of(evidence: &Evidence<'_>, terms: GradientPart) -> Option<CountedSums> {
         let sums: Vec<Key> =
             evidence.failing.iter().filter(|key| key.stage.is_sum()).copied().collect();
         let known = |key: &Key| key.stage.is_sum() || key.stage == Stage::Loss;
         if sums.is_empty() || !evidence.has_sums_alone() || !evidence.failing.iter().all(known) {
             return None;
         }
-        let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
+        let ones = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![1.0; inputs.tokens()]);
         let mut counted = CountedSums {
             sums: ReplacedValues::default(),
             of_loss: CountedLosses(evidence.inputs.iter().map(ones).collect()),
@@ -72,7 +72,7 @@ impl CountedSums {
             by_device: true,
         };
         for key in sums {
-            Tokens::of(evidence, key, of)?.weighed(evidence, &mut counted)?;
+            Tokens::of(evidence, key, terms)?.weighed(evidence, &mut counted)?;
         }
         if !evidence.fails(Stage::Loss) {
             counted.of_loss = CountedLosses::default();
@@ -86,9 +86,14 @@ impl CountedSums {
     }
 
     /// Records which devices' tokens are in a sum, for one part of it.
-    fn note_devices(&mut self, devices: &[(String, Vec<usize>)], part: &Part, own: &[f64]) {
+    fn note_devices(
+        &mut self,
+        devices: &[(String, Vec<usize>)],
+        part: &Part,
+        part_weights: &[f64],
+    ) {
         let weight_of_row: BTreeMap<usize, f64> =
-            part.rows.iter().copied().zip(own.iter().copied()).collect();
+            part.rows.iter().copied().zip(part_weights.iter().copied()).collect();
         self.by_device &= !devices.is_empty();
         for (name, rows) in devices {
             let weights: BTreeSet<u64> =
@@ -103,8 +108,8 @@ impl CountedSums {
 }
 
 impl World for CountedSums {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.sums.expected(of);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.sums.expected(expectation);
     }
 
     fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
@@ -140,7 +145,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn of(evidence: &Evidence<'_>, key: Key, of: Of) -> Option<Tokens> {
+    fn of(evidence: &Evidence<'_>, key: Key, terms: GradientPart) -> Option<Tokens> {
         let divisor = divisor(evidence, key);
         let (mut parts, mut from) = (Vec::new(), 0);
         let [mut entries, mut whole, mut q] = [(); 3].map(|()| Vec::new());
@@ -149,10 +154,10 @@ impl Tokens {
         for unit in units.filter(|unit| adds_to(key, unit.rank)) {
             let plane = evidence.plane_of(unit.microbatch, unit.rank)?;
             let all = plane.entries().values;
-            entries.extend(match of {
-                Of::Whole => all.clone(),
-                Of::Softmax => plane.dense.values.clone(),
-                Of::Label => plane.of_labels().values,
+            entries.extend(match terms {
+                GradientPart::Whole => all.clone(),
+                GradientPart::Softmax => plane.dense.values.clone(),
+                GradientPart::Label => plane.of_labels().values,
             });
             whole.extend(all);
             q.extend_from_slice(&plane.q.values);
@@ -167,7 +172,8 @@ impl Tokens {
             let rank = unit.rank.or((evidence.ranks() == 1).then_some(Rank(0)));
             parts.push(Part { of_sum, microbatch, rows, rank, words: place.join(" of ") });
         }
-        let captured = evidence.captured(key).filter(|of| of.columns == width && width > 0)?;
+        let captured =
+            evidence.captured(key).filter(|values| values.columns == width && width > 0)?;
         let values = captured.values.get(..classes * width)?.to_vec();
         let over = |values: Vec<f64>| {
             let values = values.into_iter().map(|x| x / divisor).collect();
@@ -192,9 +198,9 @@ impl Tokens {
             return;
         };
         let mut last = weights[first];
-        for at in part.of_sum.clone() {
-            last = if counts(&at) { weights[at] } else { last };
-            weights[at] = last;
+        for index in part.of_sum.clone() {
+            last = if counts(&index) { weights[index] } else { last };
+            weights[index] = last;
         }
     }
 
@@ -211,28 +217,30 @@ impl Tokens {
         let more = Rows { cols, values: more.collect() };
         let mut changed = more.transposed_times(&self.q);
         changed.values.iter_mut().zip(&self.reference.values).for_each(|(x, r)| *x += r);
-        let off = |of: &Rows| distance(&self.captured.values, &of.values);
+        let off = |rows: &Rows| distance(&self.captured.values, &rows.values);
         if !(off(&changed) <= LEFT * off(&self.reference)) {
             return None;
         }
         let rows = (0..changed.count()).map(|at| (at, changed.row(at).to_vec()));
         to.sums = std::mem::take(&mut to.sums).rows(self.key, rows);
         for part in &self.parts {
-            let own = &weights[part.of_sum.clone()];
-            let alike = own.windows(2).all(|pair| pair[0] == pair[1]);
+            let part_weights = &weights[part.of_sum.clone()];
+            let alike = part_weights.windows(2).all(|pair| pair[0] == pair[1]);
             to.of_parts &= alike;
             let told = to.parts.iter().any(|(words, _)| *words == part.words);
-            if let Some(&often) = own.first().filter(|often| alike && **often != 1.0 && !told) {
+            if let Some(&often) =
+                part_weights.first().filter(|often| alike && **often != 1.0 && !told)
+            {
                 to.parts.push((part.words.clone(), often));
             }
-            let said = in_words(own, &|at| part.rows[at]).into_iter();
+            let said = in_words(part_weights, &|at| part.rows[at]).into_iter();
             let said = said.map(|words| format!("{words} in {}", part.words));
             to.said.extend(said.filter(|words| !to.said.contains(words)).collect::<Vec<_>>());
             let inputs = evidence.inputs_of(part.microbatch)?;
             let of_rank = |rank| evidence.step.device_rows(inputs, rank);
-            to.note_devices(&part.rank.map_or(Vec::new(), of_rank), part, own);
+            to.note_devices(&part.rank.map_or(Vec::new(), of_rank), part, part_weights);
             let loss = to.of_loss.0.get_mut(&part.microbatch)?;
-            part.rows.iter().zip(own).for_each(|(&t, weight)| loss[t] = *weight);
+            part.rows.iter().zip(part_weights).for_each(|(&t, weight)| loss[t] = *weight);
         }
         Some(())
     }

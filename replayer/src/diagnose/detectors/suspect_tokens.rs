@@ -31,13 +31,13 @@ impl<'e> SuspectTokens<'e> {
         let (mut rows, mut places, mut all) = (BTreeMap::new(), Vec::new(), true);
         for inputs in evidence.inputs {
             let failing = failing_units(evidence, inputs);
-            let mut own = vec![failing.is_none(); inputs.tokens()];
+            let mut asked_rows = vec![failing.is_none(); inputs.tokens()];
             for unit in failing.iter().flatten() {
-                unit.rows.iter().for_each(|&row| own[row] = true);
+                unit.rows.iter().for_each(|&row| asked_rows[row] = true);
                 places.push(place(inputs, unit));
             }
-            all &= own.iter().all(|&asked| asked);
-            rows.insert(inputs.microbatch, own);
+            all &= asked_rows.iter().all(|&asked| asked);
+            rows.insert(inputs.microbatch, asked_rows);
         }
         SuspectTokens { evidence, rows, places: (!all).then_some(places) }
     }

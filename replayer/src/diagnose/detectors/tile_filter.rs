@@ -85,8 +85,8 @@ impl Filtered {
                 let entries = part.sub(span, columns).with(ones(span)).entries(policy);
                 for (&t, row) in span.iter().zip(entries.chunks(columns.len())) {
                     for (&v, x) in columns.iter().zip(row) {
-                        let at = &mut magnitudes[t / block * across + v / block];
-                        *at = at.max(x.abs() as f32);
+                        let largest = &mut magnitudes[t / block * across + v / block];
+                        *largest = largest.max(x.abs() as f32);
                     }
                 }
             }
@@ -131,8 +131,9 @@ impl Filtered {
                 return Vec::new();
             }
             let (tile, first) = (largest.tile, largest.first_dropping(&levels));
-            let at = |t: usize, v: usize| first[t / tile[0] * largest.across + v / tile[1]];
-            let misfits = sums.misfits_without(levels.len(), &at);
+            let first_level =
+                |t: usize, v: usize| first[t / tile[0] * largest.across + v / tile[1]];
+            let misfits = sums.misfits_without(levels.len(), &first_level);
             let filter = |level: usize| Filter { least: levels[level], tile, labelled };
             let new = telling(&first, &levels).into_iter();
             filters.extend(new.map(|level| (misfits[level], filter(level))));
@@ -151,14 +152,14 @@ impl Filtered {
             sizes.filter(move |&size| size < whole).chain([whole])
         };
         let (classes, block) = (self.classes, self.block);
-        let by_tokens = sizes(self.rows.len(), block).scan(self.largest(), move |of, size| {
-            *of = of.over([size, block]);
-            Some(of.clone())
+        let by_tokens = sizes(self.rows.len(), block).scan(self.largest(), move |largest, size| {
+            *largest = largest.over([size, block]);
+            Some(largest.clone())
         });
-        by_tokens.flat_map(move |of| {
-            sizes(classes, block).scan(of, |of, size| {
-                *of = of.over([of.tile[0], size]);
-                Some(of.clone())
+        by_tokens.flat_map(move |largest| {
+            sizes(classes, block).scan(largest, |largest, size| {
+                *largest = largest.over([largest.tile[0], size]);
+                Some(largest.clone())
             })
         })
     }
@@ -197,10 +198,10 @@ impl Largest {
         let [tokens, classes] = [tile[0].div_ceil(self.tile[0]), tile[1].div_ceil(self.tile[1])];
         let (rows, across) = (self.rows.div_ceil(tokens), self.across.div_ceil(classes));
         let mut values = vec![0.0f32; rows * across];
-        for (at, row) in self.values.chunks(self.across.max(1)).enumerate() {
-            let to = &mut values[at / tokens * across..][..across];
-            for (to, of) in to.iter_mut().zip(row.chunks(classes)) {
-                *to = of.iter().fold(*to, |most, &x| most.max(x));
+        for (row_index, row) in self.values.chunks(self.across.max(1)).enumerate() {
+            let to = &mut values[row_index / tokens * across..][..across];
+            for (to, entries) in to.iter_mut().zip(row.chunks(classes)) {
+                *to = entries.iter().fold(*to, |most, &x| most.max(x));
             }
         }
         Largest { tile, values, rows, across }
@@ -256,10 +257,10 @@ mod tests {
     #[test]
     fn a_larger_tile_has_the_largest_of_the_tiles_in_it() {
         let values = vec![1.0, 5.0, 2.0, 0.0, 3.0, 4.0, 7.0, 6.0, 0.5];
-        let one = Largest { tile: [1, 1], values, rows: 3, across: 3 };
-        assert_eq!(one.over([2, 2]).values, [5.0, 4.0, 7.0, 0.5]);
-        assert_eq!(one.over([1, 2]).over([2, 4]).values, [5.0, 7.0]);
-        assert_eq!(one.over([1, 2]).first_dropping(&[2.0, 6.0]), [1, 1, 1, 1, 2, 0]);
+        let single_entries = Largest { tile: [1, 1], values, rows: 3, across: 3 };
+        assert_eq!(single_entries.over([2, 2]).values, [5.0, 4.0, 7.0, 0.5]);
+        assert_eq!(single_entries.over([1, 2]).over([2, 4]).values, [5.0, 7.0]);
+        assert_eq!(single_entries.over([1, 2]).first_dropping(&[2.0, 6.0]), [1, 1, 1, 1, 2, 0]);
     }
 
     #[test]

@@ -44,7 +44,7 @@ impl CountedTokens {
         if !fails(&Stage::Dk) || !others.iter().any(fails) {
             return None;
         }
-        let ones = |one: &MicrobatchInputs| (one.microbatch, vec![1.0; one.tokens()]);
+        let ones = |inputs: &MicrobatchInputs| (inputs.microbatch, vec![1.0; inputs.tokens()]);
         let mut weights: OfTokens = evidence.inputs.iter().map(ones).collect();
         let mut said = Vec::new();
         for (key, _) in evidence.failing_of(&[Stage::Dk]) {
@@ -68,8 +68,8 @@ impl CountedTokens {
 }
 
 impl World for CountedTokens {
-    fn expected(&self, of: &mut Expectation<'_>) {
-        self.gradients.expected(of);
+    fn expected(&self, expectation: &mut Expectation<'_>) {
+        self.gradients.expected(expectation);
     }
 
     fn nll(&self, inputs: &MicrobatchInputs, read: &Read<'_>, nll: &mut [f64]) -> Vec<f64> {
@@ -88,17 +88,21 @@ fn solved(evidence: &Evidence<'_>, key: Key, weights: &mut OfTokens) -> Option<V
         (&gradient.error(), gradient.rounding),
         &spend,
     )?;
-    let own = weights.get_mut(&key.microbatch)?;
-    solution.iter().enumerate().for_each(|(at, weight)| own[gradient.addend(at)] = *weight);
+    let token_weights = weights.get_mut(&key.microbatch)?;
+    solution
+        .iter()
+        .enumerate()
+        .for_each(|(at, weight)| token_weights[gradient.addend(at)] = *weight);
     Some(in_words(&solution, &|at| gradient.addend(at)))
 }
 
 /// A gradient with these weights of its tokens; `None` where that does not explain its error.
 fn weighed(gradient: &Gradient, weights: &OfTokens) -> Option<Rows> {
-    let (own, entries) = (weights.get(&gradient.key.microbatch)?, gradient.entries(false)?);
-    let row = |at: usize| {
-        let more = own[gradient.addend(at)] - 1.0;
-        entries.row(at).iter().map(move |x| more * x)
+    let (token_weights, entries) =
+        (weights.get(&gradient.key.microbatch)?, gradient.entries(false)?);
+    let row = |index: usize| {
+        let more = token_weights[gradient.addend(index)] - 1.0;
+        entries.row(index).iter().map(move |x| more * x)
     };
     let values = (0..entries.count()).flat_map(row).collect();
     let changed = gradient.with(&Rows { cols: entries.cols, values });

@@ -82,8 +82,8 @@ fn within(tokens: usize, extent: &TokenRuns, place: &dyn Fn(usize, usize) -> usi
 fn permuted(tokens: usize, extent: &TokenRuns, order: &dyn Fn(usize) -> Vec<usize>) -> Vec<usize> {
     let mut from: Vec<usize> = (0..tokens).collect();
     for run in &extent.runs {
-        for (&to, at) in run.iter().zip(order(run.len())) {
-            from[to] = run[at];
+        for (&to, position) in run.iter().zip(order(run.len())) {
+            from[to] = run[position];
         }
     }
     from
@@ -128,8 +128,9 @@ mod tests {
     #[test]
     fn two_ranks_zigzag_hold_first_and_last_quarter_and_the_two_between() {
         let all = TokenRuns { name: "all".into(), runs: vec![(0..8).collect()] };
-        let found = orders(8, &[all], None);
-        let zigzag = found.iter().find(|order| order.name == "zigzag over 2 ranks in all").unwrap();
+        let all_orders = orders(8, &[all], None);
+        let zigzag =
+            all_orders.iter().find(|order| order.name == "zigzag over 2 ranks in all").unwrap();
         assert_eq!(zigzag.from, [0, 1, 6, 7, 2, 3, 4, 5]);
     }
 }

@@ -15,8 +15,9 @@ pub struct TokenRuns {
 
 impl TokenRuns {
     /// Cuts runs into pieces of `length` tokens.
-    pub fn cut(name: String, of: &[Vec<usize>], length: usize) -> TokenRuns {
-        let runs = of.iter().flat_map(|run| run.chunks(length.max(1))).map(<[usize]>::to_vec);
+    pub fn cut(name: String, runs_to_cut: &[Vec<usize>], length: usize) -> TokenRuns {
+        let runs =
+            runs_to_cut.iter().flat_map(|run| run.chunks(length.max(1))).map(<[usize]>::to_vec);
         TokenRuns { name, runs: runs.collect() }
     }
 
@@ -29,8 +30,8 @@ impl TokenRuns {
     pub fn shifted(&self, tokens: usize, by: isize) -> Vec<Option<usize>> {
         let mut from = vec![None; tokens];
         for run in &self.runs {
-            for (at, &t) in run.iter().enumerate() {
-                from[t] = at.checked_add_signed(by).and_then(|at| run.get(at)).copied();
+            for (position, &t) in run.iter().enumerate() {
+                from[t] = position.checked_add_signed(by).and_then(|at| run.get(at)).copied();
             }
         }
         from
@@ -40,8 +41,8 @@ impl TokenRuns {
     pub fn rolled(&self, tokens: usize, by: isize) -> Vec<usize> {
         let mut from = vec![0; tokens];
         for run in &self.runs {
-            for (at, &t) in run.iter().enumerate() {
-                from[t] = run[(at as isize + by).rem_euclid(run.len() as isize) as usize];
+            for (position, &t) in run.iter().enumerate() {
+                from[t] = run[(position as isize + by).rem_euclid(run.len() as isize) as usize];
             }
         }
         from

@@ -87,7 +87,7 @@ pub fn units(evidence: &Evidence<'_>) -> Vec<UnitState> {
         return Vec::new();
     }
     let seen = recorder.seen.into_inner().unwrap_or_default();
-    let of_ranks = |mb| seen.keys().any(|&(of, rank)| of == mb && rank.is_some());
+    let of_ranks = |mb| seen.keys().any(|&(microbatch, rank)| microbatch == mb && rank.is_some());
     let whole: Vec<bool> = seen.keys().map(|&(mb, _)| !of_ranks(mb)).collect();
     let kept = seen.into_values().zip(whole);
     // dlogits are compared over all tokens of a microbatch at once; that state is dropped where
@@ -117,7 +117,7 @@ pub struct Part {
 impl UnitState {
     /// The inputs of the unit's microbatch.
     pub fn inputs<'e>(&self, evidence: &Evidence<'e>) -> Option<&'e MicrobatchInputs> {
-        evidence.inputs.iter().find(|one| one.microbatch == self.microbatch)
+        evidence.inputs.iter().find(|inputs| inputs.microbatch == self.microbatch)
     }
 
     /// Some of the unit's tokens (indices into its rows) and some classes, both ascending; `None`
@@ -159,7 +159,11 @@ impl UnitState {
         let each = tokens.iter().map(|&t| options.cotangents(1.0, self.lse[t], classes));
         let each: Vec<TokenCotangents> = each.collect();
         let list = |of: fn(&TokenCotangents) -> f64| each.iter().map(of).collect::<Vec<f64>>();
-        [list(|of| of.lse), list(|of| of.label), list(|of| of.smooth)]
+        [
+            list(|cotangents| cotangents.lse),
+            list(|cotangents| cotangents.label),
+            list(|cotangents| cotangents.smooth),
+        ]
     }
 
     /// A captured gradient of the unit: `[V, D]` of dk and its parts, `[n, D]` of dq's.
@@ -213,13 +217,13 @@ impl Part {
     }
 
     /// Entries of dlogits, `[tokens, classes]`, as a policy rounds them.
-    pub fn entries(&self, of: &Policy) -> Vec<f64> {
+    pub fn entries(&self, policy: &Policy) -> Vec<f64> {
         let head = self.head();
         let (rows, width) = (head.q.rows, head.k.rows);
         let mut entries = vec![0.0; rows * width];
         let [lse, label, smooth] = &self.cotangents;
         let cotangents = Cotangents { lse, label, smooth };
-        let plain = Policy { path: Path::Plain, ..*of };
+        let plain = Policy { path: Path::Plain, ..*policy };
         let (tiles, progress) = (Tiles::default(), &NoProgress);
         policy::plane(&plain, &head, &self.lse, &cotangents, tiles, progress, &mut |tile| {
             let columns = tile.cols.len().max(1);

@@ -20,7 +20,7 @@ const LEFT: f64 = 0.1;
 /// A vocabulary shard: which one of how many.
 pub struct Shard {
     /// How many shards there are.
-    pub of: usize,
+    pub count: usize,
     /// Which one, counted from 0.
     pub number: usize,
     /// Its classes.
@@ -29,26 +29,27 @@ pub struct Shard {
 
 /// The two usual ways to cut a vocabulary into `of` nearly equal shards: the last one is shorter,
 /// or the first ones are longer by one.
-fn cut_in(vocab: usize, of: usize) -> [Vec<Range<usize>>; 2] {
-    let (up, rest) = (vocab.div_ceil(of), vocab % of);
+fn cut_in(vocab: usize, count: usize) -> [Vec<Range<usize>>; 2] {
+    let (up, rest) = (vocab.div_ceil(count), vocab % count);
     let last_is_shorter = |at: usize| (at * up).min(vocab)..((at + 1) * up).min(vocab);
-    let first_are_longer = |at: usize| {
-        let start = at * (vocab / of) + at.min(rest);
-        start..start + vocab / of + usize::from(at < rest)
+    let first_are_longer = |index: usize| {
+        let start = index * (vocab / count) + index.min(rest);
+        start..start + vocab / count + usize::from(index < rest)
     };
-    [(0..of).map(last_is_shorter).collect(), (0..of).map(first_are_longer).collect()]
+    [(0..count).map(last_is_shorter).collect(), (0..count).map(first_are_longer).collect()]
 }
 
 /// The shards of every such cut into 2 to [`MOST`] shards.
 pub fn shards(vocab: usize) -> Vec<Shard> {
-    let one = |(of, (number, range)): (usize, (usize, Range<usize>))| Shard { of, number, range };
-    let cut = |of: usize| {
-        cut_in(vocab, of)
+    let shard_of =
+        |(of, (number, range)): (usize, (usize, Range<usize>))| Shard { count: of, number, range };
+    let cut = |count: usize| {
+        cut_in(vocab, count)
             .into_iter()
             .flat_map(move |cut| cut.into_iter().enumerate())
-            .map(move |at| (of, at))
+            .map(move |at| (count, at))
     };
-    let all = (2..=MOST.min(vocab)).flat_map(cut).map(one);
+    let all = (2..=MOST.min(vocab)).flat_map(cut).map(shard_of);
     all.filter(|shard| !shard.range.is_empty()).collect()
 }
 
@@ -56,7 +57,7 @@ pub fn shards(vocab: usize) -> Vec<Shard> {
 /// hold another shard's.
 pub struct RowsOfShards {
     /// The number of shards.
-    pub of: usize,
+    pub shards: usize,
     /// The tokens whose rows hold each shard's part.
     pub tokens: BTreeMap<usize, Vec<usize>>,
     /// The world in which these rows hold these parts.
@@ -72,7 +73,7 @@ pub fn rows_of_shards(evidence: &Evidence<'_>) -> Option<RowsOfShards> {
     let mesh = &evidence.step.dump.manifest.mesh;
     let axes = mesh.0.iter().map(|(_, size)| *size as usize).chain([evidence.ranks()]);
     let sizes: BTreeSet<usize> = axes.filter(|size| (2..=MOST).contains(size)).collect();
-    let work: usize = all.iter().map(|of| of.reference.values.len()).sum();
+    let work: usize = all.iter().map(|gradient| gradient.reference.values.len()).sum();
     let classes = all[0].other().count();
     let mut candidates: Vec<(f64, RowsOfShards)> = Vec::new();
     for cut in sizes.into_iter().flat_map(|size| cut_in(classes, size)) {
@@ -88,21 +89,24 @@ pub fn rows_of_shards(evidence: &Evidence<'_>) -> Option<RowsOfShards> {
 /// The squared error that is left with this cut, and the rows; none where too much is left, or
 /// every row holds the same shard's part.
 fn rows_of_cut(all: &[Gradient], cut: &[Range<usize>]) -> Option<(f64, RowsOfShards)> {
-    let mut rows_found =
-        RowsOfShards { of: cut.len(), tokens: BTreeMap::new(), world: ReplacedValues::default() };
+    let mut rows_found = RowsOfShards {
+        shards: cut.len(),
+        tokens: BTreeMap::new(),
+        world: ReplacedValues::default(),
+    };
     let (mut left, mut before, mut rows) = (0.0, 0.0, 0);
-    for of in all {
+    for gradient in all {
         let mut changed = Vec::new();
-        for (row, one) in nearest(of, cut)?.into_iter().enumerate() {
+        for (row, near_row) in nearest(gradient, cut)?.into_iter().enumerate() {
             rows += 1;
-            before += one.off;
-            left += one.part.as_ref().map_or(one.off, |(_, near, _)| *near);
-            if let Some((shard, _, values)) = one.part {
-                rows_found.tokens.entry(shard).or_default().push(of.row(row));
-                changed.push((of.row(row), values));
+            before += near_row.off;
+            left += near_row.part.as_ref().map_or(near_row.off, |(_, near, _)| *near);
+            if let Some((shard, _, values)) = near_row.part {
+                rows_found.tokens.entry(shard).or_default().push(gradient.row(row));
+                changed.push((gradient.row(row), values));
             }
         }
-        rows_found.world = rows_found.world.rows(of.key, changed.into_iter());
+        rows_found.world = rows_found.world.rows(gradient.key, changed.into_iter());
     }
     let count: usize = rows_found.tokens.values().map(Vec::len).sum();
     // Where every row holds the same shard's part, dq was not reduced over shards, which is another
@@ -118,9 +122,9 @@ struct Nearest {
     part: Option<(usize, f64, Vec<f64>)>,
 }
 
-fn nearest(of: &Gradient, cut: &[Range<usize>]) -> Option<Vec<Nearest>> {
-    let entries = of.entries(false)?;
-    let (captured, reference, k) = (&of.captured, &of.reference, of.other());
+fn nearest(gradient: &Gradient, cut: &[Range<usize>]) -> Option<Vec<Nearest>> {
+    let entries = gradient.entries(false)?;
+    let (captured, reference, k) = (&gradient.captured, &gradient.reference, gradient.other());
     let of_row = |row: usize| {
         let part = |(number, shard): (usize, &Range<usize>)| {
             let mut sum = vec![0.0; captured.cols];

@@ -31,7 +31,8 @@ struct Left {
 
 impl Left {
     fn of(residuals: &Residuals, key: &Key) -> Left {
-        let (rows, reference) = residuals.get(key).map_or((0.0, 0.0), |of| (of.rows, of.reference));
+        let (rows, reference) =
+            residuals.get(key).map_or((0.0, 0.0), |residual| (residual.rows, residual.reference));
         let energy = energy(residuals, key);
         Left { energy, share: energy / reference, rows }
     }
@@ -55,13 +56,13 @@ impl Least {
     /// the same unit are counted, unless a plausible policy explains dq.
     fn is_of_many_tokens(&self, key: &Key, explained: impl Fn(&Key) -> bool) -> bool {
         let same = |of: &Key| of.microbatch == key.microbatch && of.rank == key.rank;
-        let of_tokens = |of: &Key| same(of) && of.stage.is_of_q();
-        let open = self.open.iter().filter(|(of, _)| !explained(of));
+        let of_tokens = |key: &Key| same(key) && key.stage.is_of_q();
+        let open = self.open.iter().filter(|(key, _)| !explained(key));
         // Errors in the entries of a few tokens are about equally large in dq and dk, relative to
         // each.
         let like = |other: &Left| self.open[key].share <= CLEAR * CLEAR * other.share;
-        let exact = self.exact.iter().filter(|(_, of)| like(of));
-        open.chain(exact).all(|(of, left)| !of_tokens(of) || left.rows >= ROWS)
+        let exact = self.exact.iter().filter(|(_, left)| like(left));
+        open.chain(exact).all(|(key, left)| !of_tokens(key) || left.rows >= ROWS)
     }
 }
 
@@ -73,9 +74,9 @@ impl Reproduction<'_> {
         let mut open: BTreeMap<Key, Left> = self.evidence.failing.iter().map(declared).collect();
         for policy in plausible_policies::all(&self.roundings) {
             let rounded = Rounded(policy, self.roundings.tiles);
-            let Some(of) = self.search.confirming(&[&rounded]) else { continue };
+            let Some(residuals) = self.search.confirming(&[&rounded]) else { continue };
             for (key, least) in &mut open {
-                let other = Left::of(&of, key);
+                let other = Left::of(&residuals, key);
                 *least = if other.energy < least.energy { other } else { *least };
             }
         }
@@ -90,10 +91,10 @@ impl Reproduction<'_> {
     fn tokens(&self, key: &Key) -> f64 {
         let is_of_microbatch = |inputs: &&MicrobatchInputs| inputs.microbatch == key.microbatch;
         let (inputs, step) = (self.evidence.inputs, self.evidence.step);
-        let Some(own) = inputs.iter().find(is_of_microbatch) else { return 0.0 };
+        let Some(inputs_of_key) = inputs.iter().find(is_of_microbatch) else { return 0.0 };
         let Some(unit) = unit(step, inputs, *key) else { return 0.0 };
-        let counts = unit.rows.iter().filter(|&&token| own.labels[token] != IGNORED);
-        counts.map(|&token| 1.0 / own.copies[token]).sum()
+        let counts = unit.rows.iter().filter(|&&token| inputs_of_key.labels[token] != IGNORED);
+        counts.map(|&token| 1.0 / inputs_of_key.copies[token]).sum()
     }
 
     /// The residuals of a hypothesis in f64, where it is no policy itself: the errors that a policy
@@ -126,13 +127,13 @@ impl Reproduction<'_> {
 
     /// Whether a comparison that agrees to f32 precision as declared no longer does in a world:
     /// then the world is not what happened.
-    fn contradicts(&self, of: &Residuals) -> bool {
+    fn contradicts(&self, residuals: &Residuals) -> bool {
         let declared = &self.evidence.residuals;
         let exact = |key: &&Key| {
             let open = self.evidence.failing.contains(key);
             !open && is_emulated(key.stage) && is_exact(declared, key)
         };
-        declared.keys().filter(exact).any(|key| !is_exact(of, key))
+        declared.keys().filter(exact).any(|key| !is_exact(residuals, key))
     }
 
     /// The proof by the best hypothesis that holds against every plausible policy, over all sampled
@@ -144,14 +145,14 @@ impl Reproduction<'_> {
             let residuals = self.search.confirming(&[&rounded, &*hypothesis.world])?;
             let energy = |key: &Key| energy(&residuals, key);
             let unrounded = self.unrounded(&hypothesis);
-            if unrounded.as_ref().is_some_and(|of| self.contradicts(of)) {
+            if unrounded.as_ref().is_some_and(|residuals| self.contradicts(residuals)) {
                 return None;
             }
             // A fitted number may remove most of the error of another fault. So the rest must be
             // the job's roundings, which the policy must explain too.
             let reproduces = |key: &Key| {
-                let before = unrounded.as_ref().map(|of| self::energy(of, key));
-                before.is_none_or(|of| CLEAR * energy(key) <= of || is_exact(&residuals, key))
+                let before = unrounded.as_ref().map(|residuals| self::energy(residuals, key));
+                before.is_none_or(|value| CLEAR * energy(key) <= value || is_exact(&residuals, key))
             };
             let explained =
                 |key: &Key| !self.fail && CLEAR * least.energy(key) <= declared[key].energy;
@@ -165,8 +166,10 @@ impl Reproduction<'_> {
             // If corrected sums leave nothing either, the sums are not part of what was reproduced.
             // (Of two zero energies neither is ten times the other.)
             let sums = |key: &Key| {
-                let without = |of: &Residuals| CLEAR * energy(key) <= self::energy(of, key);
-                let needed = |of: &Residuals| !is_exact(of, key) && without(of);
+                let without =
+                    |residuals: &Residuals| CLEAR * energy(key) <= self::energy(residuals, key);
+                let needed =
+                    |residuals: &Residuals| !is_exact(residuals, key) && without(residuals);
                 right_sums.as_ref().is_none_or(needed)
             };
             let gains = |key: &&Key| {
@@ -179,7 +182,7 @@ impl Reproduction<'_> {
             if self.fail && self.search.rows.is_some() && !explains.is_empty() {
                 // For failing comparisons the result on the sample must hold for all rows.
                 let all = self.looks.in_full(&[&rounded, &*hypothesis.world], &explains)?;
-                explains.retain(|key| all.get(key).is_some_and(|of| of.passes));
+                explains.retain(|key| all.get(key).is_some_and(|residual| residual.passes));
             }
             if explains.is_empty() || least.open.keys().any(harms) {
                 return None;
@@ -198,7 +201,7 @@ impl Reproduction<'_> {
 
     /// The proof by the best confirmed hypothesis.
     fn proof(&self, tried: &[Tried<'_>], least: &Least) -> Option<Proof> {
-        let most = |one: &&Tried<'_>| one.explains.len();
+        let most = |trial: &&Tried<'_>| trial.explains.len();
         let mut keys = tried.iter().max_by_key(most)?.explains.clone();
         let decision = decide(tried, &keys)?;
         let winner = &tried[decision.winners[0]];
@@ -206,10 +209,10 @@ impl Reproduction<'_> {
         let times = keys.iter().map(|key| least.energy(key)).sum::<f64>()
             / keys.iter().map(energy).sum::<f64>();
         let mut findings = findings::of_decision(tried, &decision, &keys, self.evidence);
-        for one in &mut findings {
-            let winner_of_id = tried.iter().find(|of| of.cause.id() == one.id);
-            let about = winner_of_id.map_or("", |of| of.cause.about());
-            one.evidence = format!("{about}: {}", words(times));
+        for finding in &mut findings {
+            let winner_of_id = tried.iter().find(|trial| trial.cause.id() == finding.id);
+            let about = winner_of_id.map_or("", |trial| trial.cause.about());
+            finding.evidence = format!("{about}: {}", words(times));
         }
         keys.extend(self.forward(winner));
         let hidden = match plausible_policies::points(&self.roundings).is_empty() {
@@ -221,10 +224,10 @@ impl Reproduction<'_> {
 
     /// Comparisons of the forward pass that are ten times nearer to the head with the proved fault
     /// than to the declared one: the fault is there too, although the bound lets it pass.
-    fn forward(&self, of: &Tried<'_>) -> BTreeSet<Key> {
+    fn forward(&self, trial: &Tried<'_>) -> BTreeSet<Key> {
         let declared = &self.evidence.residuals;
         let nearer = |key: &&Key| {
-            let (Some(before), Some(after)) = (declared.get(key), of.residuals.get(key)) else {
+            let (Some(before), Some(after)) = (declared.get(key), trial.residuals.get(key)) else {
                 return false;
             };
             let told_apart = before.energy > EXACT * before.reference;

@@ -126,9 +126,10 @@ impl<'a> Reproduction<'a> {
         let of_right = right.rounded;
         let starts = match world.policy(&self.roundings) {
             // The hypothesis' own rounding of a sum, and the fitted policy for everything else.
-            Some((own, tiles)) => {
-                let joined = plausible_policies::joined(own, of_right.0, &self.roundings);
-                [Some(joined), (joined != own).then_some(own)].map(|of| Some(Rounded(of?, tiles)))
+            Some((policy, tiles)) => {
+                let joined = plausible_policies::joined(policy, of_right.0, &self.roundings);
+                [Some(joined), (joined != policy).then_some(policy)]
+                    .map(|policy| Some(Rounded(policy?, tiles)))
             }
             None => [Some(of_right), None],
         };
@@ -142,9 +143,9 @@ impl<'a> Reproduction<'a> {
     }
 
     /// Whether a fit may have reproduced a comparison that the right head does not explain.
-    pub(super) fn gains(&self, one: &Fit, right: &Fit) -> bool {
+    pub(super) fn gains(&self, fit: &Fit, right: &Fit) -> bool {
         self.unexplained(right).any(|key| {
-            CLEAR * energy(&one.residuals, key) <= ROUGHLY * energy(&right.residuals, key)
+            CLEAR * energy(&fit.residuals, key) <= ROUGHLY * energy(&right.residuals, key)
         })
     }
 
@@ -169,11 +170,11 @@ impl<'a> Reproduction<'a> {
     }
 }
 
-pub(super) fn energy(of: &Residuals, key: &Key) -> f64 {
-    of.get(key).map_or(f64::INFINITY, |of| of.energy)
+pub(super) fn energy(residuals: &Residuals, key: &Key) -> f64 {
+    residuals.get(key).map_or(f64::INFINITY, |residual| residual.energy)
 }
 
 /// Whether a comparison has no error beyond f32 rounding.
-pub(super) fn is_exact(of: &Residuals, key: &Key) -> bool {
-    of.get(key).is_some_and(|of| of.energy <= EXACT * of.reference)
+pub(super) fn is_exact(residuals: &Residuals, key: &Key) -> bool {
+    residuals.get(key).is_some_and(|residual| residual.energy <= EXACT * residual.reference)
 }

@@ -62,29 +62,30 @@ fn is_emulated(stage: Stage) -> bool {
 /// roundings open. Then a cause must be proved as in a head that passes.
 pub(super) fn is_marginal(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> bool {
     let open = |key: &Key| {
-        let is_of_unit =
-            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let is_of_unit = |comparison: &&Comparison| {
+            comparison.microbatch == key.microbatch && comparison.rank == key.rank
+        };
         let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(is_of_unit);
         is_emulated(key.stage) && comparison.is_some_and(leaves_open)
     };
     let near = |key: &Key| {
         // Over all rows, as a sample need not contain the worst one.
         let residual = evidence.whole.get(key);
-        residual.is_some_and(|of| of.overshoot > 1.0 && of.overshoot < CLEAR)
+        residual.is_some_and(|residual| residual.overshoot > 1.0 && residual.overshoot < CLEAR)
     };
     !keys.is_empty() && keys.iter().all(|key| open(key) && near(key))
 }
 
 /// Whether roundings below f32 are plausible in a comparison and not declared.
-fn leaves_open(one: &Comparison) -> bool {
-    one.members.len() > 1 && one.floor() > 2.0 * F32
+fn leaves_open(comparison: &Comparison) -> bool {
+    comparison.members.len() > 1 && comparison.floor() > 2.0 * F32
 }
 
 /// Whether a comparison has more error energy than the emulation of the declared roundings, which
 /// are coarser than f32. A right job's errors have other values but the same size.
-fn errs_more(one: &Comparison) -> bool {
-    let [declared] = &one.members[..] else { return false };
-    one.floor() > 2.0 * F32 && one.tally.error_energy > MORE * declared.energy
+fn errs_more(comparison: &Comparison) -> bool {
+    let [declared] = &comparison.members[..] else { return false };
+    comparison.floor() > 2.0 * F32 && comparison.tally.error_energy > MORE * declared.energy
 }
 
 /// A fault that was reproduced.
@@ -102,8 +103,8 @@ pub(super) struct Proof {
 impl Proof {
     /// Turns the comparisons that it proves wrong into failures of the outcome, and returns the
     /// causes.
-    pub(super) fn told(self, outcome: &mut Outcome) -> Vec<Found> {
-        let ids: Vec<&str> = self.found.iter().map(|one| one.id.as_str()).collect();
+    pub(super) fn into_causes(self, outcome: &mut Outcome) -> Vec<Found> {
+        let ids: Vec<&str> = self.found.iter().map(|cause| cause.id.as_str()).collect();
         let words = format!("{}, but with {} {}", self.hidden, ids.join(" or "), words(self.times));
         for Key { stage, microbatch, rank } in self.of {
             outcome.reproduced(stage, (microbatch, rank), &words);
@@ -117,16 +118,19 @@ impl Proof {
 /// make), in stages that emulation covers.
 pub(super) fn open(outcome: &Outcome) -> BTreeSet<Key> {
     let mut examined = BTreeSet::new();
-    for stage in outcome.stages.iter().filter(|one| is_emulated(one.stage)) {
-        let off =
-            |one: &&Comparison| !(one.tally.error_energy <= EXACT * one.tally.reference_energy);
-        let emulated = stage.comparisons.iter().filter(|one| !one.stored_apart);
-        let passing = emulated.filter(|one| one.excess.is_none());
-        let open = passing.filter(|one| leaves_open(one) || errs_more(one)).filter(off);
-        let key = |one: &Comparison| Key {
+    for stage in outcome.stages.iter().filter(|outcome| is_emulated(outcome.stage)) {
+        let off = |comparison: &&Comparison| {
+            !(comparison.tally.error_energy <= EXACT * comparison.tally.reference_energy)
+        };
+        let emulated = stage.comparisons.iter().filter(|comparison| !comparison.stored_apart);
+        let passing = emulated.filter(|comparison| comparison.excess.is_none());
+        let open = passing
+            .filter(|comparison| leaves_open(comparison) || errs_more(comparison))
+            .filter(off);
+        let key = |comparison: &Comparison| Key {
             stage: stage.stage,
-            microbatch: one.microbatch,
-            rank: one.rank,
+            microbatch: comparison.microbatch,
+            rank: comparison.rank,
         };
         examined.extend(open.map(key));
     }
@@ -141,7 +145,7 @@ pub(super) fn prove(
     evidence: &Evidence<'_>,
 ) -> Option<Proof> {
     let search = &search.only(is_of_head);
-    let fails = |key: &Key| evidence.residuals.get(key).is_some_and(|of| !of.passes);
+    let fails = |key: &Key| evidence.residuals.get(key).is_some_and(|residual| !residual.passes);
     let fail = evidence.failing.iter().any(fails);
     let reproduction = Reproduction::new(search, evidence, fail)?;
     let right = reproduction
@@ -200,26 +204,30 @@ pub(super) fn prove(
 /// that explains the rest proves nothing about it.
 pub(super) fn cleared(search: &Search<'_>, evidence: &Evidence<'_>) -> bool {
     let single = |key: &Key| {
-        let is_of_unit =
-            |one: &&Comparison| one.microbatch == key.microbatch && one.rank == key.rank;
+        let is_of_unit = |comparison: &&Comparison| {
+            comparison.microbatch == key.microbatch && comparison.rank == key.rank
+        };
         let comparison = evidence.outcome.stage(key.stage).comparisons.iter().find(is_of_unit);
-        comparison.is_none_or(|one| one.tally.exceeding > 0 || one.tally.exceeding_rows > 0)
+        comparison.is_none_or(|comparison| {
+            comparison.tally.exceeding > 0 || comparison.tally.exceeding_rows > 0
+        })
     };
     if evidence.failing.iter().any(single) {
         return false;
     }
     let search = &search.only(is_of_head);
-    let Some(of) = emulated(search, evidence) else { return false };
-    let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
-    let Some(fit) = of.fit(first, None) else { return false };
-    if !of.is_explained(&fit) {
+    let Some(reproduction) = emulated(search, evidence) else { return false };
+    let first = Rounded(reproduction.roundings.narrowest, reproduction.roundings.tiles);
+    let Some(fit) = reproduction.fit(first, None) else { return false };
+    if !reproduction.is_explained(&fit) {
         return false;
     }
     let keys = &evidence.failing;
     let all = search.of_failing(keys).in_full(&[&fit.rounded], keys).unwrap_or_default();
     let closely = |key: &Key| {
-        let before = evidence.whole.get(key).map_or(0.0, |of| of.energy);
-        all.get(key).is_some_and(|of| of.passes && CLEAR * CLEAR * of.energy <= before)
+        let before = evidence.whole.get(key).map_or(0.0, |residual| residual.energy);
+        all.get(key)
+            .is_some_and(|residual| residual.passes && CLEAR * CLEAR * residual.energy <= before)
     };
     keys.iter().all(closely)
 }
@@ -231,22 +239,24 @@ pub(super) fn is_refuted(
     evidence: &Evidence<'_>,
     (world, roundings): (&dyn World, Roundings),
 ) -> bool {
-    let numbers = |key: &&Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite == 0);
+    let numbers =
+        |key: &&Key| evidence.residuals.get(key).is_some_and(|residual| residual.nonfinite == 0);
     let keys = evidence.failing.iter().filter(|key| is_emulated(key.stage)).filter(numbers);
     let keys: Vec<&Key> = keys.collect();
     let search = &search.only(is_of_head);
-    let Some(mut of) = Reproduction::new(search, evidence, false) else { return false };
-    of.roundings = roundings;
-    let first = Rounded(of.roundings.narrowest, of.roundings.tiles);
-    let fit = of.fit(first, Some(world));
-    fit.is_some_and(|fit| keys.iter().any(|key| !of.explains(&fit, key)))
+    let Some(mut reproduction) = Reproduction::new(search, evidence, false) else { return false };
+    reproduction.roundings = roundings;
+    let first = Rounded(reproduction.roundings.narrowest, reproduction.roundings.tiles);
+    let fit = reproduction.fit(first, Some(world));
+    fit.is_some_and(|fit| keys.iter().any(|key| !reproduction.explains(&fit, key)))
 }
 
 /// A search for policies, if emulation covers everything that fails.
 fn emulated<'a>(search: &'a Search<'a>, evidence: &'a Evidence<'a>) -> Option<Reproduction<'a>> {
     let keys = &evidence.failing;
     let all = keys.iter().all(|key| is_emulated(key.stage));
-    let numbers = |key: &Key| evidence.residuals.get(key).is_some_and(|of| of.nonfinite == 0);
+    let numbers =
+        |key: &Key| evidence.residuals.get(key).is_some_and(|residual| residual.nonfinite == 0);
     let able = !keys.is_empty() && all && keys.iter().all(numbers);
     able.then(|| Reproduction::new(search, evidence, false))?
 }

@@ -62,8 +62,8 @@ pub enum ReproError {
     Step(#[from] Box<StepError>),
     #[error(transparent)]
     Export(#[from] ExportError),
-    #[error("the step has microbatches {held}: choose one with --microbatch")]
-    Microbatch { held: String },
+    #[error("the step has microbatches {recorded}: choose one with --microbatch")]
+    Microbatch { recorded: String },
     #[error("what the tokens of {what} are divided by is not known: {why}")]
     Denominator { what: String, why: String },
     #[error("{path} cannot be made: check that its directory exists and has room", path = path.display())]
@@ -82,26 +82,27 @@ pub fn repro(
     let inputs: Vec<MicrobatchInputs> = step
         .microbatches
         .iter()
-        .map(|&one| step.inputs(one))
+        .map(|&microbatch| step.inputs(microbatch))
         .collect::<Result<_, _>>()
         .map_err(Box::new)?;
-    let own = inputs.iter().find(|one| one.microbatch == microbatch).expect("it was chosen");
+    let inputs_here =
+        inputs.iter().find(|inputs| inputs.microbatch == microbatch).expect("it was chosen");
     let mut data = Data::default();
-    let start = leaves(&step, own, &mut data);
-    tokens(&step, &inputs, own, &mut data)?;
-    captured(&step, own, start, &mut data)?;
-    let facts = facts(&step, own, start, &data);
+    let start = leaves(&step, inputs_here, &mut data);
+    tokens(&step, &inputs, inputs_here, &mut data)?;
+    captured(&step, inputs_here, start, &mut data)?;
+    let facts = facts(&step, inputs_here, start, &data);
     write(dump, &data, &script::text(&facts, framework), target)
 }
 
 fn choose(step: &HeadStep<'_>, asked: Option<u32>) -> Result<Option<Microbatch>, ReproError> {
     let asked = asked.map(Microbatch);
     match step.microbatches.as_slice() {
-        [one] if asked.is_none() || *one == asked => Ok(*one),
+        [microbatch] if asked.is_none() || *microbatch == asked => Ok(*microbatch),
         several if asked.is_some() && several.contains(&asked) => Ok(asked),
         several => {
             let names: Vec<String> = several.iter().flatten().map(Microbatch::to_string).collect();
-            Err(ReproError::Microbatch { held: names.join(", ") })
+            Err(ReproError::Microbatch { recorded: names.join(", ") })
         }
     }
 }
@@ -158,28 +159,31 @@ impl Data {
 }
 
 /// Adds the tensors that the loss is differentiated with respect to.
-fn leaves(step: &HeadStep<'_>, own: &MicrobatchInputs, data: &mut Data) -> Start {
-    let rows = own.tokens() as u64;
-    let of_rows = &step.tensors[&own.rows_key];
+fn leaves(step: &HeadStep<'_>, own_inputs: &MicrobatchInputs, data: &mut Data) -> Start {
+    let rows = own_inputs.tokens() as u64;
+    let of_rows = &step.tensors[&own_inputs.rows_key];
     let last = of_rows.shape.last().copied().unwrap_or(0);
-    let start = match &own.scores {
+    let start = match &own_inputs.scores {
         Scores::Product { .. } => {
-            data.dumped("q", &own.rows_key, of_rows.dtype, vec![rows, last]);
-            let key = step.held(Role::K, own.microbatch).expect("its inputs were gathered");
+            data.dumped("q", &own_inputs.rows_key, of_rows.dtype, vec![rows, last]);
+            let key =
+                step.recorded(Role::K, own_inputs.microbatch).expect("its inputs were gathered");
             let k = &step.tensors[key];
             data.dumped("k", key, k.dtype, k.shape.clone());
             Start::Product
         }
         Scores::Logits(_) => {
-            data.dumped("logits", &own.rows_key, of_rows.dtype, vec![rows, last]);
+            data.dumped("logits", &own_inputs.rows_key, of_rows.dtype, vec![rows, last]);
             Start::Logits
         }
         Scores::Logprobs | Scores::Lost(_) => {
-            data.dumped("logprobs", &own.rows_key, of_rows.dtype, vec![rows]);
+            data.dumped("logprobs", &own_inputs.rows_key, of_rows.dtype, vec![rows]);
             Start::Logprobs
         }
     };
-    if let (Some(_), Some(key)) = (&own.bias, step.held(Role::Bias, own.microbatch)) {
+    if let (Some(_), Some(key)) =
+        (&own_inputs.bias, step.recorded(Role::Bias, own_inputs.microbatch))
+    {
         let bias = &step.tensors[key];
         data.dumped("bias", key, bias.dtype, vec![bias.shape.iter().product()]);
     }
@@ -190,26 +194,26 @@ fn leaves(step: &HeadStep<'_>, own: &MicrobatchInputs, data: &mut Data) -> Start
 fn tokens(
     step: &HeadStep<'_>,
     all: &[MicrobatchInputs],
-    own: &MicrobatchInputs,
+    inputs: &MicrobatchInputs,
     data: &mut Data,
 ) -> Result<(), ReproError> {
-    let (key, shape) = (&own.rows_key, vec![own.tokens() as u64]);
+    let (key, shape) = (&inputs.rows_key, vec![inputs.tokens() as u64]);
     // An ignored token has a share of 0, so its label may be any class.
     let label = |&label: &u32| if label == IGNORED { 0 } else { i64::from(label) };
-    let labels = own.labels.iter().map(label).flat_map(i64::to_le_bytes).collect();
+    let labels = inputs.labels.iter().map(label).flat_map(i64::to_le_bytes).collect();
     data.made("labels", key, Dtype::I64, shape.clone(), labels);
-    let counted = |t: usize| if own.labels[t] == IGNORED { 0.0 } else { own.weights[t] };
-    data.numbers("share", key, shape.clone(), &shares(step, all, own)?);
+    let counted = |t: usize| if inputs.labels[t] == IGNORED { 0.0 } else { inputs.weights[t] };
+    data.numbers("share", key, shape.clone(), &shares(step, all, inputs)?);
     if !step.is_policy_loss() {
         return Ok(());
     }
-    let weights: Vec<f64> = (0..own.tokens()).map(counted).collect();
+    let weights: Vec<f64> = (0..inputs.tokens()).map(counted).collect();
     data.numbers("weights", key, shape.clone(), &weights);
-    let advantages = step.advantages(own).map_err(Box::new)?;
+    let advantages = step.advantages(inputs).map_err(Box::new)?;
     data.numbers("advantages", key, shape.clone(), &advantages);
     for (name, role) in [("old_logprobs", Role::OldLogprobs), ("ref_logprobs", Role::RefLogprobs)] {
-        let held = step.optional(role, own.microbatch, own.tokens()).map_err(Box::new)?;
-        if let Some(values) = held {
+        let column = step.optional(role, inputs.microbatch, inputs.tokens()).map_err(Box::new)?;
+        if let Some(values) = column {
             data.numbers(name, key, shape.clone(), &values);
         }
     }
@@ -221,21 +225,21 @@ fn tokens(
 fn shares(
     step: &HeadStep<'_>,
     all: &[MicrobatchInputs],
-    own: &MicrobatchInputs,
+    inputs: &MicrobatchInputs,
 ) -> Result<Vec<f64>, ReproError> {
     let all: Vec<&MicrobatchInputs> = all.iter().collect();
-    let unknown = |why| ReproError::Denominator { what: own.rows_key.to_string(), why };
+    let unknown = |why| ReproError::Denominator { what: inputs.rows_key.to_string(), why };
     let by_sequence =
         step.options.grpo.as_ref().is_some_and(|grpo| grpo.average == LossAverage::Sequence);
-    let sequences = own.sequences();
-    let mut factors = vec![0.0; own.tokens()];
-    for (unit, denominator) in step.denominators(&all, own).map_err(unknown)? {
-        let rows = || unit.rows.iter().copied().filter(|&t| own.labels[t] != IGNORED);
-        let mut total = vec![0.0; own.tokens()];
-        rows().for_each(|t| total[sequences[t] as usize] += own.weights[t]);
+    let sequences = inputs.sequences();
+    let mut factors = vec![0.0; inputs.tokens()];
+    for (unit, denominator) in step.denominators(&all, inputs).map_err(unknown)? {
+        let rows = || unit.rows.iter().copied().filter(|&t| inputs.labels[t] != IGNORED);
+        let mut total = vec![0.0; inputs.tokens()];
+        rows().for_each(|t| total[sequences[t] as usize] += inputs.weights[t]);
         for t in rows() {
             let of_sequence = if by_sequence { total[sequences[t] as usize] } else { 1.0 };
-            let weight = share(own.weights[t] * own.cotangent[t], of_sequence);
+            let weight = share(inputs.weights[t] * inputs.cotangent[t], of_sequence);
             factors[t] = step.options.cotangent * share(weight, denominator);
         }
     }
@@ -245,7 +249,7 @@ fn shares(
 /// Adds the tensors that the job captured and the script computes too.
 fn captured(
     step: &HeadStep<'_>,
-    own: &MicrobatchInputs,
+    inputs: &MicrobatchInputs,
     start: Start,
     data: &mut Data,
 ) -> Result<(), ReproError> {
@@ -259,7 +263,7 @@ fn captured(
         Start::Logprobs => vec![(Role::Dlogprobs, "dlogprobs")],
     };
     for (role, name) in roles {
-        let Some(key) = step.find(role, own.microbatch) else { continue };
+        let Some(key) = step.find(role, inputs.microbatch) else { continue };
         let info = &step.tensors[key];
         let called = format!("captured.{name}");
         match info.partial {
@@ -282,9 +286,9 @@ fn sum(step: &HeadStep<'_>, key: &TensorKey, reduction: Reduction) -> Result<Vec
     for rank in assemble::holders(step.dump, key) {
         for part in assemble::addend_parts(step.dump, key, rank).map_err(wrong)? {
             let width = part.dtype.width();
-            for (index, at) in flat_rows(&part.place.0, shape).into_iter().enumerate() {
+            for (index, position) in flat_rows(&part.place.0, shape).into_iter().enumerate() {
                 let bits = crate::bits::bits(part.bytes(), width, index);
-                total[at] += crate::bits::value(part.dtype, bits);
+                total[position] += crate::bits::value(part.dtype, bits);
             }
         }
     }
@@ -295,15 +299,15 @@ fn sum(step: &HeadStep<'_>, key: &TensorKey, reduction: Reduction) -> Result<Vec
     Ok(total)
 }
 
-fn facts(step: &HeadStep<'_>, own: &MicrobatchInputs, start: Start, data: &Data) -> Facts {
+fn facts(step: &HeadStep<'_>, inputs: &MicrobatchInputs, start: Start, data: &Data) -> Facts {
     let (dump, options) = (step.dump, &step.options);
-    let part = own.microbatch.map_or(String::new(), |mb| format!(", microbatch {mb}"));
-    let vocabulary = match &own.scores {
+    let part = inputs.microbatch.map_or(String::new(), |mb| format!(", microbatch {mb}"));
+    let vocabulary = match &inputs.scores {
         Scores::Product { k, .. } => k.shape[0] as usize,
         Scores::Logits(logits) => logits.shape.last().map_or(0, |&n| n as usize),
         Scores::Logprobs | Scores::Lost(_) => 0,
     };
-    let classes = own.valid_vocab.min(vocabulary);
+    let classes = inputs.valid_vocab.min(vocabulary);
     let leaves = ["q", "k", "logits", "logprobs", "bias"];
     Facts {
         of: format!("run {}, attempt {}, step {}{part}", dump.run, dump.attempt, dump.step),
@@ -318,8 +322,8 @@ fn facts(step: &HeadStep<'_>, own: &MicrobatchInputs, start: Start, data: &Data)
         z_loss: options.declared.z_loss,
         grpo: options.grpo.clone(),
         old_logprobs: data.has("old_logprobs"),
-        sequence: own.sequence.max(1),
-        memory: own.tokens() as u64 * vocabulary as u64 * 8,
+        sequence: inputs.sequence.max(1),
+        memory: inputs.tokens() as u64 * vocabulary as u64 * 8,
     }
 }
 

@@ -161,8 +161,8 @@ fn cross_entropy(facts: &Facts, framework: Framework) -> String {
     let program = Program::new(framework.language(), "token");
     let name = |name: &str| program.name(name);
     let mean = || name(&format!("z[:, :{}].mean(-1)", facts.classes));
-    let of = TokenLoss { smoothing: facts.smoothing, z_loss: facts.z_loss };
-    of.value(name("lse"), name("label"), mean).to_string()
+    let loss = TokenLoss { smoothing: facts.smoothing, z_loss: facts.z_loss };
+    loss.value(name("lse"), name("label"), mean).to_string()
 }
 
 fn policy(
@@ -175,11 +175,15 @@ fn policy(
     if facts.start != Start::Logprobs {
         lines.push("logprobs = label - lse".into());
     }
-    let held = match framework {
+    let fixed_logprobs = match framework {
         Framework::Jax => "jax.lax.stop_gradient(logprobs)",
         Framework::Torch => "logprobs.detach()",
     };
-    let old = if facts.old_logprobs { "as_is(given[\"old_logprobs\"], logprobs)" } else { held };
+    let old = if facts.old_logprobs {
+        "as_is(given[\"old_logprobs\"], logprobs)"
+    } else {
+        fixed_logprobs
+    };
     lines.push(format!("log_ratio = logprobs - {old}"));
     if grpo.ratio == RatioLevel::Sequence {
         let rows = facts.sequence;

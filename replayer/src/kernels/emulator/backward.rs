@@ -138,11 +138,11 @@ impl Block<'_> {
         for span in policy.token_spans(inputs.q.rows, self.tiles.tokens) {
             let q = self.elements.panel(&inputs.q, span.clone());
             tile.resize(span.len() * width, 0.0);
-            let (at, label_g) = ((span.clone(), self.cols.clone()), &mut label_g[span.clone()]);
-            self.elements.logits(&q, &keys, at.clone(), &mut tile);
+            let (place, label_g) = ((span.clone(), self.cols.clone()), &mut label_g[span.clone()]);
+            self.elements.logits(&q, &keys, place.clone(), &mut tile);
             let q = narrowed(policy.operand, q);
             let upstream = self.upstream.of(span.clone());
-            self.elements.dlogits(adds_label(policy), &mut tile, at, upstream, label_g);
+            self.elements.dlogits(adds_label(policy), &mut tile, place, upstream, label_g);
             dq.tile(span.clone(), |token, sum, scratch| {
                 for (v, &g) in tile[token * width..][..width].iter().enumerate() {
                     sum.add_products(g, &k[v * depth..][..depth], scratch);

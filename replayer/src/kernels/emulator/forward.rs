@@ -47,7 +47,7 @@ impl Row {
     fn add(&mut self, elements: &Elements, row: impl Iterator<Item = f64>) {
         let shift = shift(self.max);
         for x in row {
-            self.exponentials.push(elements.one(libm::exp(elements.one(x - shift))));
+            self.exponentials.push(elements.operation(libm::exp(elements.operation(x - shift))));
         }
     }
 
@@ -58,7 +58,7 @@ impl Row {
         let max = larger(self.max, row.clone());
         let (old, new) = (shift(self.max), shift(max));
         if self.max > f64::NEG_INFINITY && old != new {
-            let factor = elements.one(libm::exp(elements.one(old - new)));
+            let factor = elements.operation(libm::exp(elements.operation(old - new)));
             self.sum = operation(precision, self.sum * factor);
         }
         self.max = max;
@@ -100,7 +100,7 @@ impl Row {
     }
 
     fn lse(&self, elements: &Elements) -> f64 {
-        elements.one(shift(self.max) + elements.one(libm::log(self.sum)))
+        elements.operation(shift(self.max) + elements.operation(libm::log(self.sum)))
     }
 }
 

@@ -74,14 +74,14 @@ impl LabelPath<'_> {
                 running.push(policy.label_grad.round64(self.label_g[token as usize]));
             }
             if !hits.of(row).is_empty() {
-                *dbias = self.elements.one(*dbias + running.value());
+                *dbias = self.elements.operation(*dbias + running.value());
             }
         }
     }
 
     fn scale(&self, token: usize, row: &mut [f64]) {
         let g = self.label_g[token];
-        row.iter_mut().for_each(|x| *x = self.elements.one(g * *x));
+        row.iter_mut().for_each(|x| *x = self.elements.operation(g * *x));
         self.elements.policy.label_grad.round_slice64(row);
     }
 
@@ -104,7 +104,9 @@ impl LabelPath<'_> {
             policy.parts.round_slice64(label);
             lse.copy_from_slice(sum);
             if hit {
-                sum.iter_mut().zip(label).for_each(|(sum, x)| *sum = self.elements.one(*sum + *x));
+                sum.iter_mut()
+                    .zip(label)
+                    .for_each(|(sum, x)| *sum = self.elements.operation(*sum + *x));
             }
             policy.output.round_slice64(sum);
         });

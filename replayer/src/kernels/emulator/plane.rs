@@ -40,7 +40,7 @@ impl<'a> Elements<'a> {
     }
 
     /// Rounds the exact result of one operation.
-    pub(super) fn one(&self, exact: f64) -> f64 {
+    pub(super) fn operation(&self, exact: f64) -> f64 {
         operation(self.register, exact)
     }
 
@@ -56,7 +56,7 @@ impl<'a> Elements<'a> {
     /// The logit of the columns beyond the valid vocabulary; `None` where it is absent or -inf, so
     /// that these columns add nothing to lse.
     pub(super) fn mask(&self) -> Option<f64> {
-        let mask = self.policy.logits.round64(self.one(self.inputs.mask?));
+        let mask = self.policy.logits.round64(self.operation(self.inputs.mask?));
         Some(mask).filter(|&mask| mask != f64::NEG_INFINITY)
     }
 
@@ -98,7 +98,7 @@ impl<'a> Elements<'a> {
         if !self.bias.is_empty() {
             let bias = &self.bias[cols];
             let biased = row.iter_mut().zip(bias);
-            biased.for_each(|(x, bias)| *x = between.round64(self.one(*x + bias)));
+            biased.for_each(|(x, bias)| *x = between.round64(self.operation(*x + bias)));
         }
         if !self.transform.is_identity() {
             let rounded = |value: f64| Rounded { value, register: self.register, between };
@@ -129,12 +129,15 @@ impl<'a> Elements<'a> {
         rows.enumerate().for_each(|(index, (row, token, label_g))| {
             let label = self.inputs.label(token).filter(|label| cols.contains(label));
             let label = label.map(|label| label - cols.start);
-            let at = |values: &[f64]| self.register.round64(values[index]);
-            let (lse, of) = (at(upstream.lse), upstream.cotangents);
-            let cotangents =
-                TokenCotangents { lse: at(of.lse), label: at(of.label), smooth: at(of.smooth) };
+            let value = |values: &[f64]| self.register.round64(values[index]);
+            let (lse, declared) = (value(upstream.lse), upstream.cotangents);
+            let cotangents = TokenCotangents {
+                lse: value(declared.lse),
+                label: value(declared.label),
+                smooth: value(declared.smooth),
+            };
             if let Some(col) = label {
-                *label_g = self.one(cotangents.label * self.slope(row[col]));
+                *label_g = self.operation(cotangents.label * self.slope(row[col]));
             }
             for (col, x) in row.iter_mut().enumerate() {
                 let slope = self.slope(*x);
@@ -175,10 +178,16 @@ pub(in crate::kernels) fn plane(
             let keys = transposed(&elements.panel(&inputs.k, cols.clone()), inputs.k.cols);
             out.logits.clear();
             out.logits.resize(span.len() * cols.len(), 0.0);
-            let at = (span.clone(), cols.clone());
-            elements.logits(&q, &keys, at.clone(), &mut out.logits);
+            let place = (span.clone(), cols.clone());
+            elements.logits(&q, &keys, place.clone(), &mut out.logits);
             out.dlogits.clone_from(&out.logits);
-            elements.dlogits(true, &mut out.dlogits, at, upstream.of(span.clone()), &mut label_g);
+            elements.dlogits(
+                true,
+                &mut out.dlogits,
+                place,
+                upstream.of(span.clone()),
+                &mut label_g,
+            );
             progress.advance((span.len() * cols.len() * inputs.q.cols) as u64);
             out.emit(span.clone(), cols, on_tile);
         }

@@ -237,9 +237,9 @@ impl Running {
 
     /// The sum, where there is one lane.
     pub(super) fn value(&self) -> f64 {
-        let mut one = [0.0];
-        self.finish(&mut one);
-        one[0]
+        let mut result = [0.0];
+        self.finish(&mut result);
+        result[0]
     }
 
     /// Adds an addend, where there is one lane.

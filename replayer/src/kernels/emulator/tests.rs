@@ -44,8 +44,11 @@ fn the_thread_count_changes_no_bit() {
     let orders = [Order::Kahan, Order::Pairwise, Order::Blocked(7)];
     for (path, order) in paths.into_iter().zip(orders) {
         let policy = every_sum(path, Precision::Bf16, order);
-        let one = with_threads(1, || emulated(&policy, &fixture, tiles));
-        assert!(one == with_threads(3, || emulated(&policy, &fixture, tiles)), "{policy:?}");
+        let on_one_thread = with_threads(1, || emulated(&policy, &fixture, tiles));
+        assert!(
+            on_one_thread == with_threads(3, || emulated(&policy, &fixture, tiles)),
+            "{policy:?}"
+        );
     }
 }
 
@@ -82,20 +85,20 @@ fn a_bf16_accumulator_over_chunks_or_tiles_swamps_at_256() {
     (fixture.labels, fixture.q) = (vec![3; 300], vec![1.0; 300]);
     fixture.g_lse.fill(0.0);
     fixture.g_label.fill(-1.0);
-    let one = Tiles { tokens: 1, vocab: 20 };
+    let small = Tiles { tokens: 1, vocab: 20 };
     let chunked = Policy { chunk_add: Precision::Bf16, ..Policy::chunked_f32() };
     let kahan = Sum { precision: Precision::F32, order: Order::Kahan };
     let slow = Policy { sums: Sums { dk: kahan, ..Policy::chunked_f32().sums }, ..chunked };
     for policy in [chunked, slow] {
-        let (_, _, dk, dbias) = emulated(&policy, &fixture, one);
+        let (_, _, dk, dbias) = emulated(&policy, &fixture, small);
         assert_eq!((dk[3], dbias[3]), (-256.0, -256.0));
-        let all = Tiles { tokens: 300, ..one };
+        let all = Tiles { tokens: 300, ..small };
         assert_eq!(emulated(&policy, &fixture, all).2[3], -300.0, "one chunk adds in f32");
     }
     let inputs = fixture.inputs();
     let (g_lse, g_label) = (fixture.g_lse_f64(), fixture.g_label_f64());
     let cotangents = Cotangents { lse: &g_lse, label: &g_label, smooth: &g_lse };
-    policy::backward(&chunked, &inputs, &g_lse, &cotangents, one, &NoProgress, &mut |block| {
+    policy::backward(&chunked, &inputs, &g_lse, &cotangents, small, &NoProgress, &mut |block| {
         assert_eq!((block.dk[3], block.dbias[3]), (-256.0, -256.0), "on the fast path");
     });
     // The fused path adds its tiles' softmax parts: g_lse = 1 and a single column, p = 1.
@@ -103,7 +106,7 @@ fn a_bf16_accumulator_over_chunks_or_tiles_swamps_at_256() {
     (fixture.labels, fixture.g_lse) = (vec![0; 300], vec![1.0; 300]);
     fixture.g_label.fill(0.0);
     let fused = Policy { tile_add: Precision::Bf16, ..Policy::fused_f32() };
-    assert_eq!(emulated(&fused, &fixture, one).2[0], 256.0);
+    assert_eq!(emulated(&fused, &fixture, small).2[0], 256.0);
 }
 
 #[test]
@@ -114,12 +117,12 @@ fn descending_walks_start_at_the_other_end() {
     fixture.q = vec![16_777_216.0, 1.0, 1.0];
     (fixture.g_lse, fixture.labels) = (vec![1.0; 3], vec![0; 3]);
     fixture.g_label.fill(0.0);
-    let one = Tiles { tokens: 1, vocab: 1 };
+    let small = Tiles { tokens: 1, vocab: 1 };
     for path in [Path::Fused, Path::Chunked] {
         let ascending = Policy { path, ..Policy::fused_f32() };
         let descending = Policy { chunk_order: Walk::Descending, ..ascending };
-        assert_eq!(emulated(&ascending, &fixture, one).2, [16_777_216.0]);
-        assert_eq!(emulated(&descending, &fixture, one).2, [16_777_218.0]);
+        assert_eq!(emulated(&ascending, &fixture, small).2, [16_777_216.0]);
+        assert_eq!(emulated(&descending, &fixture, small).2, [16_777_218.0]);
     }
     let mut fixture = Fixture { q: vec![0.0], ..Fixture::new(1, 1, 3, 3) };
     fixture.k = vec![16_777_216.0, 1.0, 1.0];
@@ -127,6 +130,6 @@ fn descending_walks_start_at_the_other_end() {
     fixture.g_label.fill(0.0);
     let ascending = Policy { dlogits: Precision::Bf16, ..Policy::fused_f32() };
     let descending = Policy { tile_order: Walk::Descending, ..ascending };
-    assert_eq!(emulated(&ascending, &fixture, one).1.dq, [16_777_216.0]);
-    assert_eq!(emulated(&descending, &fixture, one).1.dq, [16_777_218.0]);
+    assert_eq!(emulated(&ascending, &fixture, small).1.dq, [16_777_216.0]);
+    assert_eq!(emulated(&descending, &fixture, small).1.dq, [16_777_218.0]);
 }

@@ -83,8 +83,8 @@ impl Cut {
 
 /// Cuts a range into `count` parts as equal as possible, longer ones first, as `numpy.array_split`
 /// does.
-fn parts(of: Range<usize>, count: usize) -> Vec<Range<usize>> {
-    let (length, mut start) = (of.len(), of.start);
+fn parts(range: Range<usize>, count: usize) -> Vec<Range<usize>> {
+    let (length, mut start) = (range.len(), range.start);
     let size = |part: usize| length / count + usize::from(part < length % count);
     let all = (0..count).map(|part| {
         let end = start + size(part);
@@ -111,14 +111,14 @@ pub(super) fn in_order(
         order.iter().map(|&token| moved_cotangents[token]).collect::<Vec<f64>>()
     };
     let labels: Vec<u32> = order.iter().map(|&token| inputs.labels[token]).collect();
-    let [own, label, smooth] = [cotangents.lse, cotangents.label, cotangents.smooth].map(moved);
+    let [own_lse, label, smooth] = [cotangents.lse, cotangents.label, cotangents.smooth].map(moved);
     let moved_inputs = HeadInputs {
         q: Matrix { values: Values::F32(&q), ..inputs.q },
         labels: &labels,
         copies: None,
         ..*inputs
     };
-    let moved_cotangents = Cotangents { lse: &own, label: &label, smooth: &smooth };
+    let moved_cotangents = Cotangents { lse: &own_lse, label: &label, smooth: &smooth };
     let narrow = Narrow::new(&moved(lse), &moved_cotangents);
     let upstream = narrow.upstream();
     let walked = emulate::backward(policy, &moved_inputs, upstream, tiles, progress, on_dk);

@@ -245,11 +245,11 @@ impl Policy {
     /// The three precisions that logits are rounded to: as they leave their GEMM, after the bias
     /// and after each step of the transform, and at the end.
     pub(crate) fn logit_steps(&self) -> [Precision; 3] {
-        let (own, none) = (self.logits, Precision::F64);
+        let (declared, none) = (self.logits, Precision::F64);
         match self.logits_when {
-            LogitRounding::Gemm => [own, none, none],
-            LogitRounding::Each => [own, own, own],
-            LogitRounding::End => [none, none, own],
+            LogitRounding::Gemm => [declared, none, none],
+            LogitRounding::Each => [declared, declared, declared],
+            LogitRounding::End => [none, none, declared],
         }
     }
 

@@ -106,8 +106,9 @@ impl DenseTiles for Here<'_> {
             tile.resize(span.len() * cols.len(), 0.0);
             raw(inputs, (q, k), span.clone(), cols.clone(), tile);
             let labels = &inputs.labels[span.clone()];
-            let (at, label_g) = (upstream.of(span.clone()), &mut sums.label_g[span.clone()]);
-            dlogits.tile(Some(&finish), tile, cols.clone(), labels, at, label_g);
+            let (upstream_of_span, label_g) =
+                (upstream.of(span.clone()), &mut sums.label_g[span.clone()]);
+            dlogits.tile(Some(&finish), tile, cols.clone(), labels, upstream_of_span, label_g);
             let dq = &mut dq[span.start * depth..span.end * depth];
             let (to_dq, to_dk) = ((&mut *dq, nth > 0), (&mut *sums.dk, adds));
             let shape = (span.len(), cols.len());
@@ -137,8 +138,8 @@ impl Shards {
             self.0 = Some([dk.to_vec(), dbias.to_vec()]);
             return;
         };
-        for (sum, own) in before.iter_mut().zip([dk, dbias]) {
-            sum.iter_mut().zip(own).for_each(|(sum, x)| *sum += x);
+        for (sum, sums_of_block) in before.iter_mut().zip([dk, dbias]) {
+            sum.iter_mut().zip(sums_of_block).for_each(|(sum, x)| *sum += x);
             round_all(to, sum);
         }
     }

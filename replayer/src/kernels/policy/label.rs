@@ -137,9 +137,9 @@ impl LabelPath<'_> {
         };
         let mut q = vec![0.0; if hits.is_empty() { 0 } else { acc.len() }];
         let shards = self.policy.scattered(hits, self.inputs.q.rows);
-        let mut own = vec![0.0; if shards.len() > 1 { acc.len() } else { 0 }];
+        let mut shard_sum = vec![0.0; if shards.len() > 1 { acc.len() } else { 0 }];
         for shard in &shards {
-            let sum = if shards.len() > 1 { &mut own[..] } else { &mut *acc };
+            let sum = if shards.len() > 1 { &mut shard_sum[..] } else { &mut *acc };
             for &token in shard {
                 self.inputs.q.panel_f32(token..token + 1, &mut q);
                 input.round_slice(&mut q);
@@ -149,8 +149,8 @@ impl LabelPath<'_> {
                 add(sum, &q, label_scatter);
             }
             if shards.len() > 1 {
-                add(acc, &own, scatter_join);
-                own.fill(0.0);
+                add(acc, &shard_sum, scatter_join);
+                shard_sum.fill(0.0);
             }
         }
     }

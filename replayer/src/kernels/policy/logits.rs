@@ -65,9 +65,9 @@ impl Slope {
 
     /// `scale (1 - (logit / cap)²)`, the derivative by the raw logit.
     pub(super) fn at(&self, logit: f32) -> f32 {
-        let mut one = [logit];
-        self.row(&mut one);
-        one[0]
+        let mut element = [logit];
+        self.row(&mut element);
+        element[0]
     }
 
     /// Replaces each logit of a row by the derivative there.

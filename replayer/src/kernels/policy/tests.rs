@@ -77,8 +77,13 @@ fn stepped(policy: &Policy, fixture: &Fixture, tiles: Tiles, workspace: &mut Wor
         Path::Chunked => unreachable!("no step runs the chunked path"),
     }
     assert_eq!(counter.total(), step_work(&inputs));
-    let of = |values: &[f32]| bits(&widened(values));
-    Bits { lse: of(&lse), label_logits: of(&label_logits), dq: of(&dq), dk: of(&dk) }
+    let bits_of = |values: &[f32]| bits(&widened(values));
+    Bits {
+        lse: bits_of(&lse),
+        label_logits: bits_of(&label_logits),
+        dq: bits_of(&dq),
+        dk: bits_of(&dk),
+    }
 }
 
 /// The named policies, both paths with every rounding point set, and scatters in shards.
@@ -219,8 +224,8 @@ fn the_thread_count_changes_no_bit() {
                 (emulated_bits(&policy, &fixture, tiles), step)
             })
         };
-        let one = all(1);
-        assert!(one == all(2) && one == all(3), "{policy:?}");
+        let on_one_thread = all(1);
+        assert!(on_one_thread == all(2) && on_one_thread == all(3), "{policy:?}");
     }
 }
 

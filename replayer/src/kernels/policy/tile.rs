@@ -98,10 +98,10 @@ pub(super) fn joined(
     let narrow = |(part, total): &(Precision, Precision)| !part.keeps_f32() || !total.keeps_f32();
     let Some((part, total)) = rounding.filter(narrow) else { return add(target, adds) };
     if adds {
-        let mut own = vec![0.0; target.len()];
-        add(&mut own, false);
-        round_all(part, &mut own);
-        target.par_iter_mut().zip(&own).for_each(|(sum, own)| *sum += own);
+        let mut part_sum = vec![0.0; target.len()];
+        add(&mut part_sum, false);
+        round_all(part, &mut part_sum);
+        target.par_iter_mut().zip(&part_sum).for_each(|(sum, own)| *sum += own);
     } else {
         add(target, false);
         round_all(part, target);

@@ -131,8 +131,8 @@ impl DkSums {
         let labels = Labels { terms: labels, ..Labels::new(inputs, 0) };
         for block in &mut sums.blocks {
             block.take(dense);
-            let own = (upstream.cotangents.label, upstream.noise.whole);
-            block.add_labels(inputs, &labels, own, dq);
+            let label_upstream = (upstream.cotangents.label, upstream.noise.whole);
+            block.add_labels(inputs, &labels, label_upstream, dq);
         }
         sums
     }
@@ -197,7 +197,7 @@ impl Block {
     /// here are left empty.
     fn take(&mut self, dense: &DenseSums) {
         let (rows, depth) = (self.rows.clone(), self.depth);
-        for (own, all, width) in [
+        for (rows_of_block, all, width) in [
             (&mut self.lse, &dense.lse, depth),
             (&mut self.lse_sq, &dense.lse_sq, depth),
             (&mut self.lse_var, &dense.lse_var, depth),
@@ -208,8 +208,8 @@ impl Block {
             (&mut self.bias_sq, &dense.bias_sq, 1),
         ] {
             let here = if all.is_empty() { 0..0 } else { rows.start * width..rows.end * width };
-            own.clear();
-            own.extend_from_slice(&all[here]);
+            rows_of_block.clear();
+            rows_of_block.extend_from_slice(&all[here]);
         }
     }
 
@@ -267,18 +267,18 @@ impl Block {
             load(&inputs.q, token..token + 1, &mut q);
             load(&inputs.k, label as usize..label as usize + 1, &mut k);
             for d in 0..depth {
-                let (at, addend) = (row * depth + d, entry * q[d]);
-                self.label[at] += addend;
-                self.label_whole[at] += rounded * q[d];
-                self.label_sq[at] += addend * addend;
-                self.label_var[at] += entry_var * q[d] * q[d];
+                let (element, addend) = (row * depth + d, entry * q[d]);
+                self.label[element] += addend;
+                self.label_whole[element] += rounded * q[d];
+                self.label_sq[element] += addend * addend;
+                self.label_var[element] += entry_var * q[d] * q[d];
                 dq.dq_label[token * depth + d] = entry * k[d];
             }
             if slope_var > 0.0 {
                 dq.dq_label_rel_var[token] = (slope_var / (slope * slope)).min(f64::MAX);
-                let own = entry_var / copies;
+                let variance = entry_var / copies;
                 let target = &mut dq.dq_label_var[token * depth..(token + 1) * depth];
-                target.iter_mut().zip(&k).for_each(|(var, k)| *var = own * k * k);
+                target.iter_mut().zip(&k).for_each(|(var, k)| *var = variance * k * k);
             }
         }
     }
@@ -294,8 +294,8 @@ impl Block {
         hits.sort_by_key(|&at| self.hit_rows[at]);
         let of_row = |hits: &[usize]| -> (usize, Vec<f64>) {
             let (mut q, mut addends, mut token_q) = (Vec::new(), Vec::new(), Vec::new());
-            for &at in hits {
-                let token = self.hit_tokens[at] as usize;
+            for &hit in hits {
+                let token = self.hit_tokens[hit] as usize;
                 load(all_q, token..token + 1, &mut token_q);
                 q.extend_from_slice(&token_q);
             }

@@ -30,7 +30,7 @@ pub(super) fn exp(x: f64) -> f64 {
     let r = whole.mul_add(-6.931_471_803_691_238e-1, x);
     let r = whole.mul_add(-1.908_214_929_270_587_7e-10, r);
     // The Taylor series; the first term that is left out, r^14 / 14!, is below 2^-57.
-    let p = TAYLOR[1..].iter().fold(TAYLOR[0], |p, &of| p.mul_add(r, of));
+    let p = TAYLOR[1..].iter().fold(TAYLOR[0], |p, &value| p.mul_add(r, value));
     let value = 1.0 + (r * r).mul_add(p, r);
     // Two factors, since no f64 power of two reaches 2^-1075 or 2^1024.
     let half = exponent >> 1;

@@ -171,11 +171,11 @@ fn absorb(running: &mut RunningSum<f64>, row: &mut [f64]) {
 
 /// Sum of `of(x)` over a row, in eight lanes and in a fixed order. In a single chain each addition
 /// would wait for the one before.
-pub(super) fn sum_in_lanes(row: &[f64], of: impl Fn(f64) -> f64) -> f64 {
+pub(super) fn sum_in_lanes(row: &[f64], term: impl Fn(f64) -> f64) -> f64 {
     let (chunks, rest) = row.as_chunks::<8>();
     let mut lanes = [0.0; 8];
     for chunk in chunks {
-        lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane += of(x));
+        lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane += term(x));
     }
-    lanes.iter().sum::<f64>() + rest.iter().map(|&x| of(x)).sum::<f64>()
+    lanes.iter().sum::<f64>() + rest.iter().map(|&x| term(x)).sum::<f64>()
 }

@@ -195,9 +195,9 @@ unsafe fn multiply_block(
         (0..tall * wide).map(|at| unsafe { *target.add(place(at)) }).collect();
     // SAFETY: `block` holds the whole block; both operands hold what is addressed.
     unsafe { run(block.as_mut_ptr(), (tall, wide, wide), add, lhs, rhs, depth) };
-    for (at, &value) in block.iter().enumerate() {
+    for (index, &value) in block.iter().enumerate() {
         // SAFETY: as above.
-        unsafe { *target.add(place(at)) = value };
+        unsafe { *target.add(place(index)) = value };
     }
 }
 

@@ -55,15 +55,15 @@ impl<'a> Chain<'a> {
         let biased = self.biased(product, v);
         let Transform { scale, softcap, .. } = self.transform;
         let scaled = scale * biased;
-        let own = |present: bool, x: f64| if present { square(finite(x)) } else { 0.0 };
+        let square_if = |present: bool, x: f64| if present { square(finite(x)) } else { 0.0 };
         let scales = scale != 1.0;
         // Squares of the results before scaling, then of all before the softcap.
-        let before = own(!self.given, product) + own(self.bias.is_some(), biased);
-        let before = square(scale) * before + own(scales, scaled);
+        let before = square_if(!self.given, product) + square_if(self.bias.is_some(), biased);
+        let before = square(scale) * before + square_if(scales, scaled);
         let sums = noise.dot_rel_var * square(scale) * norms;
         let Some(cap) = softcap else {
             // Given and nothing done to it: the rounding is that of its own dtype.
-            let untouched = own(self.given && self.bias.is_none() && !scales, scaled);
+            let untouched = square_if(self.given && self.bias.is_none() && !scales, scaled);
             let var = noise.logit_rel_var * (before + untouched) + floor(noise, scaled) + sums;
             return Logit { value: scaled, var, slope: scale, slope_var: 0.0 };
         };
@@ -74,11 +74,11 @@ impl<'a> Chain<'a> {
         let from_logit = square(2.0 * tanh * slope / cap) * scaled_var;
         // A quotient, a tanh and a product: three results are rounded, and what the
         // first two lose in the format's smallest numbers the product multiplies.
-        let own = 3.0 * noise.logit_rel_var * square(value)
+        let own_variance = 3.0 * noise.logit_rel_var * square(value)
             + noise.logit_floor * (1.0 + self.transform.lost_in_smallest());
         Logit {
             value,
-            var: square(slope) * scaled_var + own,
+            var: square(slope) * scaled_var + own_variance,
             slope: scale * slope,
             slope_var: square(scale) * (from_tanh + from_logit),
         }
@@ -142,8 +142,8 @@ mod tests {
             let (product, norms) = (8.0 * draw.normal(), 50.0 * draw.unit());
             let written = Chain { bias, transform, given: false }.logit(product, 0, norms, &noise);
             let roundings = Roundings::new(unit, None);
-            let own = noise.logit_rel_var * product * product + noise.dot_rel_var * norms;
-            let mut raw = roundings.with_variance(product, own);
+            let own_variance = noise.logit_rel_var * product * product + noise.dot_rel_var * norms;
+            let mut raw = roundings.with_variance(product, own_variance);
             if let Some(bias) = bias {
                 raw = raw + roundings.exact(bias[0]);
             }

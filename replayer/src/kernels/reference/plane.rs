@@ -133,8 +133,8 @@ fn entry(token: &Token, logit: &Logit, is_label: bool) -> (f64, f64) {
     let label = if is_label { token.c_label } else { 0.0 };
     let by_logit = dense.by_logit + label;
     if token.noise.whole && is_label {
-        let own = logit.slope * logit.slope * token.whole_var(logit);
-        return (logit.slope * by_logit, own + by_logit * by_logit * logit.slope_var);
+        let own_variance = logit.slope * logit.slope * token.whole_var(logit);
+        return (logit.slope * by_logit, own_variance + by_logit * by_logit * logit.slope_var);
     }
     let var = dense.var + label * label * token.noise.p_rel_var;
     let var = logit.slope * logit.slope * var + by_logit * by_logit * logit.slope_var;

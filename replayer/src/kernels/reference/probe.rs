@@ -247,8 +247,8 @@ mod tests {
         (0..depth * probes).map(|i| if i * 7 % 5 < 2 { 1.0 } else { -1.0 }).collect()
     }
 
-    fn close(found: f64, wanted: f64, size: f64, what: &str) {
-        assert!((found - wanted).abs() <= 1e-13 * size, "{what}: {found:e} {wanted:e}");
+    fn close(got: f64, wanted: f64, size: f64, what: &str) {
+        assert!((got - wanted).abs() <= 1e-13 * size, "{what}: {got:e} {wanted:e}");
     }
 
     /// Goal: every sum is that of the gradient, under every option. Method: the probes are the
@@ -280,11 +280,11 @@ mod tests {
                 &NOISE,
                 (SMALL_TILES, Keep::Both, &NoProgress),
                 &mut |block| {
-                    let at = block.rows.start * d..block.rows.end * d;
-                    all(&probed.dk_lse[at.clone()], &block.dk_lse, "dk");
-                    all(&probed.dk_noise[at.clone()], &block.dk_lse_var, "dk noise");
-                    all(&probed.dk_tokens[at.clone()], &block.dk_lse_sq, "dk tokens");
-                    all(&probed.dk_dropped[at], &block.dk_dropped, "dk dropped");
+                    let span = block.rows.start * d..block.rows.end * d;
+                    all(&probed.dk_lse[span.clone()], &block.dk_lse, "dk");
+                    all(&probed.dk_noise[span.clone()], &block.dk_lse_var, "dk noise");
+                    all(&probed.dk_tokens[span.clone()], &block.dk_lse_sq, "dk tokens");
+                    all(&probed.dk_dropped[span], &block.dk_dropped, "dk dropped");
                     all(&probed.dk_sq[block.rows.clone()], &rows(&block.dk_lse_sq), "dk squares");
                 },
             );

@@ -65,10 +65,11 @@ pub fn from_dlogits(
             squares(&q, &mut q_sq);
             load_columns(dlogits, span.clone(), valid.clone(), &mut tile);
             squares(&tile, &mut tile_sq);
-            let at = span.start * depth..span.end * depth;
-            for (target, tile, k) in
-                [(&mut out.dq[at.clone()], &tile, &k), (&mut out.dq_sq[at], &tile_sq, &k_sq)]
-            {
+            let elements = span.start * depth..span.end * depth;
+            for (target, tile, k) in [
+                (&mut out.dq[elements.clone()], &tile, &k),
+                (&mut out.dq_sq[elements], &tile_sq, &k_sq),
+            ] {
                 multiply(
                     target,
                     depth,
@@ -128,15 +129,18 @@ mod tests {
         });
         let e = |t: usize, v: usize| if v < fixture.valid { values[t * vocab + v] } else { 0.0 };
         let close = |got: f64, wanted: f64| assert!((got - wanted).abs() < 1e-11, "{got} {wanted}");
-        for at in 0..tokens * depth {
-            let (t, d) = (at / depth, at % depth);
+        for index in 0..tokens * depth {
+            let (t, d) = (index / depth, index % depth);
             let k = |v: usize| inputs.k.get_f64(v * depth + d);
-            close(computed.dq[at], (0..fixture.valid).map(|v| e(t, v) * k(v)).sum());
-            close(computed.dq_sq[at], (0..fixture.valid).map(|v| (e(t, v) * k(v)).powi(2)).sum());
+            close(computed.dq[index], (0..fixture.valid).map(|v| e(t, v) * k(v)).sum());
+            close(
+                computed.dq_sq[index],
+                (0..fixture.valid).map(|v| (e(t, v) * k(v)).powi(2)).sum(),
+            );
         }
         assert_eq!((dk.len(), dbias.len()), (vocab * depth, vocab));
-        for (at, &dk) in dk.iter().enumerate() {
-            let (v, d) = (at / depth, at % depth);
+        for (index, &dk) in dk.iter().enumerate() {
+            let (v, d) = (index / depth, index % depth);
             close(dk, (0..tokens).map(|t| e(t, v) * inputs.q.get_f64(t * depth + d)).sum());
         }
         for (v, &dbias) in dbias.iter().enumerate() {

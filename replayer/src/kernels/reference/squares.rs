@@ -218,19 +218,19 @@ mod tests {
     }
 
     fn naive(tile: &[f64], values: &[f64], over: Over) -> Vec<f64> {
-        let of = |row: usize, column: usize, d: usize| {
+        let term = |row: usize, column: usize, d: usize| {
             let entry = tile[row * COLUMNS_OF_TILE + column];
             let other = if over == Over::Columns { column } else { row };
             entry * values[other * DEPTH + d] * values[other * DEPTH + d]
         };
-        let at = |d: usize, row: usize| -> f64 {
+        let sum_at = |d: usize, row: usize| -> f64 {
             match over {
-                Over::Columns => (0..COLUMNS_OF_TILE).map(|column| of(row, column, d)).sum(),
-                Over::Tokens => (0..TOKENS).map(|token| of(token, row, d)).sum(),
+                Over::Columns => (0..COLUMNS_OF_TILE).map(|column| term(row, column, d)).sum(),
+                Over::Tokens => (0..TOKENS).map(|token| term(token, row, d)).sum(),
             }
         };
         let rows = if over == Over::Columns { TOKENS } else { COLUMNS_OF_TILE };
-        (0..rows * DEPTH).map(|index| at(index % DEPTH, index / DEPTH)).collect()
+        (0..rows * DEPTH).map(|index| sum_at(index % DEPTH, index / DEPTH)).collect()
     }
 
     #[test]
@@ -238,18 +238,16 @@ mod tests {
         for seed in 0..20 {
             let (tile, [keys, queries]) = drawn(seed);
             for (over, values) in [(Over::Columns, &keys), (Over::Tokens, &queries)] {
-                let (found, exact) = (sums(&tile, values, over), naive(&tile, values, over));
+                let (got, exact) = (sums(&tile, values, over), naive(&tile, values, over));
                 // Rows and columns differ by e^320 here: an element that is small beside those of
                 // its row and of its column may be all that a sum has.
-                for (row, (found, exact)) in
-                    found.chunks(DEPTH).zip(exact.chunks(DEPTH)).enumerate()
-                {
+                for (row, (got, exact)) in got.chunks(DEPTH).zip(exact.chunks(DEPTH)).enumerate() {
                     let largest = exact.iter().copied().fold(0.0, f64::max);
-                    for (found, exact) in found.iter().zip(exact) {
-                        let off = (found - exact).abs();
+                    for (got, exact) in got.iter().zip(exact) {
+                        let off = (got - exact).abs();
                         assert!(
                             off <= 1e-6 * exact + 1e-37 * largest,
-                            "seed {seed}, row {row}: {found:e} beside {exact:e}"
+                            "seed {seed}, row {row}: {got:e} beside {exact:e}"
                         );
                     }
                 }
@@ -264,11 +262,17 @@ mod tests {
             tile[COLUMNS_OF_TILE + 7] = bad;
             let of_tokens = sums(&tile, &keys, Over::Columns);
             let of_columns = sums(&tile, &queries, Over::Tokens);
-            for (row, found) in of_tokens.chunks(DEPTH).enumerate() {
-                assert!(found.iter().all(|x| x.is_finite() == (row != 1)), "{bad} token {row}");
+            for (row, sums_of_row) in of_tokens.chunks(DEPTH).enumerate() {
+                assert!(
+                    sums_of_row.iter().all(|x| x.is_finite() == (row != 1)),
+                    "{bad} token {row}"
+                );
             }
-            for (column, found) in of_columns.chunks(DEPTH).enumerate() {
-                assert!(found.iter().all(|x| x.is_finite() == (column != 7)), "{bad} {column}");
+            for (column, sums_of_column) in of_columns.chunks(DEPTH).enumerate() {
+                assert!(
+                    sums_of_column.iter().all(|x| x.is_finite() == (column != 7)),
+                    "{bad} {column}"
+                );
             }
         }
     }
@@ -279,9 +283,9 @@ mod tests {
         for x in [0.0, tiny, f64::MIN_POSITIVE] {
             let tile = vec![x; TOKENS * COLUMNS_OF_TILE];
             let keys = vec![1.0; COLUMNS_OF_TILE * DEPTH];
-            let found = sums(&tile, &keys, Over::Columns);
+            let got = sums(&tile, &keys, Over::Columns);
             let wanted = x * COLUMNS_OF_TILE as f64;
-            assert!(found.iter().all(|&of| (of - wanted).abs() <= 1e-6 * wanted), "{x:e}");
+            assert!(got.iter().all(|&of| (of - wanted).abs() <= 1e-6 * wanted), "{x:e}");
         }
     }
 
@@ -296,9 +300,9 @@ mod tests {
             values.iter_mut().enumerate().for_each(tiny);
         }
         for (over, values) in [(Over::Columns, &keys), (Over::Tokens, &queries)] {
-            let (found, exact) = (sums(&tile, values, over), naive(&tile, values, over));
-            for (found, exact) in found.iter().zip(&exact) {
-                assert!((found - exact).abs() <= 1e-5 * exact, "{found:e} beside {exact:e}");
+            let (got, exact) = (sums(&tile, values, over), naive(&tile, values, over));
+            for (got, exact) in got.iter().zip(&exact) {
+                assert!((got - exact).abs() <= 1e-5 * exact, "{got:e} beside {exact:e}");
             }
         }
     }

@@ -322,8 +322,8 @@ fn the_thread_count_changes_no_bit() {
                 (result, gradients, plane)
             })
         };
-        let one = all(1);
-        assert!(one == all(2) && one == all(3));
+        let on_one_thread = all(1);
+        assert!(on_one_thread == all(2) && on_one_thread == all(3));
     }
 }
 
@@ -389,10 +389,10 @@ fn copies_of_a_token_weigh_its_squares_and_leave_the_gradients() {
         (sums, weighed)
     };
     // A power of two multiplies exactly.
-    let (one, four) = (all(None), all(Some(&vec![4.0; fixture.tokens])));
-    assert_eq!(one.0, four.0);
-    assert_eq!(one.1.iter().map(|x| 4.0 * x).collect::<Vec<f64>>(), four.1);
-    assert!(one.1.iter().any(|&x| x > 0.0));
+    let (single, four) = (all(None), all(Some(&vec![4.0; fixture.tokens])));
+    assert_eq!(single.0, four.0);
+    assert_eq!(single.1.iter().map(|x| 4.0 * x).collect::<Vec<f64>>(), four.1);
+    assert!(single.1.iter().any(|&x| x > 0.0));
 }
 
 /// A captured lse that is 200 too high: (g p)^2 is about e^-413, below every f32.

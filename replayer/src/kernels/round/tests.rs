@@ -121,11 +121,11 @@ fn eight_bit_rounding_of_every_bf16_number_has_the_bits_that_ml_dtypes_gives() {
             let rounded = precision.round(bf16::from_bits(pattern).to_f32());
             let sign = u8::from(rounded.is_sign_negative()) << 7;
             let size = f64::from(rounded.abs());
-            let found = numbers.partition_point(|&number| number < size) as u8;
+            let code = numbers.partition_point(|&number| number < size) as u8;
             match rounded {
                 _ if rounded.is_nan() => 0x7f,
                 _ if rounded.is_infinite() => sign | infinite,
-                _ => sign | found,
+                _ => sign | code,
             }
         };
         let hash = (0..=u16::MAX).map(byte).fold(0xcbf2_9ce4_8422_2325, fnv1a);

@@ -44,10 +44,10 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(one: &Side<'_>, other: &Side<'_>, order: Option<Vec<u64>>) -> Plan {
-        let microbatches = one.microbatches();
-        let same = microbatches == other.microbatches()
-            && microbatches.iter().all(|&mb| one.tokens(mb) == other.tokens(mb));
+    pub(super) fn new(this_run: &Side<'_>, other_run: &Side<'_>, order: Option<Vec<u64>>) -> Plan {
+        let microbatches = this_run.microbatches();
+        let same = microbatches == other_run.microbatches()
+            && microbatches.iter().all(|&mb| this_run.tokens(mb) == other_run.tokens(mb));
         Plan { same_split: same, order }
     }
 }
@@ -72,52 +72,55 @@ fn in_layout_of_k(role: Role) -> bool {
 
 /// Every pair of values of a stage that both runs hold.
 pub(super) fn pairings<'a>(
-    one: &Side<'a>,
-    other: &Side<'a>,
+    this_run: &Side<'a>,
+    other_run: &Side<'a>,
     stage: Stage,
     plan: &Plan,
 ) -> Vec<Pairing<'a>> {
     if stage.is_sum() {
         let reduced = stage == Stage::Reduce;
-        let keys = one.reduced(Role::Dk, reduced).zip(other.reduced(Role::Dk, reduced));
+        let keys = this_run.reduced(Role::Dk, reduced).zip(other_run.reduced(Role::Dk, reduced));
         let keys = keys.map(|(a, b)| (vec![a], vec![b]));
-        let pair = |keys| pair(one, other, stage, Role::Dk, None, keys, plan);
+        let pair = |keys| pair(this_run, other_run, stage, Role::Dk, None, keys, plan);
         return keys.and_then(pair).into_iter().collect();
     }
     let Some(role) = stage.role() else {
         return Vec::new();
     };
-    let mut found = Vec::new();
+    let mut pairings = Vec::new();
     let shape = |side: &Side<'_>, key: &TensorKey| side.dump.tensors()[key].shape.clone();
-    let of_tokens = one.all(role).first().is_some_and(|key| per_token(role, &shape(one, key)));
+    let of_tokens =
+        this_run.all(role).first().is_some_and(|key| per_token(role, &shape(this_run, key)));
     if plan.same_split && !(of_tokens && plan.order.is_some()) {
-        let mut microbatches = one.microbatches();
+        let mut microbatches = this_run.microbatches();
         if !microbatches.contains(&None) {
             microbatches.push(None);
         }
         for mb in microbatches {
-            let keys = one.find(role, mb).zip(other.find(role, mb));
+            let keys = this_run.find(role, mb).zip(other_run.find(role, mb));
             let keys = keys.map(|(a, b)| (vec![a], vec![b]));
-            found.extend(keys.and_then(|keys| pair(one, other, stage, role, mb, keys, plan)));
+            pairings.extend(
+                keys.and_then(|keys| pair(this_run, other_run, stage, role, mb, keys, plan)),
+            );
         }
     }
-    if found.is_empty() {
-        let (mut ours, mut theirs) = (one.all(role), other.all(role));
+    if pairings.is_empty() {
+        let (mut ours, mut theirs) = (this_run.all(role), other_run.all(role));
         if !of_tokens && !summed(role) {
             // The same in every microbatch: the first stands for all.
             ours.truncate(1);
             theirs.truncate(1);
         }
         if !ours.is_empty() && !theirs.is_empty() {
-            found.extend(pair(one, other, stage, role, None, (ours, theirs), plan));
+            pairings.extend(pair(this_run, other_run, stage, role, None, (ours, theirs), plan));
         }
     }
-    found
+    pairings
 }
 
 fn pair<'a>(
-    one: &Side<'a>,
-    other: &Side<'a>,
+    this_run: &Side<'a>,
+    other_run: &Side<'a>,
     stage: Stage,
     role: Role,
     microbatch: Option<Microbatch>,
@@ -125,10 +128,10 @@ fn pair<'a>(
     plan: &Plan,
 ) -> Option<Pairing<'a>> {
     let joined = keys.0.len() > 1 || keys.1.len() > 1;
-    let shape = &one.dump.tensors()[keys.0[0]].shape;
+    let shape = &this_run.dump.tensors()[keys.0[0]].shape;
     let of_tokens = per_token(role, shape);
     let factors = match summed(role) && !of_tokens && joined {
-        true => (share(one, &keys.0), share(other, &keys.1)),
+        true => (share(this_run, &keys.0), share(other_run, &keys.1)),
         false => (1.0, 1.0),
     };
     let mut how = Vec::new();
@@ -141,7 +144,7 @@ fn pair<'a>(
         let columns = if of_tokens { token_columns(side, role, keys, microbatch) } else { None };
         let view = View::new(side.dump, keys, combine, columns)?;
         let turn = in_layout_of_k(role)
-            && one.layout() != other.layout()
+            && this_run.layout() != other_run.layout()
             && side.layout() == KLayout::Dv
             && shape.len() == 2;
         if turn {
@@ -150,8 +153,8 @@ fn pair<'a>(
         }
         Some(view)
     };
-    let ours = view(one, &keys.0, factors.0, "this run's")?;
-    let mut theirs = view(other, &keys.1, factors.1, "the other run's")?;
+    let ours = view(this_run, &keys.0, factors.0, "this run's")?;
+    let mut theirs = view(other_run, &keys.1, factors.1, "the other run's")?;
     if joined {
         let verb = if of_tokens { "joined" } else { "summed" };
         how.push(format!("{} and {} microbatches {verb}", keys.0.len(), keys.1.len()));

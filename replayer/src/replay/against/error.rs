@@ -9,13 +9,13 @@ use crate::assemble::AssembleError;
 pub enum AgainstError {
     /// A pattern names nothing.
     #[error(
-        "--compare {pattern:?} matches no tensor and no role: choose among what is held, {held}"
+        "--compare {pattern:?} matches no tensor and no role: choose among what is held, {recorded}"
     )]
     Nothing {
         /// As typed.
         pattern: String,
         /// What is there.
-        held: String,
+        recorded: String,
     },
     /// A tensor that is there cannot be put together.
     #[error("{key} cannot be reassembled")]

@@ -96,64 +96,65 @@ pub struct Differences {
 
 /// Compares what both dumps hold, in the order of the stages, then by name.
 pub fn against(
-    one: &Side<'_>,
-    other: &Side<'_>,
+    this_run: &Side<'_>,
+    other_run: &Side<'_>,
     asked: &Asked,
 ) -> Result<Differences, AgainstError> {
     let empty = asked.patterns.iter().find(|named| {
-        let mut held = one.dump.tensors().keys().chain(other.dump.tensors().keys());
-        !held.any(|key| named.matches(key))
+        let mut keys = this_run.dump.tensors().keys().chain(other_run.dump.tensors().keys());
+        !keys.any(|key| named.matches(key))
     });
     if let Some(named) = empty {
-        let held = held(one, other);
-        return Err(AgainstError::Nothing { pattern: named.to_string(), held });
+        let recorded = recorded_names(this_run, other_run);
+        return Err(AgainstError::Nothing { pattern: named.to_string(), recorded });
     }
     let lacks = |role: &&Role| {
-        let mut held = one.dump.tensors().values().chain(other.dump.tensors().values());
-        !held.any(|info| info.role == Some(**role))
+        let mut infos = this_run.dump.tensors().values().chain(other_run.dump.tensors().values());
+        !infos.any(|info| info.role == Some(**role))
     };
     if let Some(role) = asked.roles.iter().find(lacks) {
-        let held = held(one, other);
-        return Err(AgainstError::Nothing { pattern: role.to_string(), held });
+        let recorded = recorded_names(this_run, other_run);
+        return Err(AgainstError::Nothing { pattern: role.to_string(), recorded });
     }
-    let mut found = Differences::default();
+    let mut differences = Differences::default();
     let mut seen = BTreeSet::new();
-    if one.declared.is_some() && other.declared.is_some() {
-        stages::compare(one, other, asked, &mut found, &mut seen)?;
+    if this_run.declared.is_some() && other_run.declared.is_some() {
+        stages::compare(this_run, other_run, asked, &mut differences, &mut seen)?;
     }
     let wanted = |key: &TensorKey| {
-        asked.everything() || asked.names(key) || has_role(one, other, key, asked)
+        asked.everything() || asked.names(key) || has_role(this_run, other_run, key, asked)
     };
     let usable = |key: &TensorKey| {
-        other.dump.tensors().contains_key(key) && !other.unusable.contains_key(key)
+        other_run.dump.tensors().contains_key(key) && !other_run.unusable.contains_key(key)
     };
     let by_name =
-        |key: &TensorKey| wanted(key) && of_head(one, other, key).is_none() && usable(key);
-    let keys = named::in_order(one, by_name);
-    found.named = named::compare(one, other, &keys)?;
+        |key: &TensorKey| wanted(key) && of_head(this_run, other_run, key).is_none() && usable(key);
+    let keys = named::in_order(this_run, by_name);
+    differences.named = named::compare(this_run, other_run, &keys)?;
     seen.extend(keys.into_iter().cloned());
-    let likely = named::likely(&found.named);
-    found.likely = likely.map(|(at, why)| Likely { tensor: found.named[at].tensor.clone(), why });
-    let left_out = left_out(one, other, &wanted, &seen);
+    let likely = named::likely(&differences.named);
+    differences.likely =
+        likely.map(|(at, why)| Likely { tensor: differences.named[at].tensor.clone(), why });
+    let left_out = left_out(this_run, other_run, &wanted, &seen);
     // Beside a head that was judged, other tensors are shown for information.
-    if !asked.patterns.is_empty() || found.stages.is_empty() {
-        let warned = found.named.iter().filter(|named| named.status == Status::Warn).count();
-        found.differing = warned;
-        found.unjudged = warned + left_out.len();
+    if !asked.patterns.is_empty() || differences.stages.is_empty() {
+        let warned = differences.named.iter().filter(|named| named.status == Status::Warn).count();
+        differences.differing = warned;
+        differences.unjudged = warned + left_out.len();
     }
-    found.not_checked.extend(left_out);
-    Ok(found)
+    differences.not_checked.extend(left_out);
+    Ok(differences)
 }
 
 /// The role under which the head compares a tensor; none without a head.
-fn of_head(one: &Side<'_>, other: &Side<'_>, key: &TensorKey) -> Option<Role> {
-    let heads = one.declared.is_some() && other.declared.is_some();
-    let info = one.dump.tensors().get(key).or_else(|| other.dump.tensors().get(key))?;
+fn of_head(this_run: &Side<'_>, other_run: &Side<'_>, key: &TensorKey) -> Option<Role> {
+    let heads = this_run.declared.is_some() && other_run.declared.is_some();
+    let info = this_run.dump.tensors().get(key).or_else(|| other_run.dump.tensors().get(key))?;
     info.role.filter(|_| heads)
 }
 
-fn has_role(one: &Side<'_>, other: &Side<'_>, key: &TensorKey, asked: &Asked) -> bool {
-    let info = one.dump.tensors().get(key).or_else(|| other.dump.tensors().get(key));
+fn has_role(this_run: &Side<'_>, other_run: &Side<'_>, key: &TensorKey, asked: &Asked) -> bool {
+    let info = this_run.dump.tensors().get(key).or_else(|| other_run.dump.tensors().get(key));
     info.and_then(|info| info.role).is_some_and(|role| asked.roles.contains(&role))
 }
 
@@ -171,38 +172,38 @@ pub fn wanted_roles(dump: &crate::dump::StepDump, asked: &Asked) -> Vec<Role> {
 /// Tensors of the request that only one run holds, or that the runs hold for
 /// different parts of the step.
 fn left_out(
-    one: &Side<'_>,
-    other: &Side<'_>,
+    this_run: &Side<'_>,
+    other_run: &Side<'_>,
     wanted: &impl Fn(&TensorKey) -> bool,
     seen: &BTreeSet<TensorKey>,
 ) -> Vec<NotChecked> {
-    let mut found = Vec::new();
-    let sides = [(one, other, "this run"), (other, one, "the other run")];
+    let mut not_checked = Vec::new();
+    let sides = [(this_run, other_run, "this run"), (other_run, this_run, "the other run")];
     for (side, against, whose) in sides {
         for (key, why) in side.unusable.iter().filter(|(key, _)| wanted(key)) {
             let what = format!("{key} of {whose}");
-            found.push(NotChecked { what, why: why.clone() });
+            not_checked.push(NotChecked { what, why: why.clone() });
         }
         for (key, _) in side.tensors().filter(|(key, _)| wanted(key) && !seen.contains(*key)) {
-            let held = against.dump.tensors().contains_key(key);
-            let why = match (held, against.unusable.contains_key(key)) {
+            let is_recorded = against.dump.tensors().contains_key(key);
+            let why = match (is_recorded, against.unusable.contains_key(key)) {
                 (_, true) => continue,
                 (true, false) => "the two runs hold it in shapes that cannot be aligned".into(),
                 (false, false) => format!("only {whose} holds it"),
             };
             let item = NotChecked { what: key.to_string(), why };
-            if !found.contains(&item) {
-                found.push(item);
+            if !not_checked.contains(&item) {
+                not_checked.push(item);
             }
         }
     }
-    found
+    not_checked
 }
 
 /// Names of the tensors of both runs, once each.
-pub(super) fn held(one: &Side<'_>, other: &Side<'_>) -> String {
+pub(super) fn recorded_names(this_run: &Side<'_>, other_run: &Side<'_>) -> String {
     const SHOWN: usize = 40;
-    let names = one.dump.tensors().keys().chain(other.dump.tensors().keys());
+    let names = this_run.dump.tensors().keys().chain(other_run.dump.tensors().keys());
     let names: BTreeSet<&str> = names.map(|key| key.tensor.as_str()).collect();
     let shown: Vec<&str> = names.iter().copied().take(SHOWN).collect();
     match names.len().saturating_sub(SHOWN) {

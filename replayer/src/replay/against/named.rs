@@ -71,10 +71,10 @@ pub(super) fn in_order<'a>(
     side: &Side<'a>,
     wanted: impl Fn(&TensorKey) -> bool,
 ) -> Vec<&'a TensorKey> {
-    let found = side.tensors().filter(|(key, _)| wanted(key));
-    let mut found: Vec<_> = found.map(|(key, info)| (moment(key, info), key)).collect();
-    found.sort();
-    found.into_iter().map(|(_, key)| key).collect()
+    let matching = side.tensors().filter(|(key, _)| wanted(key));
+    let mut keys: Vec<_> = matching.map(|(key, info)| (moment(key, info), key)).collect();
+    keys.sort();
+    keys.into_iter().map(|(_, key)| key).collect()
 }
 
 /// When a tensor was captured, as far as the dump says: activations before
@@ -88,7 +88,7 @@ fn moment(key: &TensorKey, info: &TensorInfo) -> impl Ord {
         (None, false) => 0,
         (None, true) => u64::MAX,
     };
-    (gradient, microbatch, info.shards.first().map(|at| (at.file, at.index)))
+    (gradient, microbatch, info.shards.first().map(|shard| (shard.file, shard.index)))
 }
 
 /// By role or moment where there is one, else by name: a word of it is `grad`.
@@ -103,19 +103,19 @@ fn is_gradient(key: &TensorKey, info: &TensorInfo) -> bool {
 
 /// Compares tensors that both runs hold, one after the other.
 pub(super) fn compare<'a>(
-    one: &'a Side<'a>,
-    other: &'a Side<'a>,
+    this_run: &'a Side<'a>,
+    other_run: &'a Side<'a>,
     keys: &[&'a TensorKey],
 ) -> Result<Vec<NamedDifference>, AgainstError> {
-    let mut found = Vec::new();
-    let (mut ours, mut theirs) = (Products::of(one), Products::of(other));
+    let mut differences = Vec::new();
+    let (mut ours, mut theirs) = (Products::of(this_run), Products::of(other_run));
     let (mut most, mut depth) = (0.0f64, 0u32);
-    let mut of = None;
+    let mut microbatch = None;
     for &key in keys {
         // Each microbatch walks through the model anew.
-        depth = if of == Some(key.microbatch) { depth + 1 } else { 1 };
-        of = Some(key.microbatch);
-        let mut difference = compare_one(one.dump, other.dump, key, depth)?;
+        depth = if microbatch == Some(key.microbatch) { depth + 1 } else { 1 };
+        microbatch = Some(key.microbatch);
+        let mut difference = compare_one(this_run.dump, other_run.dump, key, depth)?;
         if difference.status == Status::Warn {
             match products::judge(&mut ours, &mut theirs, key) {
                 Some(Judged::Wrong(why)) => {
@@ -134,20 +134,20 @@ pub(super) fn compare<'a>(
         if units.is_finite() {
             most = most.max(units);
         }
-        found.push(difference);
+        differences.push(difference);
     }
-    Ok(found)
+    Ok(differences)
 }
 
 fn compare_one(
-    one: &StepDump,
-    other: &StepDump,
+    this_run: &StepDump,
+    other_run: &StepDump,
     key: &TensorKey,
     depth: u32,
 ) -> Result<NamedDifference, AgainstError> {
     // Both dumps know the key, each by its own copy of it.
-    let (info, theirs_info) = (&one.tensors()[key], &other.tensors()[key]);
-    let (ours, theirs) = (View::of(one, key), View::of(other, key));
+    let (info, theirs_info) = (&this_run.tensors()[key], &other_run.tensors()[key]);
+    let (ours, theirs) = (View::of(this_run, key), View::of(other_run, key));
     let same_shape = (ours.columns, ours.elements()) == (theirs.columns, theirs.elements());
     let compared = if same_shape {
         let wrong = |source| AgainstError::Assemble { key: key.clone(), source };
@@ -210,9 +210,9 @@ impl NamedDifference {
 }
 
 /// The likely first divergence, and why it is taken for that.
-pub(super) fn likely(found: &[NamedDifference]) -> Option<(usize, String)> {
-    let at = found.iter().position(NamedDifference::stands_out)?;
-    let first = &found[at];
+pub(super) fn likely(differences: &[NamedDifference]) -> Option<(usize, String)> {
+    let index = differences.iter().position(NamedDifference::stands_out)?;
+    let first = &differences[index];
     let why = match (first.status, first.growth) {
         (Status::Fail, _) => first.reason.clone(),
         _ if !(first.difference <= first.expected) => format!(
@@ -225,17 +225,17 @@ pub(super) fn likely(found: &[NamedDifference]) -> Option<(usize, String)> {
             growth.unwrap_or(f64::INFINITY)
         ),
     };
-    Some((at, why))
+    Some((index, why))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn found(differences: &[f64]) -> Vec<NamedDifference> {
+    fn differences(differences: &[f64]) -> Vec<NamedDifference> {
         let unit = 1.0 / 256.0;
         let mut most = 0.0f64;
-        let one = |(k, &difference): (usize, &f64)| {
+        let difference_of_layer = |(k, &difference): (usize, &f64)| {
             let growth = (most > 0.0).then(|| difference / unit / most);
             most = most.max(difference / unit);
             NamedDifference {
@@ -252,19 +252,23 @@ mod tests {
                 measures: Summary::default(),
             }
         };
-        differences.iter().enumerate().map(one).collect()
+        differences.iter().enumerate().map(difference_of_layer).collect()
     }
 
     #[test]
     fn an_error_that_grows_like_a_random_walk_points_at_nothing() {
-        assert_eq!(likely(&found(&[0.0, 3e-3, 4e-3, 5e-3, 6e-3])), None);
-        assert_eq!(likely(&found(&[0.0, 1e-7, 3e-3, 4e-3])), None, "one flipped element spreads");
+        assert_eq!(likely(&differences(&[0.0, 3e-3, 4e-3, 5e-3, 6e-3])), None);
+        assert_eq!(
+            likely(&differences(&[0.0, 1e-7, 3e-3, 4e-3])),
+            None,
+            "one flipped element spreads"
+        );
     }
 
     #[test]
     fn the_first_that_leaves_the_walk_or_jumps_is_the_likely_one() {
-        assert_eq!(likely(&found(&[0.0, 3e-3, 9e-2, 9e-2])).unwrap().0, 2);
-        assert_eq!(likely(&found(&[1e-4, 2e-4, 5e-3, 5e-3])).unwrap().0, 2);
-        assert_eq!(likely(&found(&[f64::NAN, 1.0])).unwrap().0, 0, "NaN is within no bound");
+        assert_eq!(likely(&differences(&[0.0, 3e-3, 9e-2, 9e-2])).unwrap().0, 2);
+        assert_eq!(likely(&differences(&[1e-4, 2e-4, 5e-3, 5e-3])).unwrap().0, 2);
+        assert_eq!(likely(&differences(&[f64::NAN, 1.0])).unwrap().0, 0, "NaN is within no bound");
     }
 }

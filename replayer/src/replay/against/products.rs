@@ -49,7 +49,7 @@ struct Values {
     rows: u64,
     columns: u64,
     dtype: Dtype,
-    of: Vec<f64>,
+    values: Vec<f64>,
 }
 
 /// What the operands of a tensor say of it.
@@ -72,12 +72,12 @@ impl<'a> Products<'a> {
     }
 
     /// The shapes of what may be an operand in a microbatch.
-    fn candidates(&self, of: &TensorKey) -> Vec<(&'a TensorKey, u64, u64)> {
+    fn candidates(&self, product: &TensorKey) -> Vec<(&'a TensorKey, u64, u64)> {
         let fits = |key: &TensorKey| {
-            *key != *of && (key.microbatch == of.microbatch || key.microbatch.is_none())
+            *key != *product && (key.microbatch == product.microbatch || key.microbatch.is_none())
         };
-        let held = self.side.tensors().filter(|(key, info)| fits(key) && info.dtype.is_float());
-        let shaped = held.filter(|(_, info)| info.shape.len() > 1 && info.partial.is_none());
+        let floats = self.side.tensors().filter(|(key, info)| fits(key) && info.dtype.is_float());
+        let shaped = floats.filter(|(_, info)| info.shape.len() > 1 && info.partial.is_none());
         let with = shaped.map(|(key, info)| {
             let (rows, columns) = matrix_of(&info.shape);
             (key, rows, columns)
@@ -90,8 +90,8 @@ impl<'a> Products<'a> {
         self.read.entry(key).or_insert_with(|| {
             let info = side.dump.tensors().get(key)?;
             let view = View::of(side.dump, key);
-            let of = view.read(0..view.elements()).ok()?;
-            Some(Values { rows: view.rows, columns: view.columns, dtype: info.dtype, of })
+            let values = view.read(0..view.elements()).ok()?;
+            Some(Values { rows: view.rows, columns: view.columns, dtype: info.dtype, values })
         });
     }
 
@@ -109,15 +109,15 @@ struct Product<'a> {
 
 impl Product<'_> {
     /// `Σ a b` and `Σ |a b|` of an element.
-    fn at(&self, (a, b): (&Values, &Values), row: u64, column: u64) -> (f64, f64) {
+    fn terms(&self, (a, b): (&Values, &Values), row: u64, column: u64) -> (f64, f64) {
         let (mut sum, mut sizes) = (0.0, 0.0);
         for k in 0..self.terms {
-            let (at, by) = match self.form {
+            let (index, by) = match self.form {
                 Form::RowsByRows => (row * a.columns + k, column * b.columns + k),
                 Form::RowsByColumns => (row * a.columns + k, k * b.columns + column),
                 Form::ColumnsByColumns => (k * a.columns + row, k * b.columns + column),
             };
-            let term = a.of[at as usize] * b.of[by as usize];
+            let term = a.values[index as usize] * b.values[by as usize];
             sum += term;
             sizes += term.abs();
         }
@@ -127,12 +127,12 @@ impl Product<'_> {
     /// How many times its bound an element is off; NaN is off.
     fn off(&self, x: &Values, operands: (&Values, &Values), element: u64) -> f64 {
         let (row, column) = (element / x.columns, element % x.columns);
-        let (sum, sizes) = self.at(operands, row, column);
+        let (sum, sizes) = self.terms(operands, row, column);
         let wide = [x.dtype, operands.0.dtype, operands.1.dtype].contains(&Dtype::F64);
         // The sum here errs by its own roundings, too.
         let unit = if wide { 2.0 * F64 } else { F32 + F64 };
         let bound = (self.terms as f64 + 2.0) * unit * sizes + unit_of(x.dtype) * sum.abs();
-        let off = (x.of[element as usize] - sum).abs();
+        let off = (x.values[element as usize] - sum).abs();
         let tiny = smallest(x.dtype);
         if off <= bound + tiny {
             off / (bound + tiny)
@@ -178,8 +178,8 @@ pub(super) fn judge<'a>(
     let sides = [(ours, "this run"), (theirs, "the other run")];
     for (side, whose) in sides {
         for operand in [product.operands.0, product.operands.1] {
-            let own = side.side.dump.tensors().get_key_value(operand)?.0;
-            side.load(own);
+            let operand_of_side = side.side.dump.tensors().get_key_value(operand)?.0;
+            side.load(operand_of_side);
         }
         let x = side.get(key)?;
         let operands = (side.get(product.operands.0)?, side.get(product.operands.1)?);
@@ -189,13 +189,13 @@ pub(super) fn judge<'a>(
         let looked = (0..elements).step_by(step as usize);
         let off = looked.map(|at| (at, product.off(x, operands, at)));
         let worst = off.max_by(|a, b| a.1.total_cmp(&b.1));
-        if let Some((at, times)) = worst.filter(|(_, times)| !(*times <= 1.0)) {
+        if let Some((element, times)) = worst.filter(|(_, times)| !(*times <= 1.0)) {
             return Some(Judged::Wrong(format!(
                 "it is {}, and in {whose} element [{}, {}] is {:.1} times as far from it as {} \
                  products summed in any order and stored in {} can be",
                 product.words(),
-                at / x.columns,
-                at % x.columns,
+                element / x.columns,
+                element % x.columns,
                 times,
                 product.terms,
                 x.dtype,
@@ -206,14 +206,14 @@ pub(super) fn judge<'a>(
 }
 
 /// The product that a run's tensor is.
-fn recognised<'a>(of: &mut Products<'a>, key: &'a TensorKey) -> Option<Product<'a>> {
-    let x = of.get(key)?;
+fn recognised<'a>(products: &mut Products<'a>, key: &'a TensorKey) -> Option<Product<'a>> {
+    let x = products.get(key)?;
     let (rows, columns) = (x.rows, x.columns);
     let elements = rows * columns;
     if elements == 0 || elements > MOST || unit_of(x.dtype) == 0.0 {
         return None;
     }
-    let candidates = of.candidates(key);
+    let candidates = products.candidates(key);
     let mut tried = 0;
     for &(a, a_rows, a_columns) in &candidates {
         for &(b, b_rows, b_columns) in candidates.iter().filter(|(b, ..)| *b != a) {
@@ -227,11 +227,11 @@ fn recognised<'a>(of: &mut Products<'a>, key: &'a TensorKey) -> Option<Product<'
                 if tried > PAIRS {
                     return None;
                 }
-                of.load(a);
-                of.load(b);
+                products.load(a);
+                products.load(b);
                 let terms = if form == Form::ColumnsByColumns { a_rows } else { a_columns };
                 let product = Product { operands: (a, b), form, terms };
-                if shows(of, key, &product).unwrap_or(false) {
+                if shows(products, key, &product).unwrap_or(false) {
                     return Some(product);
                 }
             }
@@ -241,9 +241,9 @@ fn recognised<'a>(of: &mut Products<'a>, key: &'a TensorKey) -> Option<Product<'
 }
 
 /// Whether elements all over a tensor, enough of them not zero, are the product's.
-fn shows(of: &Products<'_>, key: &TensorKey, product: &Product<'_>) -> Option<bool> {
-    let x = of.get(key)?;
-    let operands = (of.get(product.operands.0)?, of.get(product.operands.1)?);
+fn shows(products: &Products<'_>, key: &TensorKey, product: &Product<'_>) -> Option<bool> {
+    let x = products.get(key)?;
+    let operands = (products.get(product.operands.0)?, products.get(product.operands.1)?);
     let elements = x.rows * x.columns;
     // A stride that shares no factor with the rows looks at every column too.
     let step = (elements / SHOWN).max(1) | 1;
@@ -252,7 +252,7 @@ fn shows(of: &Products<'_>, key: &TensorKey, product: &Product<'_>) -> Option<bo
         if !(product.off(x, operands, element) <= 1.0) {
             return Some(false);
         }
-        told += u64::from(x.of[element as usize] != 0.0);
+        told += u64::from(x.values[element as usize] != 0.0);
     }
     Some(told >= SHOWN.min(elements) / 3 && told >= 4)
 }

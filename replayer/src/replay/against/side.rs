@@ -42,30 +42,31 @@ impl<'a> Side<'a> {
         let of_role = self
             .tensors()
             .filter(|(key, info)| info.role == Some(role) && key.microbatch == microbatch);
-        let found = of_role.filter(|(key, _)| Some(*key) != self.reduced(role, true));
-        found.map(|(key, _)| key).min_by_key(|key| key.when == Some(When::PostReduce))
+        let candidates = of_role.filter(|(key, _)| Some(*key) != self.reduced(role, true));
+        candidates.map(|(key, _)| key).min_by_key(|key| key.when == Some(When::PostReduce))
     }
 
     /// dk without a microbatch: the sum over microbatches, before or after the
     /// reduction over ranks. Other roles have none.
     pub(super) fn reduced(&self, role: Role, reduced: bool) -> Option<&'a TensorKey> {
-        let of = |(key, info): &(&TensorKey, &TensorInfo)| {
+        let is_reduced_dk = |(key, info): &(&TensorKey, &TensorInfo)| {
             let post = key.when == Some(When::PostReduce)
                 || (key.when.is_none() && info.partial.is_none());
             info.role == Some(role) && key.microbatch.is_none() && post == reduced
         };
-        let found = || self.tensors().find(of).map(|(key, _)| key);
-        (role == Role::Dk).then(found).flatten()
+        let dk_key = || self.tensors().find(is_reduced_dk).map(|(key, _)| key);
+        (role == Role::Dk).then(dk_key).flatten()
     }
 
     /// The microbatches in which anything with a role was recorded; one without
     /// a number for a job that has none.
     pub(super) fn microbatches(&self) -> Vec<Option<Microbatch>> {
         let of_role = self.tensors().filter(|(_, info)| info.role.is_some());
-        let mut found: Vec<_> = of_role.filter_map(|(key, _)| key.microbatch).map(Some).collect();
-        found.sort_unstable();
-        found.dedup();
-        if found.is_empty() { vec![None] } else { found }
+        let mut microbatches: Vec<_> =
+            of_role.filter_map(|(key, _)| key.microbatch).map(Some).collect();
+        microbatches.sort_unstable();
+        microbatches.dedup();
+        if microbatches.is_empty() { vec![None] } else { microbatches }
     }
 
     /// Tensors of a role that together are one value: one for each microbatch,

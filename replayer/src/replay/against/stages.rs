@@ -22,44 +22,49 @@ const BOUND: f64 = 16.0;
 
 /// Compares every stage that both runs hold and the request is about.
 pub(super) fn compare(
-    one: &Side<'_>,
-    other: &Side<'_>,
+    this_run: &Side<'_>,
+    other_run: &Side<'_>,
     asked: &Asked,
-    found: &mut Differences,
+    differences: &mut Differences,
     seen: &mut BTreeSet<TensorKey>,
 ) -> Result<(), AgainstError> {
-    let (order, broken) = aligned_tokens(one, other)?;
-    let plan = Plan::new(one, other, order);
-    let roles = wanted_roles(one.dump, asked);
+    let (order, broken) = aligned_tokens(this_run, other_run)?;
+    let plan = Plan::new(this_run, other_run, order);
+    let roles = wanted_roles(this_run.dump, asked);
     for &stage in Stage::ALL {
         let serves = |role: &Role| Stage::of_role(*role).is_some_and(|asked| stage.serves(asked));
         let norm = stage == Stage::GradNorm && !roles.is_empty();
         if !(asked.everything() || norm || roles.iter().any(serves)) {
             continue;
         }
-        for pairing in pairings(one, other, stage, &plan) {
+        for pairing in pairings(this_run, other_run, stage, &plan) {
             let keys = pairing.keys.0.iter().chain(&pairing.keys.1);
             seen.extend(keys.map(|&key| key.clone()));
-            let shape = &one.dump.tensors()[pairing.keys.0[0]].shape;
+            let shape = &this_run.dump.tensors()[pairing.keys.0[0]].shape;
             let of_tokens = stage.role().is_some_and(|role| per_token(role, shape));
             match &broken {
                 Some(why) if of_tokens && stage != Stage::TokenOrder => {
                     let what = format!("{stage} of one run against the other");
-                    found.not_checked.push(NotChecked { what, why: why.clone() });
+                    differences.not_checked.push(NotChecked { what, why: why.clone() });
                 }
-                _ => found.stages.push(compare_one(one, other, &pairing, broken.as_deref())?),
+                _ => differences.stages.push(compare_one(
+                    this_run,
+                    other_run,
+                    &pairing,
+                    broken.as_deref(),
+                )?),
             }
         }
     }
-    found.findings.extend(broken);
-    other_order(one, other, found)
+    differences.findings.extend(broken);
+    other_order(this_run, other_run, differences)
 }
 
 type Aligned = (Option<Vec<u64>>, Option<String>);
 
-fn aligned_tokens(one: &Side<'_>, other: &Side<'_>) -> Result<Aligned, AgainstError> {
-    let order =
-        token_order(one, other).map_err(|source| unreadable(one, Role::TokenOrder, source))?;
+fn aligned_tokens(this_run: &Side<'_>, other_run: &Side<'_>) -> Result<Aligned, AgainstError> {
+    let order = token_order(this_run, other_run)
+        .map_err(|source| unreadable(this_run, Role::TokenOrder, source))?;
     Ok(match order {
         TokenOrder::Permuted(order) => (Some(order), None),
         TokenOrder::Broken(why) => (None, Some(why)),
@@ -74,26 +79,26 @@ fn unreadable(side: &Side<'_>, role: Role, source: crate::assemble::AssembleErro
 
 /// The same tokens in another order look like other data: say so.
 fn other_order(
-    one: &Side<'_>,
-    other: &Side<'_>,
-    found: &mut Differences,
+    this_run: &Side<'_>,
+    other_run: &Side<'_>,
+    differences: &mut Differences,
 ) -> Result<(), AgainstError> {
     let of_q = |d: &&mut Difference| d.stage == Stage::Q && d.status == Status::Fail;
-    let Some(q) = found.stages.iter_mut().find(of_q) else {
+    let Some(q) = differences.stages.iter_mut().find(of_q) else {
         return Ok(());
     };
-    if same_rows(one, other).map_err(|source| unreadable(one, Role::Q, source))? {
+    if same_rows(this_run, other_run).map_err(|source| unreadable(this_run, Role::Q, source))? {
         let why =
             "q holds the same tokens in another order: record token_order to have them aligned";
         q.reason = why.into();
-        found.findings.push(why.into());
+        differences.findings.push(why.into());
     }
     Ok(())
 }
 
 fn compare_one(
-    one: &Side<'_>,
-    other: &Side<'_>,
+    this_run: &Side<'_>,
+    other_run: &Side<'_>,
     pairing: &Pairing<'_>,
     broken: Option<&str>,
 ) -> Result<Difference, AgainstError> {
@@ -106,7 +111,7 @@ fn compare_one(
         false => Compared::default(),
     };
     let norm = compared.energies.reference.sqrt();
-    let allowed = allowed(one, other, pairing, norm);
+    let allowed = allowed(this_run, other_run, pairing, norm);
     let difference = if fits { compared.difference() } else { f64::INFINITY };
     let mut reason = String::new();
     if !fits {
@@ -137,13 +142,18 @@ fn compare_one(
         unequal: compared.measures.mismatches,
         norm: compared.energies.captured.sqrt(),
         other_norm: norm,
-        worst: worst.map(|at| (at.index, at.captured, at.reference)),
+        worst: worst.map(|point| (point.index, point.captured, point.reference)),
         measures: compared.summary(),
     })
 }
 
 /// How much both runs' rounding explains, relative to the value.
-fn allowed(one: &Side<'_>, other: &Side<'_>, pairing: &Pairing<'_>, norm: f64) -> Option<f64> {
+fn allowed(
+    this_run: &Side<'_>,
+    other_run: &Side<'_>,
+    pairing: &Pairing<'_>,
+    norm: f64,
+) -> Option<f64> {
     let stage = pairing.stage;
     if stage.is_input() {
         return Some(0.0);
@@ -153,18 +163,18 @@ fn allowed(one: &Side<'_>, other: &Side<'_>, pairing: &Pairing<'_>, norm: f64) -
     let reach = |side: &Side<'_>, factor: f64| {
         let mut budget = Budget::default();
         let mut any = false;
-        for &of in sources(stage) {
-            let comparisons = &side.outcome?.stage(of).comparisons;
+        for &source in sources(stage) {
+            let comparisons = &side.outcome?.stage(source).comparisons;
             let ours = |mb| every || mb == pairing.microbatch;
-            for found in comparisons.iter().filter(|c| ours(c.microbatch)) {
-                budget.merge(&found.tally.budget);
-                any |= of == stage;
+            for comparison in comparisons.iter().filter(|c| ours(c.microbatch)) {
+                budget.merge(&comparison.tally.budget);
+                any |= source == stage;
             }
         }
         any.then(|| budget.energy(BOUND).sqrt() * factor)
     };
     let (ours, theirs) = pairing.factors;
-    let reach = reach(one, ours)? + reach(other, theirs)?;
+    let reach = reach(this_run, ours)? + reach(other_run, theirs)?;
     // As `relative` does it: absolute where there is no norm. No bound that is no number is one.
     Some(if norm == 0.0 { reach } else { reach / norm }).filter(|most| most.is_finite())
 }

@@ -33,8 +33,11 @@ pub(super) enum TokenOrder {
 }
 
 /// Compares what both runs recorded as `token_order`.
-pub(super) fn token_order(one: &Side<'_>, other: &Side<'_>) -> Result<TokenOrder, AssembleError> {
-    let (Some(ours), Some(theirs)) = (ids(one)?, ids(other)?) else {
+pub(super) fn token_order(
+    this_run: &Side<'_>,
+    other_run: &Side<'_>,
+) -> Result<TokenOrder, AssembleError> {
+    let (Some(ours), Some(theirs)) = (ids(this_run)?, ids(other_run)?) else {
         return Ok(TokenOrder::Unknown);
     };
     let (ours, theirs) = match (ours, theirs) {
@@ -73,15 +76,15 @@ pub(super) fn token_order(one: &Side<'_>, other: &Side<'_>) -> Result<TokenOrder
 
 /// Where each identity stands; an identity that repeats is none.
 fn places(ids: &[i128], whose: &str) -> Result<BTreeMap<i128, u64>, String> {
-    let mut found = BTreeMap::new();
+    let mut rows = BTreeMap::new();
     for (row, &id) in ids.iter().enumerate() {
-        if let Some(before) = found.insert(id, row as u64) {
+        if let Some(before) = rows.insert(id, row as u64) {
             return Err(format!(
                 "token_order of {whose} holds {id} twice, in rows {before} and {row}: rows cannot be aligned, give each token a number of its own"
             ));
         }
     }
-    Ok(found)
+    Ok(rows)
 }
 
 /// The recorded identities over all microbatches; the dtype where they are no
@@ -94,13 +97,13 @@ fn ids(side: &Side<'_>) -> Result<Option<Result<Vec<i128>, Dtype>>, AssembleErro
     let Some(dtype) = view.stored().filter(|dtype| !dtype.is_float()) else {
         return Ok(Some(Err(view.dtype.unwrap_or(Dtype::F64))));
     };
-    let mut found = Vec::new();
+    let mut ids = Vec::new();
     let mut start = 0;
     for end in view.seams() {
-        found.extend(integers(dtype, &view.bytes(start..end)?));
+        ids.extend(integers(dtype, &view.bytes(start..end)?));
         start = end;
     }
-    Ok(Some(Ok(found)))
+    Ok(Some(Ok(ids)))
 }
 
 /// Exact: an id may be a hash of 64 bits, which f64 cannot hold.
@@ -117,10 +120,11 @@ fn integers(dtype: Dtype, bytes: &[u8]) -> Vec<i128> {
 }
 
 /// True when q holds the same rows in both runs, bit for bit, in another order.
-pub(super) fn same_rows(one: &Side<'_>, other: &Side<'_>) -> Result<bool, AssembleError> {
-    let (ours, theirs) = (one.all(Role::Q), other.all(Role::Q));
+pub(super) fn same_rows(this_run: &Side<'_>, other_run: &Side<'_>) -> Result<bool, AssembleError> {
+    let (ours, theirs) = (this_run.all(Role::Q), other_run.all(Role::Q));
     let join = |side: &Side<'_>, keys: &[&_]| row_hashes(side, keys);
-    let (Some(mut ours), Some(mut theirs)) = (join(one, &ours)?, join(other, &theirs)?) else {
+    let (Some(mut ours), Some(mut theirs)) = (join(this_run, &ours)?, join(other_run, &theirs)?)
+    else {
         return Ok(false);
     };
     if ours.len() != theirs.len() || ours == theirs {
@@ -143,14 +147,14 @@ fn row_hashes(
     if row == 0 {
         return Ok(None);
     }
-    let mut found = Vec::new();
+    let mut hashes = Vec::new();
     let mut start = 0;
     for end in view.seams() {
         while start < end {
             let stop = end.min(start + ROWS * view.columns);
-            found.extend(view.bytes(start..stop)?.chunks_exact(row).map(ContentHash::of));
+            hashes.extend(view.bytes(start..stop)?.chunks_exact(row).map(ContentHash::of));
             start = stop;
         }
     }
-    Ok(Some(found))
+    Ok(Some(hashes))
 }

@@ -200,8 +200,8 @@ impl<'a> View<'a> {
         let place = IndexBox(vec![(0, self.columns), rows]);
         let values = self.region(part, &place)?;
         let (height, width) = ((rows.1 - rows.0) as usize, self.columns as usize);
-        let at = |i: usize| values[(i % width) * height + i / width];
-        Ok((0..values.len()).map(at).collect())
+        let value = |i: usize| values[(i % width) * height + i / width];
+        Ok((0..values.len()).map(value).collect())
     }
 
     /// The values of a box, summed over ranks where they hold addends.
@@ -217,12 +217,12 @@ impl<'a> View<'a> {
         values.resize(count, 0.0);
         for addend in slab::addends_in(self.dump, part.key, place)? {
             for tensor in addend {
-                let mut held = Vec::new();
-                widen(tensor.dtype, tensor.bytes(), &mut held);
+                let mut widened = Vec::new();
+                widen(tensor.dtype, tensor.bytes(), &mut widened);
                 let inside = positions(&tensor.place, place);
-                for (at, x) in inside.zip(held) {
-                    values[at] += x;
-                    addends[at] += 1;
+                for (index, x) in inside.zip(widened) {
+                    values[index] += x;
+                    addends[index] += 1;
                 }
             }
         }
@@ -246,12 +246,12 @@ fn positions(inner: &IndexBox, around: &IndexBox) -> impl Iterator<Item = usize>
         .collect();
     let count: u64 = dims.iter().map(|(_, n, _)| n).product();
     (0..count).map(move |flat| {
-        let (mut rest, mut at, mut stride) = (flat, 0, 1);
+        let (mut rest, mut position, mut stride) = (flat, 0, 1);
         for &(shift, n, size) in dims.iter().rev() {
-            at += (rest % n + shift) * stride;
+            position += (rest % n + shift) * stride;
             rest /= n;
             stride *= size;
         }
-        at as usize
+        position as usize
     })
 }

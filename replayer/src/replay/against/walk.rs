@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::view::View;
 use crate::assemble::AssembleError;
 use crate::compare::measures::Point;
-use crate::compare::pair::{At, Compared, compare};
+use crate::compare::pair::{Compared, FirstElement, compare};
 use crate::compare::ulp::Format;
 
 /// Elements of a slab: a few MiB on each side for each thread, and a fixed
@@ -21,21 +21,21 @@ pub(super) fn walk(ours: &View<'_>, theirs: &View<'_>) -> Result<Compared, Assem
     let same = ours.dtype.filter(|_| ours.is_plain() && theirs.is_plain());
     let same = same.filter(|_| ours.dtype == theirs.dtype);
     let format = ours.stored().filter(|_| theirs.stored().is_some()).and_then(Format::of);
-    let one = |range: &Range<u64>| -> Result<Compared, AssembleError> {
-        let at = At { start: range.start, columns };
+    let compare_slab = |range: &Range<u64>| -> Result<Compared, AssembleError> {
+        let place = FirstElement { start: range.start, columns };
         if let Some(dtype) = same {
             let (x, y) = (ours.bytes(range.clone())?, theirs.bytes(range.clone())?);
-            return Ok(compare(dtype, &x, &y, at));
+            return Ok(compare(dtype, &x, &y, place));
         }
         let (x, y) = (ours.read(range.clone())?, theirs.read(range.clone())?);
-        let mut found = Compared::default();
+        let mut compared = Compared::default();
         for (flat, (&captured, &reference)) in (range.start..).zip(x.iter().zip(&y)) {
             let index = (flat / columns.max(1), flat % columns.max(1));
-            found.add(Point { index, captured, reference }, format);
+            compared.add(Point { index, captured, reference }, format);
         }
-        Ok(found)
+        Ok(compared)
     };
-    let parts: Vec<Compared> = slabs.par_iter().map(one).collect::<Result<_, _>>()?;
+    let parts: Vec<Compared> = slabs.par_iter().map(compare_slab).collect::<Result<_, _>>()?;
     let mut total = Compared::default();
     parts.into_iter().for_each(|part| total.merge(part));
     Ok(total)
@@ -55,14 +55,14 @@ fn slabs(ours: &View<'_>, theirs: &View<'_>) -> Vec<Range<u64>> {
     }
     ends.sort_unstable();
     ends.dedup();
-    let mut found = Vec::new();
+    let mut ranges = Vec::new();
     let mut start = 0;
     for end in ends {
         while start < end {
             let stop = end.min(start + step);
-            found.push(start..stop);
+            ranges.push(start..stop);
             start = stop;
         }
     }
-    found
+    ranges
 }

@@ -95,9 +95,9 @@ impl Head {
     }
 
     fn estimate(&self, n: usize, seed: u64) -> EstimatedRows {
-        let mut found = None;
-        self.of().dk(&self.sample(n, seed), &NoProgress, &mut |rows| found = Some(rows));
-        found.unwrap()
+        let mut estimated = None;
+        self.of().dk(&self.sample(n, seed), &NoProgress, &mut |rows| estimated = Some(rows));
+        estimated.unwrap()
     }
 
     fn judge(&self, captured: &[f64], n: usize, seed: u64) -> Sampled {
@@ -113,12 +113,12 @@ fn optioned() -> Head {
 #[test]
 fn all_tokens_give_dk_itself_and_no_variance_under_every_option() {
     for head in [Head::new(), optioned()] {
-        let found = head.estimate(T, 1);
+        let estimated = head.estimate(T, 1);
         let size = head.dk.iter().map(|x| x.abs()).fold(0.0, f64::max);
-        for (x, exact) in found.value.iter().zip(&head.dk) {
+        for (x, exact) in estimated.value.iter().zip(&head.dk) {
             assert!((x - exact).abs() <= 1e-13 * size, "{x} {exact}");
         }
-        assert!(found.variance.iter().all(|v| *v == 0.0));
+        assert!(estimated.variance.iter().all(|v| *v == 0.0));
         let judged = head.judge(&head.dk, T, 1);
         assert!(judged.error < 1e-12 && judged.slope.abs() < 1e-12, "{judged:?}");
         assert_eq!((judged.sampling, judged.slope_bar), (0.0, 0.0));
@@ -131,16 +131,19 @@ fn the_mean_of_the_estimates_is_dk() {
     let head = optioned();
     let (mut sum, mut squares) = (vec![0.0; V * D], vec![0.0; V * D]);
     for seed in 0..SEEDS {
-        for (at, x) in head.estimate(60, seed).value.iter().enumerate() {
-            let off = x - head.dk[at];
-            sum[at] += off;
-            squares[at] += off * off;
+        for (element, x) in head.estimate(60, seed).value.iter().enumerate() {
+            let off = x - head.dk[element];
+            sum[element] += off;
+            squares[element] += off * off;
         }
     }
     let n = SEEDS as f64;
-    for at in 0..(V - 2) * D {
-        let (mean, sigma) = (sum[at] / n, (squares[at] / n).sqrt());
-        assert!(mean.abs() <= 6.0 * sigma / n.sqrt(), "element {at}: {mean:e}, sigma {sigma:e}");
+    for element in 0..(V - 2) * D {
+        let (mean, sigma) = (sum[element] / n, (squares[element] / n).sqrt());
+        assert!(
+            mean.abs() <= 6.0 * sigma / n.sqrt(),
+            "element {element}: {mean:e}, sigma {sigma:e}"
+        );
     }
 }
 
@@ -151,12 +154,12 @@ fn error_bars_have_the_size_of_the_errors_and_hold_the_truth_as_often_as_they_sa
     let head = Head::new();
     let (mut claimed, mut real, mut inside, mut all) = (0.0, 0.0, 0u32, 0u32);
     for seed in 0..SEEDS {
-        let found = head.estimate(80, seed);
-        for at in 0..(V - 2) * D {
-            let off = found.value[at] - head.dk[at];
-            claimed += found.variance[at];
+        let estimated = head.estimate(80, seed);
+        for element in 0..(V - 2) * D {
+            let off = estimated.value[element] - head.dk[element];
+            claimed += estimated.variance[element];
             real += off * off;
-            inside += u32::from(off * off <= 4.0 * found.variance[at]);
+            inside += u32::from(off * off <= 4.0 * estimated.variance[element]);
             all += 1;
         }
     }
@@ -172,8 +175,8 @@ fn few_tokens_of_skewed_terms_make_error_bars_too_short_and_the_sentence_claims_
     let head = Head::new();
     let off = |n: usize| {
         let far = |seed| {
-            let found = head.judge(&head.dk, n, seed);
-            found.slope.abs() > 3.0 * found.slope_bar
+            let sampled = head.judge(&head.dk, n, seed);
+            sampled.slope.abs() > 3.0 * sampled.slope_bar
         };
         (0..100).filter(|&seed| far(seed)).count()
     };
@@ -206,8 +209,8 @@ fn gross_divergences_are_seen_from_a_third_of_the_tokens() {
     ];
     for (what, captured) in &faults {
         for seed in 0..30 {
-            let found = head.judge(captured, 400, seed);
-            assert!(found.off() > 4.0, "{what}, seed {seed}: {found:?}");
+            let sampled = head.judge(captured, 400, seed);
+            assert!(sampled.off() > 4.0, "{what}, seed {seed}: {sampled:?}");
         }
     }
 }

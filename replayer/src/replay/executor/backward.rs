@@ -72,7 +72,7 @@ impl Executor<'_> {
     /// A policy's backward pass.
     pub(in crate::replay) fn policy_backward(
         &self,
-        of: &Policy,
+        policy: &Policy,
         head: &HeadInputs<'_>,
         (lse, cotangents): (&[f64], &Cotangents<'_, f64>),
         on_dk: &mut dyn FnMut(DkParts<'_>),
@@ -80,16 +80,16 @@ impl Executor<'_> {
         let (tiles, progress) = (self.plan.roundings.tiles, self.progress);
         match self.place {
             Place::Device(device) => device
-                .policy_backward(of, head, (lse, cotangents), (tiles, progress), on_dk)
+                .policy_backward(policy, head, (lse, cotangents), (tiles, progress), on_dk)
                 .map_err(failed),
-            _ => Ok(policy::backward(of, head, lse, cotangents, tiles, progress, on_dk)),
+            _ => Ok(policy::backward(policy, head, lse, cotangents, tiles, progress, on_dk)),
         }
     }
 
     /// Whether policies may be emulated in a sample of the rows. A sum in few bits needs the
     /// policies' rows themselves, and a cluster or a device has all of them at once.
     pub(in crate::replay) fn emulates_samples(&self) -> bool {
-        let own = matches!(self.place, Place::Here | Place::Cached(_));
-        own && !self.plan.roundings.declared && !self.plan.roundings.swamps()
+        let runs_here = matches!(self.place, Place::Here | Place::Cached(_));
+        runs_here && !self.plan.roundings.declared && !self.plan.roundings.swamps()
     }
 }

@@ -10,7 +10,7 @@ use crate::head::{MicrobatchInputs, Stage};
 use crate::kernels::matrix::{HeadInputs, IGNORED};
 use crate::kernels::reference::{self, Forward, WIDE};
 use crate::kernels::{policy, span_of};
-use crate::replay::microbatch::Slice;
+use crate::replay::microbatch::HeadMicrobatch;
 use crate::replay::plan::Effort;
 use crate::replay::plausible_policies::Member;
 use crate::replay::qk_products::{Products, SHARE};
@@ -21,12 +21,12 @@ impl Executor<'_> {
     /// `q kᵀ` are written to `products`, as far as there is room.
     pub(in crate::replay) fn forward(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
         products: &mut Products,
     ) -> Result<Forward, StepError> {
         let mut run = || match &self.place {
-            Place::Cluster(driver) => driver.forward(slice, head),
+            Place::Cluster(driver) => driver.forward(microbatch, head),
             _ => products.filled(|room| self.forward_of(head, room)),
         };
         match self.passes {
@@ -77,19 +77,19 @@ impl Executor<'_> {
     /// among all of them.
     pub(in crate::replay) fn emulated_forward(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
         (number, member): (usize, &Member),
     ) -> Result<(Vec<f64>, Vec<f64>), StepError> {
-        let (of, tiles) = (&member.policy, self.plan.roundings.tiles);
-        let found = match &self.place {
-            Place::Cluster(driver) => return driver.emulated_forward(slice, head, number),
+        let (policy, tiles) = (&member.policy, self.plan.roundings.tiles);
+        let pass = match &self.place {
+            Place::Cluster(driver) => return driver.emulated_forward(microbatch, head, number),
             Place::Device(device) => {
-                device.policy_forward(of, head, (tiles, self.progress)).map_err(failed)?
+                device.policy_forward(policy, head, (tiles, self.progress)).map_err(failed)?
             }
-            Place::Here | Place::Cached(_) => policy::forward(of, head, tiles, self.progress),
+            Place::Here | Place::Cached(_) => policy::forward(policy, head, tiles, self.progress),
         };
-        Ok((found.lse, found.label_logits))
+        Ok((pass.lse, pass.label_logits))
     }
 
     /// Room for the products of a microbatch whose gradients this process recomputes, if it is

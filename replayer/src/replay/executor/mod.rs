@@ -89,11 +89,11 @@ impl<'a> Executor<'a> {
     /// The emulated policies as a device multiplies for them; empty where none does.
     pub(super) fn multiplied(&self) -> Vec<Multiplied> {
         let Place::Device(_) = &self.place else { return Vec::new() };
-        let of = |member: Member| {
+        let multiplied_by = |member: Member| {
             let [logits, gradients] = products_of(&member.policy);
             Multiplied { policy: member.name, logits, gradients }
         };
-        members(&self.plan.roundings).into_iter().map(of).collect()
+        members(&self.plan.roundings).into_iter().map(multiplied_by).collect()
     }
 }
 

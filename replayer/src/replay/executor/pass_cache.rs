@@ -21,10 +21,10 @@ const HELD: usize = 256 << 20;
 
 /// Passes by what they were computed from, labels apart in the forward ones.
 #[derive(Default)]
-pub struct PassCache(Mutex<Held>);
+pub struct PassCache(Mutex<Passes>);
 
 #[derive(Default)]
-struct Held {
+struct Passes {
     forward: HashMap<u64, reference::Forward>,
     label_logits: HashMap<u64, Arc<Vec<f64>>>,
     biases: HashMap<u64, Biases>,
@@ -40,7 +40,7 @@ struct Held {
 struct Judged {
     sum: Arc<Sum>,
     expected: Vec<f64>,
-    found: Comparison,
+    comparison: Comparison,
 }
 
 /// One backward pass.
@@ -71,7 +71,7 @@ impl Debug for PassCache {
 }
 
 impl PassCache {
-    fn held(&self) -> MutexGuard<'_, Held> {
+    fn lock(&self) -> MutexGuard<'_, Passes> {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
@@ -84,14 +84,14 @@ impl PassCache {
         let mut hash = DefaultHasher::new();
         put(&mut hash, head);
         let key = hash.finish();
-        let held = self.held().forward.get(&key).cloned();
-        if let Some(held) = held {
+        let cached = self.lock().forward.get(&key).cloned();
+        if let Some(cached) = cached {
             let label_logits = self.label_logits(head).to_vec();
-            return Ok(reference::Forward { label_logits, ..held });
+            return Ok(reference::Forward { label_logits, ..cached });
         }
-        let found = run()?;
-        self.held().forward.insert(key, found.clone());
-        Ok(found)
+        let forward = run()?;
+        self.lock().forward.insert(key, forward.clone());
+        Ok(forward)
     }
 
     /// The labels' logits of a head, computed once for all that have the same inputs.
@@ -100,11 +100,11 @@ impl PassCache {
         put(&mut hash, head);
         hash.write_u128(ContentHash::of(bytemuck::cast_slice(head.labels)).0);
         let key = hash.finish();
-        let held = self.held().label_logits.get(&key).cloned();
-        held.unwrap_or_else(|| {
-            let found = Arc::new(reference::label_logits(head));
-            self.held().label_logits.insert(key, found.clone());
-            found
+        let cached = self.lock().label_logits.get(&key).cloned();
+        cached.unwrap_or_else(|| {
+            let logits = Arc::new(reference::label_logits(head));
+            self.lock().label_logits.insert(key, logits.clone());
+            logits
         })
     }
 
@@ -117,11 +117,11 @@ impl PassCache {
         find: impl FnOnce() -> Biases,
     ) -> Biases {
         let key = key_of((head, lse, cotangents), options);
-        let held = self.held().biases.get(&key).copied();
-        held.unwrap_or_else(|| {
-            let found = find();
-            self.held().biases.insert(key, found);
-            found
+        let cached = self.lock().biases.get(&key).copied();
+        cached.unwrap_or_else(|| {
+            let biases = find();
+            self.lock().biases.insert(key, biases);
+            biases
         })
     }
 
@@ -132,17 +132,17 @@ impl PassCache {
         read: &mut dyn FnMut() -> Result<Captured, E>,
     ) -> Result<Arc<Captured>, E> {
         let key = named(which);
-        let held = self.held().captured.get(&key).cloned();
-        if let Some(held) = held {
-            return Ok(held);
+        let cached = self.lock().captured.get(&key).cloned();
+        if let Some(cached) = cached {
+            return Ok(cached);
         }
-        let found = Arc::new(read()?);
-        let (mut all, bytes) = (self.held(), found.bytes());
+        let captured = Arc::new(read()?);
+        let (mut all, bytes) = (self.lock(), captured.bytes());
         if all.of_captured + bytes <= HELD {
             all.of_captured += bytes;
-            all.captured.insert(key, found.clone());
+            all.captured.insert(key, captured.clone());
         }
-        Ok(found)
+        Ok(captured)
     }
 
     /// A sum of captured addends, taken once for all that weigh them alike; what is held of
@@ -153,17 +153,17 @@ impl PassCache {
         take: &mut dyn FnMut() -> Result<Sum, E>,
     ) -> Result<Arc<Sum>, E> {
         let key = named(which);
-        let held = self.held().sums.get(&key).cloned();
-        if let Some(held) = held {
-            return Ok(held);
+        let cached = self.lock().sums.get(&key).cloned();
+        if let Some(cached) = cached {
+            return Ok(cached);
         }
-        let found = Arc::new(take()?);
-        let (mut all, bytes) = (self.held(), 3 * size_of::<f64>() * found.total.len());
+        let sum = Arc::new(take()?);
+        let (mut all, bytes) = (self.lock(), 3 * size_of::<f64>() * sum.total.len());
         if all.of_captured + bytes <= HELD {
             all.of_captured += bytes;
-            all.sums.insert(key, found.clone());
+            all.sums.insert(key, sum.clone());
         }
-        Ok(found)
+        Ok(sum)
     }
 
     /// How a sum compares with what is expected of it, judged once for all that expect the same.
@@ -174,17 +174,21 @@ impl PassCache {
         judge: &mut dyn FnMut() -> Comparison,
     ) -> Comparison {
         let key = named(which);
-        if let Some(held) = self.held().judged.get(&key)
-            && Arc::ptr_eq(&held.sum, sum)
-            && held.expected == expected
+        if let Some(cached) = self.lock().judged.get(&key)
+            && Arc::ptr_eq(&cached.sum, sum)
+            && cached.expected == expected
         {
-            return held.found.clone();
+            return cached.comparison.clone();
         }
-        let found = judge();
+        let comparison = judge();
         // The first is the one that most trials leave as it is.
         let (sum, expected) = (sum.clone(), expected.to_vec());
-        self.held().judged.entry(key).or_insert(Judged { sum, expected, found: found.clone() });
-        found
+        self.lock().judged.entry(key).or_insert(Judged {
+            sum,
+            expected,
+            comparison: comparison.clone(),
+        });
+        comparison
     }
 
     /// A backward pass, computed once for all that have the same inputs.
@@ -195,28 +199,28 @@ impl PassCache {
         run: &mut dyn FnMut() -> BackwardPass,
     ) -> Arc<BackwardPass> {
         let key = key_of((head, lse, cotangents), &(keep, options));
-        let held = self.held().backward.get(&key).cloned();
-        if let Some(held) = held {
-            return held;
+        let cached = self.lock().backward.get(&key).cloned();
+        if let Some(cached) = cached {
+            return cached;
         }
-        let mut found = run();
+        let mut pass = run();
         match keep {
             Keep::Both => {}
-            Keep::Dq => found.slab = Slab::default(),
-            Keep::Dk => found.dq = reference::Backward::default(),
+            Keep::Dq => pass.slab = Slab::default(),
+            Keep::Dk => pass.dq = reference::Backward::default(),
         }
-        let (bytes, found) = (found.bytes(), Arc::new(found));
+        let (bytes, pass) = (pass.bytes(), Arc::new(pass));
         if bytes > HELD {
-            return found;
+            return pass;
         }
-        let mut all = self.held();
+        let mut all = self.lock();
         if all.bytes + bytes > HELD {
             all.backward.clear();
             all.bytes = 0;
         }
         all.bytes += bytes;
-        all.backward.insert(key, found.clone());
-        found
+        all.backward.insert(key, pass.clone());
+        pass
     }
 }
 
@@ -230,9 +234,9 @@ fn key_of(
     put(&mut hash, head);
     hash.write_u128(ContentHash::of(bytemuck::cast_slice(head.labels)).0);
     let copies = head.copies.unwrap_or_default();
-    for of in [copies, lse, cotangents.lse, cotangents.label, cotangents.smooth] {
-        hash.write_usize(of.len());
-        hash.write_u128(ContentHash::of(bytemuck::cast_slice(of)).0);
+    for values in [copies, lse, cotangents.lse, cotangents.label, cotangents.smooth] {
+        hash.write_usize(values.len());
+        hash.write_u128(ContentHash::of(bytemuck::cast_slice(values)).0);
     }
     let products = head.reads.map(|reads| (reads.q_product, reads.k_product));
     format!("{products:?} {options:?}").hash(&mut hash);
@@ -273,11 +277,11 @@ fn put(hash: &mut DefaultHasher, head: &HeadInputs<'_>) {
         copies: _,
         reads,
     } = head;
-    [Some(q), Some(k), given].iter().for_each(|of| put_matrix(hash, of.as_ref()));
+    [Some(q), Some(k), given].iter().for_each(|matrix| put_matrix(hash, matrix.as_ref()));
     if let Some(Reads { q, k, q_product: _, k_product: _, scores }) = reads {
         scores.map(|(_, first)| first).hash(hash);
-        let all = [Some(q), Some(k), scores.map(|(of, _)| of)];
-        all.iter().for_each(|of| put_matrix(hash, of.as_ref()));
+        let all = [Some(q), Some(k), scores.map(|(matrix, _)| matrix)];
+        all.iter().for_each(|matrix| put_matrix(hash, matrix.as_ref()));
     }
     let bits = |x: f64| x.to_bits();
     bias.map(|bias| bias.iter().copied().map(bits).collect::<Vec<_>>()).hash(hash);
@@ -285,14 +289,14 @@ fn put(hash: &mut DefaultHasher, head: &HeadInputs<'_>) {
     (mask.map(bits), valid_vocab).hash(hash);
 }
 
-fn put_matrix(hash: &mut DefaultHasher, of: Option<&Matrix<'_>>) {
-    let Some(of) = of else {
+fn put_matrix(hash: &mut DefaultHasher, matrix: Option<&Matrix<'_>>) {
+    let Some(matrix) = matrix else {
         hash.write_u8(0);
         return;
     };
-    (of.rows, of.cols).hash(hash);
-    std::mem::discriminant(&of.values).hash(hash);
-    let bytes = match of.values {
+    (matrix.rows, matrix.cols).hash(hash);
+    std::mem::discriminant(&matrix.values).hash(hash);
+    let bytes = match matrix.values {
         Values::Bf16(bits) | Values::F16(bits) => bytemuck::cast_slice(bits),
         Values::F32(all) => bytemuck::cast_slice(all),
         Values::F64(all) => bytemuck::cast_slice(all),
@@ -318,26 +322,30 @@ mod tests {
         let bits = [1u16, 2];
         let q = Matrix { rows: 2, cols: 1, values: Values::Bf16(&bits) };
         let head = HeadInputs::plain(q, q, &[0, 1], 2);
-        let (one, two) = ([1.0, 1.0], [2.0, 1.0]);
+        let (ones, two) = ([1.0, 1.0], [2.0, 1.0]);
         let cache = PassCache::default();
-        let found = |of: &[f64], options: &str, whole: f64| {
-            let g = Cotangents { lse: of, label: &one[..], smooth: &one[..] };
+        let whole_bias = |values: &[f64], options: &str, whole: f64| {
+            let g = Cotangents { lse: values, label: &ones[..], smooth: &ones[..] };
             let find = || Biases { whole, ..Biases::default() };
-            cache.biases((&head, &one, &g), &options, find).whole
+            cache.biases((&head, &ones, &g), &options, find).whole
         };
-        assert_eq!([found(&one, "bf16", 1.0), found(&one, "bf16", 2.0)], [1.0, 1.0], "held");
-        assert_eq!([found(&one, "f16", 3.0), found(&two, "bf16", 4.0)], [3.0, 4.0]);
+        assert_eq!(
+            [whole_bias(&ones, "bf16", 1.0), whole_bias(&ones, "bf16", 2.0)],
+            [1.0, 1.0],
+            "held"
+        );
+        assert_eq!([whole_bias(&ones, "f16", 3.0), whole_bias(&two, "bf16", 4.0)], [3.0, 4.0]);
     }
 
     /// Goal: passes of heads that differ in anything are not taken for each other: a transform
     /// whose derivative was left out once got the gradients of the declared one.
     #[test]
     fn heads_that_differ_in_one_thing_have_different_keys() {
-        let (one, other) = ([1u16, 2], [1u16, 3]);
-        let of = |bits| Matrix { rows: 2, cols: 1, values: Values::Bf16(bits) };
+        let (numbers, other) = ([1u16, 2], [1u16, 3]);
+        let matrix = |bits| Matrix { rows: 2, cols: 1, values: Values::Bf16(bits) };
         let head = HeadInputs {
-            q: of(&one),
-            k: of(&one),
+            q: matrix(&numbers),
+            k: matrix(&numbers),
             labels: &[0, 1],
             valid_vocab: 2,
             bias: None,
@@ -347,24 +355,29 @@ mod tests {
             copies: None,
             reads: None,
         };
-        let reads =
-            Reads { q: of(&one), k: of(&one), q_product: true, k_product: true, scores: None };
-        let scores = Some((of(&one), 0));
+        let reads = Reads {
+            q: matrix(&numbers),
+            k: matrix(&numbers),
+            q_product: true,
+            k_product: true,
+            scores: None,
+        };
+        let scores = Some((matrix(&numbers), 0));
         let transform = Transform::NONE;
         let all = [
             head,
-            HeadInputs { q: of(&other), ..head },
-            HeadInputs { k: of(&other), ..head },
-            HeadInputs { q: Matrix { values: Values::F16(&one), ..of(&one) }, ..head },
+            HeadInputs { q: matrix(&other), ..head },
+            HeadInputs { k: matrix(&other), ..head },
+            HeadInputs { q: Matrix { values: Values::F16(&numbers), ..matrix(&numbers) }, ..head },
             HeadInputs { valid_vocab: 1, ..head },
             HeadInputs { bias: Some(&[0.0, 0.0]), ..head },
-            HeadInputs { given: Some(of(&one)), ..head },
+            HeadInputs { given: Some(matrix(&numbers)), ..head },
             HeadInputs { transform: Transform { scale: 2.0, ..transform }, ..head },
             HeadInputs { transform: Transform::new(1.0, Some(1.0)), ..head },
             HeadInputs { transform: Transform { uncapped: true, ..transform }, ..head },
             HeadInputs { mask: Some(0.0), ..head },
             HeadInputs { reads: Some(reads), ..head },
-            HeadInputs { reads: Some(Reads { k: of(&other), ..reads }), ..head },
+            HeadInputs { reads: Some(Reads { k: matrix(&other), ..reads }), ..head },
             HeadInputs { reads: Some(Reads { scores, ..reads }), ..head },
         ];
         let keys: std::collections::BTreeSet<u64> = all.iter().map(key).collect();

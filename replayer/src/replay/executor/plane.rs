@@ -18,7 +18,7 @@ use crate::kernels::policy::{self, Policy};
 use crate::kernels::reference::{self, TermNoise};
 use crate::kernels::round::Precision;
 use crate::kernels::span_of;
-use crate::replay::microbatch::Slice;
+use crate::replay::microbatch::HeadMicrobatch;
 use crate::replay::tasks::task::PlanePart;
 
 /// Bytes of one f64 buffer over a span of tokens.
@@ -41,7 +41,7 @@ pub(in crate::replay) type JudgeSpan<'a> =
 /// A captured plane, and what its reference starts from.
 pub(in crate::replay) struct CapturedPlane<'a> {
     pub(in crate::replay) key: &'a TensorKey,
-    pub(in crate::replay) slice: &'a Slice,
+    pub(in crate::replay) microbatch: &'a HeadMicrobatch,
     pub(in crate::replay) upstream: SpanUpstream<'a>,
 }
 
@@ -80,19 +80,19 @@ impl<'a> Executor<'a> {
     /// it if no other process does, and `put` is given what was found, in the spans' order.
     pub(in crate::replay) fn planes(
         &self,
-        of: &CapturedPlane<'_>,
+        plane: &CapturedPlane<'_>,
         part: &dyn Fn(Range<usize>) -> PlanePart,
         judge: &mut JudgeSpan<'_>,
         put: &mut dyn FnMut(JudgedSpan),
     ) -> Result<(), StepError> {
-        let SpanUpstream { head, lse, cotangents } = of.upstream;
+        let SpanUpstream { head, lse, cotangents } = plane.upstream;
         if let Place::Cluster(driver) = &self.place {
-            let spans = self.spans(of.key, head.k.rows)?.into_iter().map(part).collect();
-            let found = driver.planes(of.slice, &head, (lse, &cotangents), spans)?;
-            found.into_iter().for_each(put);
+            let spans = self.spans(plane.key, head.k.rows)?.into_iter().map(part).collect();
+            let judged = driver.planes(plane.microbatch, &head, (lse, &cotangents), spans)?;
+            judged.into_iter().for_each(put);
             return Ok(());
         }
-        self.each_span(of.key, head.k.rows, &mut |tokens, captured, precision| {
+        self.each_span(plane.key, head.k.rows, &mut |tokens, captured, precision| {
             let part = part(tokens.clone());
             let upstream = SpanUpstream {
                 head: span_of(&head, tokens.clone()),
@@ -160,8 +160,8 @@ impl<'a> Executor<'a> {
         let SpanUpstream { head, lse, cotangents } = upstream;
         let values = match self.place {
             Place::Device(device) => {
-                let of = reference::Upstream::new(&head, lse, cotangents, noise);
-                let kept = device.plane(&head, of, (of_plane(stage), self.progress));
+                let upstream = reference::Upstream::new(&head, lse, cotangents, noise);
+                let kept = device.plane(&head, upstream, (of_plane(stage), self.progress));
                 PlaneValues::There(kept.map_err(failed)?, None)
             }
             _ => PlaneValues::Here(self.plane_here(&upstream, noise)),
@@ -193,7 +193,7 @@ impl<'a> Executor<'a> {
     /// A policy's plane of a span, tile by tile.
     fn policy_plane(
         &self,
-        of: &Policy,
+        policy: &Policy,
         upstream: &SpanUpstream<'_>,
         on_tile: &mut dyn FnMut(policy::PlaneTile<'_>),
     ) -> Result<(), StepError> {
@@ -201,10 +201,10 @@ impl<'a> Executor<'a> {
         let (tiles, progress) = (self.plan.roundings.tiles, self.progress);
         match self.place {
             Place::Device(device) => device
-                .policy_plane(of, head, (lse, cotangents), (tiles, progress), on_tile)
+                .policy_plane(policy, head, (lse, cotangents), (tiles, progress), on_tile)
                 .map_err(failed),
             _ => {
-                policy::plane(of, head, lse, cotangents, tiles, progress, on_tile);
+                policy::plane(policy, head, lse, cotangents, tiles, progress, on_tile);
                 Ok(())
             }
         }

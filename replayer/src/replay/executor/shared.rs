@@ -43,11 +43,11 @@ impl Executor<'_> {
     pub(in crate::replay) fn comparison(
         &self,
         which: &dyn Debug,
-        of: (&Arc<Sum>, &[f64]),
+        sum_and_expected: (&Arc<Sum>, &[f64]),
         judge: &mut dyn FnMut() -> Comparison,
     ) -> Comparison {
         match &self.place {
-            Place::Cached(cache) => cache.judged(which, of, judge),
+            Place::Cached(cache) => cache.judged(which, sum_and_expected, judge),
             _ => judge(),
         }
     }
@@ -56,12 +56,12 @@ impl Executor<'_> {
     /// cotangents and options.
     pub(in crate::replay) fn biases(
         &self,
-        of: (&HeadInputs<'_>, &[f64], &Cotangents<'_, f64>),
+        operands: (&HeadInputs<'_>, &[f64], &Cotangents<'_, f64>),
         options: &dyn Debug,
         find: impl FnOnce() -> Biases,
     ) -> Biases {
         match &self.place {
-            Place::Cached(cache) => cache.biases(of, options, find),
+            Place::Cached(cache) => cache.biases(operands, options, find),
             _ => find(),
         }
     }

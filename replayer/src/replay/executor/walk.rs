@@ -9,7 +9,7 @@ use crate::head::step::StepError;
 use crate::kernels::matrix::HeadInputs;
 use crate::kernels::policy::{DkParts, DqParts};
 use crate::kernels::reference::{Backward, Keep, Upstream};
-use crate::replay::microbatch::Slice;
+use crate::replay::microbatch::HeadMicrobatch;
 use crate::replay::plausible_policies::Member;
 use crate::replay::problem::Problem;
 use crate::replay::slab::{Looked, Slab};
@@ -41,15 +41,15 @@ impl<'a> Executor<'a> {
     pub(in crate::replay) fn walk(
         &'a self,
         problem: &'a Problem<'a>,
-        (slice, unit): (&Slice, &'a Unit),
+        (microbatch, unit): (&HeadMicrobatch, &'a Unit),
         members: &[Member],
     ) -> Result<Walk<'a>, StepError> {
         let head = &problem.head;
         let by = match &self.place {
             // Nothing to compute is no task.
-            Place::Cluster(driver) if head.q.rows > 0 && head.k.rows > 0 => {
-                By::Cluster(Box::new(ClusterWalk::new(driver, problem, (slice, unit), members)))
-            }
+            Place::Cluster(driver) if head.q.rows > 0 && head.k.rows > 0 => By::Cluster(Box::new(
+                ClusterWalk::new(driver, problem, (microbatch, unit), members),
+            )),
             Place::Device(device) => {
                 let rows = self.plan.slab_rows(head.q.cols, head.k.rows).min(head.k.rows);
                 By::Device(device.backward(head, rows, &problem.noise).map_err(failed)?)

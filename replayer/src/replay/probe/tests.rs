@@ -111,9 +111,9 @@ impl Head {
         check(&backward, &captured, &model, &plan).0.try_into().unwrap()
     }
 
-    fn found(&self, dq: &[f64], dk: &[f64], probes: usize, seed: u64) -> [bool; 2] {
+    fn fails(&self, dq: &[f64], dk: &[f64], probes: usize, seed: u64) -> [bool; 2] {
         let [dq, dk] = self.check(dq, dk, probes, seed, false);
-        [dq, dk].map(|one| one.tally.excess(&one.bound).is_some())
+        [dq, dk].map(|probed| probed.tally.excess(&probed.bound).is_some())
     }
 
     /// As f32 holds them.
@@ -151,7 +151,7 @@ fn correct_gradients_pass_for_every_seed() {
         let (dq, dk) = head.stored();
         for seed in 0..50 {
             assert_eq!(
-                head.found(&dq, &dk, 1 + seed as usize % 40, seed),
+                head.fails(&dq, &dk, 1 + seed as usize % 40, seed),
                 [false, false],
                 "{seed}"
             );
@@ -165,13 +165,13 @@ fn gradients_with_bf16_terms_pass_where_that_is_declared_and_fail_where_it_is_no
     let (dq, dk) = head.coarse();
     for seed in 0..50 {
         let [of_dq, of_dk] = head.check(&dq, &dk, 8, seed, true);
-        for one in [of_dq, of_dk] {
-            assert_eq!(one.tally.excess(&one.bound), None, "seed {seed} {:?}", one.stage);
+        for probed in [of_dq, of_dk] {
+            assert_eq!(probed.tally.excess(&probed.bound), None, "seed {seed} {:?}", probed.stage);
             // The floor is the error that there is, within the spread of rounding.
-            let ratio = one.tally.error() / one.tally.expected();
-            assert!((0.3..1.5).contains(&ratio), "{:?}: {ratio}", one.stage);
+            let ratio = probed.tally.error() / probed.tally.expected();
+            assert!((0.3..1.5).contains(&ratio), "{:?}: {ratio}", probed.stage);
         }
-        assert_eq!(head.found(&dq, &dk, 8, seed), [true, true], "seed {seed}");
+        assert_eq!(head.fails(&dq, &dk, 8, seed), [true, true], "seed {seed}");
     }
 }
 
@@ -189,12 +189,12 @@ fn an_error_of_a_row_at_the_stated_limit_is_never_missed() {
         let size = error.iter().map(|x| x * x).sum::<f64>().sqrt();
         let wanted = limits[row] / theta(40).unwrap();
         let mut wrong = dk.clone();
-        let own = wrong[row * D..(row + 1) * D].iter_mut();
-        own.zip(&error).for_each(|(x, e)| *x += e * wanted / size);
-        assert_eq!(head.found(&dq, &wrong, 40, seed), [false, true], "row {row}, seed {seed}");
+        let wrong_row = wrong[row * D..(row + 1) * D].iter_mut();
+        wrong_row.zip(&error).for_each(|(x, e)| *x += e * wanted / size);
+        assert_eq!(head.fails(&dq, &wrong, 40, seed), [false, true], "row {row}, seed {seed}");
         let mut single = dk.clone();
         single[row * D + 3] += limits[row];
-        assert_eq!(head.found(&dq, &single, 40, seed), [false, true], "row {row}, seed {seed}");
+        assert_eq!(head.fails(&dq, &single, 40, seed), [false, true], "row {row}, seed {seed}");
     }
 }
 
@@ -207,7 +207,7 @@ fn the_error_that_hides_best_from_one_probe_is_missed_by_half_of_them_and_by_2_t
     wrong[7 * D + 2] += 0.1;
     wrong[7 * D + 9] += 0.1;
     let missed = |probes: usize| {
-        (0..400).filter(|&seed| !head.found(&dq, &wrong, probes, seed)[1]).count() as f64 / 400.0
+        (0..400).filter(|&seed| !head.fails(&dq, &wrong, probes, seed)[1]).count() as f64 / 400.0
     };
     // Six standard deviations of a share of 400.
     assert!((missed(1) - 0.5).abs() < 6.0 * 0.025, "{}", missed(1));
@@ -225,9 +225,9 @@ fn one_wrong_element_a_common_scale_and_a_permuted_pair_of_rows_are_found_by_any
     let mut swapped = dk.clone();
     (0..D).for_each(|i| swapped.swap(11 * D + i, 60 * D + i));
     for seed in 0..100 {
-        assert_eq!(head.found(&element, &dk, 1, seed), [true, false], "element, seed {seed}");
-        assert_eq!(head.found(&dq, &scaled, 4, seed), [false, true], "scale, seed {seed}");
-        assert_eq!(head.found(&dq, &swapped, 8, seed), [false, true], "rows, seed {seed}");
+        assert_eq!(head.fails(&element, &dk, 1, seed), [true, false], "element, seed {seed}");
+        assert_eq!(head.fails(&dq, &scaled, 4, seed), [false, true], "scale, seed {seed}");
+        assert_eq!(head.fails(&dq, &swapped, 8, seed), [false, true], "rows, seed {seed}");
     }
 }
 
@@ -239,7 +239,7 @@ fn nan_and_infinity_pass_no_probe() {
         let (mut wrong_q, mut wrong_k) = (dq.clone(), dk.clone());
         wrong_q[3] = value;
         wrong_k[V * D - 1] = value;
-        assert_eq!(head.found(&wrong_q, &wrong_k, 1, 9), [true, true], "{value}");
+        assert_eq!(head.fails(&wrong_q, &wrong_k, 1, 9), [true, true], "{value}");
     }
 }
 
@@ -259,7 +259,7 @@ fn the_result_does_not_depend_on_the_thread_count() {
     let (dq, dk) = head.stored();
     let run = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        pool.install(|| head.check(&dq, &dk, 5, 1, true).map(|one| (one.tally, one.reach)))
+        pool.install(|| head.check(&dq, &dk, 5, 1, true).map(|probed| (probed.tally, probed.reach)))
     };
     assert_eq!(run(1), run(3));
 }

@@ -13,7 +13,7 @@ use crate::replay::elementwise::sum;
 use crate::replay::forward::ForwardState;
 use crate::replay::judge::Judge;
 use crate::replay::loss::Upstream;
-use crate::replay::microbatch::Slice;
+use crate::replay::microbatch::HeadMicrobatch;
 use crate::replay::plausible_policies::Member;
 use crate::replay::problem::Problem;
 use crate::replay::world::UnitTokens;
@@ -22,21 +22,21 @@ impl Replay<'_> {
     /// A gradient of the unit's tokens; `None` where the policy never has it.
     pub(super) fn gradient(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         unit: &Unit,
         (state, upstream): (&ForwardState, &Upstream),
         stage: Stage,
         member: Option<&Member>,
     ) -> Option<Vec<f64>> {
-        let mut found = Vec::new();
-        self.with_problem(slice, unit, state, upstream, &mut |problem| {
-            found = match member {
+        let mut gradient = Vec::new();
+        self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
+            gradient = match member {
                 None => self.exact_gradient(problem, stage),
                 Some(member) => self.emulated_gradient(problem, stage, member),
             };
         });
-        let empty = slice.inputs.tokens() * slice.inputs.width() == 0;
-        (!found.is_empty() || empty).then_some(found)
+        let empty = microbatch.inputs.tokens() * microbatch.inputs.width() == 0;
+        (!gradient.is_empty() || empty).then_some(gradient)
     }
 
     fn exact_gradient(&self, problem: &Problem<'_>, stage: Stage) -> Vec<f64> {
@@ -86,9 +86,9 @@ impl Replay<'_> {
                 Stage::Dbias => (block.dbias, 1),
                 _ => return,
             };
-            let at = block.rows.start * width..block.rows.end * width;
-            match values.len() == at.len() {
-                true => of_k[at].copy_from_slice(values),
+            let span = block.rows.start * width..block.rows.end * width;
+            match values.len() == span.len() {
+                true => of_k[span].copy_from_slice(values),
                 false => told_apart = false,
             }
         };
@@ -123,26 +123,27 @@ impl Replay<'_> {
     /// logits, p or dlogits of some tokens, `[tokens, V]`.
     pub(super) fn plane_of(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         (state, upstream): (&ForwardState, &Upstream),
         stage: Stage,
         tokens: Range<usize>,
         member: Option<&Member>,
     ) -> Vec<f64> {
-        let inputs = &slice.inputs;
+        let inputs = &microbatch.inputs;
         let head = inputs.head(self.plan.step).expect("log-probabilities were refused");
         let [g_lse, g_label, g_smooth] = self.judge.cotangents_of(inputs, state, upstream);
-        let of = |values: &[f64]| values[tokens.clone()].to_vec();
-        let (lse, a, b, c) = (of(&state.lse), of(&g_lse), of(&g_label), of(&g_smooth));
+        let select = |values: &[f64]| values[tokens.clone()].to_vec();
+        let (lse, a, b, c) =
+            (select(&state.lse), select(&g_lse), select(&g_label), select(&g_smooth));
         let cotangents = Cotangents { lse: &a, label: &b, smooth: &c };
         let part = span_of(&head, tokens.clone());
         let width = head.k.rows;
-        let mut found = vec![0.0; tokens.len() * width];
+        let mut values = vec![0.0; tokens.len() * width];
         let mut put =
             |rows: &Range<usize>, cols: &Range<usize>, logits: &[f64], dlogits: &[f64]| {
-                for (at, row) in rows.clone().enumerate() {
-                    let from = at * cols.len()..(at + 1) * cols.len();
-                    let to = &mut found[row * width + cols.start..row * width + cols.end];
+                for (index, row) in rows.clone().enumerate() {
+                    let from = index * cols.len()..(index + 1) * cols.len();
+                    let to = &mut values[row * width + cols.start..row * width + cols.end];
                     match stage {
                         Stage::Logits => to.copy_from_slice(&logits[from]),
                         Stage::Dlogits => to.copy_from_slice(&dlogits[from]),
@@ -170,6 +171,6 @@ impl Replay<'_> {
                 policy::plane(policy, &part, &lse, &cotangents, tiles, progress, take);
             }
         }
-        found
+        values
     }
 }

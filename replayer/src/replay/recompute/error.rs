@@ -22,14 +22,14 @@ pub enum RecomputeError {
     )]
     GradNorm,
     /// Several microbatches, or another one.
-    #[error("{stage} {asked}: the dump has microbatches {held}; {todo}")]
+    #[error("{stage} {asked}: the dump has microbatches {recorded}; {todo}")]
     Microbatch {
         /// The stage.
         stage: Stage,
         /// What was asked for, as words.
         asked: String,
         /// What there is.
-        held: String,
+        recorded: String,
         /// What to do.
         todo: &'static str,
     },

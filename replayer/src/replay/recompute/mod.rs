@@ -19,7 +19,7 @@ use backtape::role::Role;
 use super::context::Replay;
 use super::forward::ForwardState;
 use super::loss::divisors;
-use super::microbatch::Slice;
+use super::microbatch::HeadMicrobatch;
 use super::outcome::Outcome;
 use super::plausible_policies::{Member, members};
 use super::world::World;
@@ -87,16 +87,20 @@ pub fn recompute(step: &HeadStep<'_>, asked: &Asked) -> Result<Recomputed, Recom
     let world = Before { stage, from_captured: asked.from_captured };
     // Captured logits are read where they are compared.
     let compared = BTreeSet::from([Stage::Logits]);
-    let mut found = None;
-    in_world(step, &compared, (&world, None), &mut |replay, slices| {
-        found = Some(replay.recomputed(slices, asked));
+    let mut recomputed = None;
+    in_world(step, &compared, (&world, None), &mut |replay, microbatches| {
+        recomputed = Some(replay.recomputed(microbatches, asked));
         Ok(())
     })?;
-    found.expect("set where no error was returned")
+    recomputed.expect("set where no error was returned")
 }
 
 impl Replay<'_> {
-    fn recomputed(&self, slices: &[Slice], asked: &Asked) -> Result<Recomputed, RecomputeError> {
+    fn recomputed(
+        &self,
+        microbatches: &[HeadMicrobatch],
+        asked: &Asked,
+    ) -> Result<Recomputed, RecomputeError> {
         let stage = asked.stage;
         if asked.tokens.is_some() && stage.kind() != Kind::Plane {
             let why = "tokens= is for logits, p and dlogits: cut the array instead".into();
@@ -104,29 +108,29 @@ impl Replay<'_> {
         }
         let member = asked.policy.as_deref().map(|name| self.member(name)).transpose()?;
         if stage.is_sum() {
-            return self.summed(slices, asked, member.as_ref());
+            return self.summed(microbatches, asked, member.as_ref());
         }
-        let slice = one(slices, asked)?;
-        let mut values = self.values(slice, asked, member.as_ref())?;
+        let microbatch = chosen_microbatch(microbatches, asked)?;
+        let mut values = self.values(microbatch, asked, member.as_ref())?;
         if stage.is_of_k() && asked.rank.is_none() {
-            let ranks = self.plan.ranks_averaged(slices);
+            let ranks = self.plan.ranks_averaged(microbatches);
             values.iter_mut().for_each(|x| *x /= ranks);
         }
-        Ok(self.shaped(slice, asked, values))
+        Ok(self.shaped(microbatch, asked, values))
     }
 
     fn member(&self, asked: &str) -> Result<Member, RecomputeError> {
         let all = members(&self.plan.roundings);
-        let known: Vec<String> = all.iter().map(|one| format!("{:?}", one.name)).collect();
-        let found = all.into_iter().find(|one| one.name == asked);
+        let known: Vec<String> = all.iter().map(|member| format!("{:?}", member.name)).collect();
+        let member = all.into_iter().find(|member| member.name == asked);
         let known = known.join(", ");
-        found.ok_or_else(|| RecomputeError::Policy { asked: asked.into(), known })
+        member.ok_or_else(|| RecomputeError::Policy { asked: asked.into(), known })
     }
 
     /// dk over the microbatches, of one rank or of all.
     fn summed(
         &self,
-        slices: &[Slice],
+        microbatches: &[HeadMicrobatch],
         asked: &Asked,
         member: Option<&Member>,
     ) -> Result<Recomputed, RecomputeError> {
@@ -137,39 +141,39 @@ impl Replay<'_> {
         }
         let of_dk = Asked { stage: Stage::Dk, tokens: None, ..asked.clone() };
         let divisor =
-            self.plan.divisor(slices).map_err(|why| RecomputeError::Absent { stage, why })?;
+            self.plan.divisor(microbatches).map_err(|why| RecomputeError::Absent { stage, why })?;
         let divisor = match asked.rank {
             Some(_) => divisor,
-            None => divisor * self.plan.ranks_averaged(slices),
+            None => divisor * self.plan.ranks_averaged(microbatches),
         };
         let mut total: Vec<f64> = Vec::new();
-        for slice in slices {
-            let values = self.values(slice, &of_dk, member)?;
+        for microbatch in microbatches {
+            let values = self.values(microbatch, &of_dk, member)?;
             total.resize(values.len(), 0.0);
             total.iter_mut().zip(values).for_each(|(total, x)| *total += x / divisor);
         }
         // A step of a head has a microbatch, or could not be opened as one.
-        Ok(self.shaped(&slices[0], &of_dk, total))
+        Ok(self.shaped(&microbatches[0], &of_dk, total))
     }
 
     /// Values of a stage of one microbatch, k and its gradients as `[V, D]`.
     fn values(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         asked: &Asked,
         member: Option<&Member>,
     ) -> Result<Vec<f64>, RecomputeError> {
-        let (inputs, stage) = (&slice.inputs, asked.stage);
+        let (inputs, stage) = (&microbatch.inputs, asked.stage);
         self.possible(inputs, stage, member)?;
-        let unit = self.unit(slice, asked)?;
+        let unit = self.unit(microbatch, asked)?;
         let mut unused = Outcome::new(&self.plan.wanted, &self.plan.step.lacking);
-        let state = self.forward(slice, &mut unused)?;
-        if let Some(column) = self.of_tokens(slice, stage, &state, member)? {
+        let state = self.forward(microbatch, &mut unused)?;
+        if let Some(column) = self.of_tokens(microbatch, stage, &state, member)? {
             return Ok(column);
         }
-        let upstream = self.judge.upstream(slice, &state, &mut unused)?;
+        let upstream = self.judge.upstream(microbatch, &state, &mut unused)?;
         if stage.is_of_q() || stage.is_of_k() {
-            let gradient = self.gradient(slice, &unit, (&state, &upstream), stage, member);
+            let gradient = self.gradient(microbatch, &unit, (&state, &upstream), stage, member);
             return gradient.ok_or_else(|| {
                 let why = "the plain path forms dlogits whole and never tells the parts apart: ask for the f64 reference, without policy=".into();
                 RecomputeError::Absent { stage, why }
@@ -177,7 +181,7 @@ impl Replay<'_> {
         }
         if stage.kind() == Kind::Plane {
             let tokens = self.tokens(inputs, asked)?;
-            return Ok(self.plane_of(slice, (&state, &upstream), stage, tokens, member));
+            return Ok(self.plane_of(microbatch, (&state, &upstream), stage, tokens, member));
         }
         let [g_lse, g_label, _] = self.judge.cotangents_of(inputs, &state, &upstream);
         Ok(match stage {
@@ -185,30 +189,30 @@ impl Replay<'_> {
             Stage::GLse => g_lse,
             Stage::GLabel => g_label,
             Stage::Dlogprobs => upstream.g.iter().map(|g| -g).collect(),
-            _ => self.loss_of(slice, &state)?,
+            _ => self.loss_of(microbatch, &state)?,
         })
     }
 
     /// Stages of one number a token that need nothing of the backward; `None` for others.
     fn of_tokens(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         stage: Stage,
         state: &ForwardState,
         member: Option<&Member>,
     ) -> Result<Option<Vec<f64>>, RecomputeError> {
-        let head = slice.inputs.head(self.plan.step);
+        let head = microbatch.inputs.head(self.plan.step);
         let emulated = member
             .zip(head.as_ref())
             .filter(|_| matches!(stage, Stage::Lse | Stage::LabelLogits | Stage::Logprobs));
         if let Some((member, head)) = emulated {
             let (policy, tiles) = (&member.policy, self.plan.roundings.tiles);
-            let found =
+            let forward =
                 crate::kernels::policy::forward(policy, head, tiles, self.executor.progress());
             return Ok(Some(match stage {
-                Stage::Lse => found.lse,
-                Stage::LabelLogits => found.label_logits,
-                _ => found.label_logits.iter().zip(&found.lse).map(|(a, b)| a - b).collect(),
+                Stage::Lse => forward.lse,
+                Stage::LabelLogits => forward.label_logits,
+                _ => forward.label_logits.iter().zip(&forward.lse).map(|(a, b)| a - b).collect(),
             }));
         }
         Ok(match stage {
@@ -218,18 +222,22 @@ impl Replay<'_> {
             Stage::Nll if self.plan.step.is_policy_loss() => {
                 Some(state.logprobs.values.iter().map(|x| -x).collect())
             }
-            Stage::Nll => Some(self.judge.nll(&slice.inputs, state)),
+            Stage::Nll => Some(self.judge.nll(&microbatch.inputs, state)),
             _ => None,
         })
     }
 
     /// The loss of the microbatch, or of each token where it is not reduced.
-    fn loss_of(&self, slice: &Slice, state: &ForwardState) -> Result<Vec<f64>, RecomputeError> {
-        let inputs = &slice.inputs;
+    fn loss_of(
+        &self,
+        microbatch: &HeadMicrobatch,
+        state: &ForwardState,
+    ) -> Result<Vec<f64>, RecomputeError> {
+        let inputs = &microbatch.inputs;
         let terms: Vec<f64> = match self.plan.step.is_policy_loss() {
-            true => self.judge.policy_gradient(slice, state)?.0.terms,
+            true => self.judge.policy_gradient(microbatch, state)?.0.terms,
             false => {
-                let (nll, divided) = (self.judge.nll(inputs, state), divisors(slice));
+                let (nll, divided) = (self.judge.nll(inputs, state), divisors(microbatch));
                 let term = |t: usize| match inputs.labels[t] {
                     IGNORED => 0.0,
                     _ => share(inputs.weights[t], divided[t]) * nll[t],
@@ -244,21 +252,22 @@ impl Replay<'_> {
     }
 
     /// The tokens whose gradients are asked for together.
-    fn unit(&self, slice: &Slice, asked: &Asked) -> Result<Unit, RecomputeError> {
+    fn unit(&self, microbatch: &HeadMicrobatch, asked: &Asked) -> Result<Unit, RecomputeError> {
         let stage = asked.stage;
         let Some(rank) = asked.rank else {
-            return Ok(Unit { ranks: Vec::new(), rows: (0..slice.inputs.tokens()).collect() });
+            return Ok(Unit { ranks: Vec::new(), rows: (0..microbatch.inputs.tokens()).collect() });
         };
         let wrong = |why: String| RecomputeError::Rank { stage, rank, why };
         if !stage.is_of_k() {
             return Err(wrong("rank= is for dk, its parts, dbias and accumulate".into()));
         }
-        if let Some(why) = &slice.blocked {
+        if let Some(why) = &microbatch.blocked {
             return Err(wrong(why.clone()));
         }
-        let found = slice.units.iter().find(|unit| unit.ranks.contains(&rank));
-        found.cloned().ok_or_else(|| {
-            let ranks: Vec<Rank> = slice.units.iter().flat_map(|unit| unit.ranks.clone()).collect();
+        let unit_of_rank = microbatch.units.iter().find(|unit| unit.ranks.contains(&rank));
+        unit_of_rank.cloned().ok_or_else(|| {
+            let ranks: Vec<Rank> =
+                microbatch.units.iter().flat_map(|unit| unit.ranks.clone()).collect();
             wrong(match ranks.is_empty() {
                 true => "dk was recorded whole, not as addends: leave rank= out".into(),
                 false => format!("addends were recorded by {}", crate::dump::name_ranks(&ranks)),
@@ -327,12 +336,12 @@ impl Replay<'_> {
         }
     }
 
-    fn shaped(&self, slice: &Slice, asked: &Asked, values: Vec<f64>) -> Recomputed {
-        let (inputs, stage) = (&slice.inputs, asked.stage);
-        let own = &self.plan.step.tensors[&inputs.rows_key].shape;
+    fn shaped(&self, microbatch: &HeadMicrobatch, asked: &Asked, values: Vec<f64>) -> Recomputed {
+        let (inputs, stage) = (&microbatch.inputs, asked.stage);
+        let rows_shape = &self.plan.step.tensors[&inputs.rows_key].shape;
         let leading = match inputs.scores {
-            Scores::Logprobs | Scores::Lost(_) => &own[..],
-            _ => &own[..own.len().saturating_sub(1)],
+            Scores::Logprobs | Scores::Lost(_) => &rows_shape[..],
+            _ => &rows_shape[..rows_shape.len().saturating_sub(1)],
         };
         if let (Some(tokens), true) = (&asked.tokens, (stage.kind() == Kind::Plane)) {
             let shape = vec![tokens.len() as u64, self.classes(inputs) as u64];
@@ -361,27 +370,30 @@ impl Replay<'_> {
 }
 
 /// The microbatch that is meant.
-fn one<'s>(slices: &'s [Slice], asked: &Asked) -> Result<&'s Slice, RecomputeError> {
+fn chosen_microbatch<'s>(
+    microbatches: &'s [HeadMicrobatch],
+    asked: &Asked,
+) -> Result<&'s HeadMicrobatch, RecomputeError> {
     let stage = asked.stage;
-    let held: Vec<String> = slices
+    let names: Vec<String> = microbatches
         .iter()
-        .filter_map(|slice| slice.inputs.microbatch.map(|mb| mb.to_string()))
+        .filter_map(|microbatch| microbatch.inputs.microbatch.map(|mb| mb.to_string()))
         .collect();
-    let held = if held.is_empty() { "none".into() } else { held.join(", ") };
-    let wrong = |asked: String, todo| RecomputeError::Microbatch { stage, asked, held, todo };
+    let recorded = if names.is_empty() { "none".into() } else { names.join(", ") };
+    let wrong = |asked: String, todo| RecomputeError::Microbatch { stage, asked, recorded, todo };
     match asked.microbatch {
-        None => match slices {
+        None => match microbatches {
             [only] => Ok(only),
             _ => Err(wrong("of which microbatch".into(), "choose one with microbatch=")),
         },
-        Some(mb) => slices
+        Some(mb) => microbatches
             .iter()
-            .find(|slice| slice.inputs.microbatch == Some(mb))
+            .find(|microbatch| microbatch.inputs.microbatch == Some(mb))
             .ok_or_else(|| wrong(format!("of microbatch {mb}"), "choose one of them")),
     }
 }
 
 fn transposed(values: &[f64], rows: usize, columns: usize) -> Vec<f64> {
-    let at = |i: usize| values[(i % rows) * columns + i / rows];
-    (0..rows * columns).map(at).collect()
+    let value = |i: usize| values[(i % rows) * columns + i / rows];
+    (0..rows * columns).map(value).collect()
 }

@@ -16,7 +16,7 @@ use crate::kernels::policy::{DkParts, DqParts};
 use crate::kernels::reference::{self, Backward, DkSums, Forward, ForwardSums};
 use crate::kernels::{Progress, span_of};
 use crate::parcel::Parcel;
-use crate::replay::microbatch::Slice;
+use crate::replay::microbatch::HeadMicrobatch;
 use crate::replay::plan::Plan;
 use crate::replay::plausible_policies::Member;
 use crate::replay::problem::Problem;
@@ -94,8 +94,8 @@ impl Driver<'_> {
         }
     }
 
-    fn fetch<T: Parcel>(&self, of: Handle) -> Result<T, StepError> {
-        let bytes = self.cluster.workers.fetch(of).map_err(|why| StepError::Task { why })?;
+    fn fetch<T: Parcel>(&self, handle: Handle) -> Result<T, StepError> {
+        let bytes = self.cluster.workers.fetch(handle).map_err(|why| StepError::Task { why })?;
         T::of_parcel(&bytes).map_err(|error| StepError::Task { why: error.to_string() })
     }
 
@@ -120,14 +120,14 @@ fn part(sources: &Sources, head: &HeadInputs<'_>, rows: &[usize], classes: Range
     let mut labels = Vec::new();
     let slab = vocabulary_slab(head, classes.clone(), &mut labels);
     let (valid, bias) = (slab.valid_vocab, slab.bias.map(<[f64]>::to_vec));
-    let of = |key: &Option<String>| {
+    let rows_of = |key: &Option<String>| {
         key.as_ref().map(|key| RowsOf::new(key.clone(), rows.iter().copied()))
     };
     let k = sources.k.as_ref().map(|key| RowsOf { key: key.clone(), runs: vec![classes.clone()] });
     Part {
-        q: of(&sources.q),
+        q: rows_of(&sources.q),
         k,
-        given: of(&sources.given),
+        given: rows_of(&sources.given),
         classes: classes.len(),
         valid,
         labels,
@@ -144,11 +144,12 @@ fn upstream(lse: &[f64], cotangents: &Cotangents<'_, f64>) -> Tokens {
 }
 
 impl Driver<'_> {
-    fn sources(&self, slice: &Slice) -> Sources {
-        let rows = Some(tensor_json(&slice.inputs.rows_key));
-        match slice.inputs.scores {
+    fn sources(&self, microbatch: &HeadMicrobatch) -> Sources {
+        let rows = Some(tensor_json(&microbatch.inputs.rows_key));
+        match microbatch.inputs.scores {
             Scores::Product { .. } => {
-                let k = self.plan.step.held(Role::K, slice.inputs.microbatch).map(tensor_json);
+                let k =
+                    self.plan.step.recorded(Role::K, microbatch.inputs.microbatch).map(tensor_json);
                 Sources { q: rows, k, given: None }
             }
             _ => Sources { q: None, k: None, given: rows },
@@ -158,10 +159,10 @@ impl Driver<'_> {
     /// The forward pass as tasks.
     pub(in crate::replay) fn forward(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
     ) -> Result<Forward, StepError> {
-        let (sources, v) = (self.sources(slice), head.k.rows);
+        let (sources, v) = (self.sources(microbatch), head.k.rows);
         // Given logits are read by rows: a task has all of their columns.
         let parts = match head.given {
             Some(_) => std::iter::once(0..v).collect(),
@@ -205,11 +206,11 @@ impl Driver<'_> {
     /// lse and label logits as a member has them, block by block of the tokens.
     pub(in crate::replay) fn emulated_forward(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
         member: usize,
     ) -> Result<(Vec<f64>, Vec<f64>), StepError> {
-        let sources = self.sources(slice);
+        let sources = self.sources(microbatch);
         let mut started = Vec::new();
         for tokens in self.blocks(head.q.rows) {
             let rows: Vec<usize> = tokens.clone().collect();
@@ -229,12 +230,12 @@ impl Driver<'_> {
     /// The comparisons of spans of a captured plane, in their order.
     pub(in crate::replay) fn planes(
         &self,
-        slice: &Slice,
+        microbatch: &HeadMicrobatch,
         head: &HeadInputs<'_>,
         (lse, cotangents): (&[f64], &Cotangents<'_, f64>),
         spans: Vec<PlanePart>,
     ) -> Result<Vec<(Tally, Vec<f64>)>, StepError> {
-        let sources = self.sources(slice);
+        let sources = self.sources(microbatch);
         let mut started = VecDeque::new();
         for span in spans {
             let tokens = span.tokens.clone();
@@ -244,7 +245,7 @@ impl Driver<'_> {
             let task = Task { tokens, plane: Some(span), ..self.task(Kind::Plane, part) };
             started.extend(self.start(task, Vec::new(), 1)?);
         }
-        started.into_iter().map(|found| self.fetch(found)).collect()
+        started.into_iter().map(|handle| self.fetch(handle)).collect()
     }
 }
 
@@ -288,7 +289,7 @@ impl<'a> ClusterWalk<'a> {
     pub(in crate::replay) fn new(
         driver: &'a Driver<'a>,
         problem: &'a Problem<'a>,
-        (slice, unit): (&Slice, &'a Unit),
+        (microbatch, unit): (&HeadMicrobatch, &'a Unit),
         members: &[Member],
     ) -> ClusterWalk<'a> {
         let (tokens, d, v) = (problem.head.q.rows, problem.head.q.cols, problem.head.k.rows);
@@ -298,7 +299,7 @@ impl<'a> ClusterWalk<'a> {
         ClusterWalk {
             driver,
             problem,
-            sources: driver.sources(slice),
+            sources: driver.sources(microbatch),
             rows: &unit.rows,
             members: members.len(),
             dq: blocks.iter().map(|_| None).collect(),

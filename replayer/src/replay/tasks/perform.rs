@@ -8,7 +8,7 @@ use backtape::shard::TensorKey;
 use backtape::store::layout::MANIFEST;
 
 use super::error::TaskError;
-use super::read::{Held, files, key, rows};
+use super::read::{PartMatrices, files, key, rows};
 use super::task::{Emulated, EmulatedBlock, Kind, RowsOf, Session, Task};
 use crate::dump::{self, OpenError, Place, StepDump};
 use crate::head::roundings::precision_of;
@@ -62,8 +62,8 @@ impl Open {
         if wanted.is_empty() {
             return Ok(());
         }
-        let of = |name: &str| wanted.contains(name);
-        self.dump = Arc::new(dump::open_some(&self.place, &self.session.selection(), &of)?);
+        let is_wanted = |name: &str| wanted.contains(name);
+        self.dump = Arc::new(dump::open_some(&self.place, &self.session.selection(), &is_wanted)?);
         self.brought.extend(wanted);
         Ok(())
     }
@@ -71,11 +71,11 @@ impl Open {
 
 impl Dumps {
     fn open(&self, task: &Task) -> Result<Arc<StepDump>, TaskError> {
-        let mut held = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if held.as_ref().is_none_or(|open| open.session != task.session) {
-            *held = Some(Open::new(&task.session)?);
+        let mut cached = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if cached.as_ref().is_none_or(|open| open.session != task.session) {
+            *cached = Some(Open::new(&task.session)?);
         }
-        let open = held.as_mut().ok_or(ParcelError)?;
+        let open = cached.as_mut().ok_or(ParcelError)?;
         open.bring(task)?;
         Ok(open.dump.clone())
     }
@@ -106,8 +106,8 @@ pub fn perform(dumps: &Dumps, task: &[u8], sums: &[&[u8]]) -> Result<Vec<Vec<u8>
     };
     let judge = Judge { plan: &plan, world: &Declared };
     let replay = Replay { plan: &plan, executor: Executor::of_task(&plan, &NoProgress), judge };
-    let held = Held::read(&dump, &step.options, &task.part)?;
-    let head = held.head(&step.options, &task.part);
+    let operands = PartMatrices::read(&dump, &step.options, &task.part)?;
+    let head = operands.head(&step.options, &task.part);
     replay.perform(&task, &head, sums)
 }
 
@@ -148,8 +148,8 @@ impl Replay<'_> {
                 vec![sums.to_parcel()]
             }
             Kind::EmulatedForward => {
-                let found = policy::forward(&member()?.policy, head, emulated.0, emulated.1);
-                vec![(found.lse, found.label_logits).to_parcel()]
+                let forward = policy::forward(&member()?.policy, head, emulated.0, emulated.1);
+                vec![(forward.lse, forward.label_logits).to_parcel()]
             }
             Kind::Backward => {
                 let noise = self.judge.term_noise(head.q.cols);
@@ -161,19 +161,20 @@ impl Replay<'_> {
                 vec![dq.to_parcel(), dk.to_parcel()]
             }
             Kind::Emulated => {
-                let of = member()?.policy;
+                let policy = member()?.policy;
                 let mut blocks = Vec::new();
                 let take = &mut |block: policy::DkParts<'_>| blocks.push(EmulatedBlock::of(&block));
                 let dq =
-                    policy::backward(&of, head, lse, &cotangents, emulated.0, emulated.1, take);
+                    policy::backward(&policy, head, lse, &cotangents, emulated.0, emulated.1, take);
                 let policy::DqParts { dq_lse, dq_label, dq } = dq;
                 vec![Emulated { blocks, dq_lse, dq_label, dq }.to_parcel()]
             }
             Kind::Plane => {
                 let part = task.plane.as_ref().ok_or(ParcelError)?;
                 let stage = *Stage::ALL.get(part.stage).ok_or(ParcelError)?;
-                let of = RowsOf { key: part.key.clone(), runs: vec![part.tokens.clone()] };
-                let captured = rows(self.plan.step.dump, &of)?;
+                let rows_of_plane =
+                    RowsOf { key: part.key.clone(), runs: vec![part.tokens.clone()] };
+                let captured = rows(self.plan.step.dump, &rows_of_plane)?;
                 let dtype = self.plan.step.tensors.get(&key(&part.key)?).ok_or(ParcelError)?.dtype;
                 let captured = (captured.matrix(), precision_of(dtype));
                 let (tally, energies) = self

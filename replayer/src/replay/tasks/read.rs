@@ -20,30 +20,30 @@ use crate::kernels::transform::Transform;
 use crate::replay::gathered_rows::Gathered;
 
 /// The matrices of a part, as they were dumped.
-pub(super) struct Held {
+pub(super) struct PartMatrices {
     q: Option<Gathered>,
     k: Option<Gathered>,
     given: Option<Gathered>,
 }
 
-impl Held {
+impl PartMatrices {
     pub(super) fn read(
         dump: &StepDump,
         options: &HeadOptions,
         part: &Part,
-    ) -> Result<Held, TaskError> {
+    ) -> Result<PartMatrices, TaskError> {
         let q = part.q.as_ref().map(|of| rows(dump, of)).transpose()?;
-        let k = part.k.as_ref().map(|of| classes(dump, options, of)).transpose()?;
+        let k = part.k.as_ref().map(|rows| classes(dump, options, rows)).transpose()?;
         let given = part.given.as_ref().map(|of| rows(dump, of)).transpose()?;
-        Ok(Held { q, k, given })
+        Ok(PartMatrices { q, k, given })
     }
 
     /// The kernels' view of a part.
     pub(super) fn head<'a>(&'a self, options: &HeadOptions, part: &'a Part) -> HeadInputs<'a> {
         let none = |rows| Matrix { rows, cols: 0, values: Values::F32(&[]) };
-        let of =
+        let rows_of =
             |held: &'a Option<Gathered>, rows| held.as_ref().map_or(none(rows), Gathered::matrix);
-        let (q, k) = (of(&self.q, part.labels.len()), of(&self.k, part.classes));
+        let (q, k) = (rows_of(&self.q, part.labels.len()), rows_of(&self.k, part.classes));
         HeadInputs {
             bias: part.bias.as_deref(),
             given: self.given.as_ref().map(Gathered::matrix),
@@ -61,16 +61,16 @@ pub(super) fn key(json: &str) -> Result<TensorKey, TaskError> {
 }
 
 /// Where rows lie, as boxes of the tensor.
-fn boxes(shape: &[u64], of: &RowsOf) -> Vec<IndexBox> {
+fn boxes(shape: &[u64], rows: &RowsOf) -> Vec<IndexBox> {
     let cols = shape.last().map_or(1, |&n| n as usize);
     let run =
         |run: &Range<usize>| boxes_of(shape, (run.start * cols) as u64..(run.end * cols) as u64);
-    of.runs.iter().flat_map(run).collect()
+    rows.runs.iter().flat_map(run).collect()
 }
 
 /// Where a run of classes lies, in the job's layout.
-fn box_of_classes(shape: &[u64], of: &RowsOf) -> Option<IndexBox> {
-    let ([depth, _], [run]) = (shape, &of.runs[..]) else { return None };
+fn box_of_classes(shape: &[u64], rows: &RowsOf) -> Option<IndexBox> {
+    let ([depth, _], [run]) = (shape, &rows.runs[..]) else { return None };
     Some(IndexBox(vec![(0, *depth), (run.start as u64, run.end as u64)]))
 }
 
@@ -81,31 +81,32 @@ pub(super) fn files(dump: &StepDump, task: &Task) -> Result<BTreeSet<String>, Ta
     let plane = task.plane.as_ref().map(of_plane);
     let Part { q, k, given, .. } = &task.part;
     let transposed = dump.manifest.head.as_ref().is_some_and(|head| head.k_layout == KLayout::Dv);
-    let mut found = BTreeSet::new();
-    for (of, is_k) in [(q, false), (given, false), (&plane, false), (k, true)] {
-        let Some(of) = of else { continue };
-        let info = whole(dump, &key(&of.key)?)?;
-        let places = match box_of_classes(&info.shape, of).filter(|_| is_k && transposed) {
+    let mut names = BTreeSet::new();
+    for (rows, is_k) in [(q, false), (given, false), (&plane, false), (k, true)] {
+        let Some(rows) = rows else { continue };
+        let info = whole(dump, &key(&rows.key)?)?;
+        let places = match box_of_classes(&info.shape, rows).filter(|_| is_k && transposed) {
             Some(place) => vec![place],
-            None => boxes(&info.shape, of),
+            None => boxes(&info.shape, rows),
         };
-        let reached = info.shards.iter().filter(|at| {
-            let held = &dump.record(at).place;
-            places.iter().any(|place| place.intersection(held).is_some())
+        let reached = info.shards.iter().filter(|shard| {
+            let stored = &dump.record(shard).place;
+            places.iter().any(|place| place.intersection(stored).is_some())
         });
-        let name = |at: &ShardRef| dump.file_of(at).path().file_name()?.to_str().map(String::from);
-        found.extend(reached.filter_map(name));
+        let name =
+            |shard: &ShardRef| dump.file_of(shard).path().file_name()?.to_str().map(String::from);
+        names.extend(reached.filter_map(name));
     }
-    Ok(found)
+    Ok(names)
 }
 
 /// Rows of a tensor, its leading dimensions flattened.
-pub(super) fn rows(dump: &StepDump, of: &RowsOf) -> Result<Gathered, TaskError> {
-    let key = key(&of.key)?;
+pub(super) fn rows(dump: &StepDump, rows: &RowsOf) -> Result<Gathered, TaskError> {
+    let key = key(&rows.key)?;
     let info = whole(dump, &key)?;
     let cols = info.shape.last().map_or(1, |&n| n as usize);
     let mut bytes = Vec::new();
-    for run in &of.runs {
+    for run in &rows.runs {
         let range = (run.start * cols) as u64..(run.end * cols) as u64;
         bytes.extend_from_slice(&elements(dump, &key, range)?);
     }
@@ -113,11 +114,11 @@ pub(super) fn rows(dump: &StepDump, of: &RowsOf) -> Result<Gathered, TaskError> 
 }
 
 /// A run of classes of k, `[classes, D]` whatever the job's layout.
-fn classes(dump: &StepDump, options: &HeadOptions, of: &RowsOf) -> Result<Gathered, TaskError> {
-    let name = key(&of.key)?;
+fn classes(dump: &StepDump, options: &HeadOptions, wanted: &RowsOf) -> Result<Gathered, TaskError> {
+    let name = key(&wanted.key)?;
     let shape = &whole(dump, &name)?.shape;
-    let place = box_of_classes(shape, of).filter(|_| options.transposed());
-    let Some(place) = place else { return rows(dump, of) };
+    let place = box_of_classes(shape, wanted).filter(|_| options.transposed());
+    let Some(place) = place else { return rows(dump, wanted) };
     let tensor = assemble_box(dump, &name, &place)?.transposed()?;
     let (dtype, cols) = (tensor.dtype, shape[0] as usize);
     Gathered::of_bytes(dtype, cols, tensor.bytes()).ok_or(TaskError::NoFloats(name))

@@ -40,7 +40,7 @@ struct Pair {
 /// A tensor that differs.
 struct Named<'a> {
     class: &'static str,
-    found: &'a NamedDifference,
+    difference: &'a NamedDifference,
     status: String,
     /// Difference, unit, by chance, growth, largest absolute difference, cosine.
     numbers: [String; 6],
@@ -50,7 +50,8 @@ impl Page<'_> {
     pub(super) fn against(&self) -> Markup {
         let Some(against) = &self.report.against else { return Safe(String::new()) };
         let all = &against.tensors;
-        let differ: Vec<_> = all.iter().filter(|found| found.status != Status::Pass).collect();
+        let differ: Vec<_> =
+            all.iter().filter(|difference| difference.status != Status::Pass).collect();
         let table = || {
             let caption = format!("Stages of the other run, {}", against.dump.run);
             stage_table(&against.stages, &format!("{}-other", self.id), &caption)
@@ -62,49 +63,49 @@ impl Page<'_> {
             differences: self.shown(&against.differences).iter().map(pair).collect(),
             equal: all.len() - differ.len(),
             differ: differ.len(),
-            tensors: self.shown(&differ).iter().map(|found| named(found)).collect(),
+            tensors: self.shown(&differ).iter().map(|difference| named(difference)).collect(),
             table: if against.stages.is_empty() { Safe(String::new()) } else { table() },
         })
     }
 }
 
-fn pair(found: &Difference) -> Pair {
-    let (index, ours, theirs) = match found.worst {
+fn pair(difference: &Difference) -> Pair {
+    let (index, ours, theirs) = match difference.worst {
         Some((at, x, y)) => (format!("[{}, {}]", at.0, at.1), short(x), short(y)),
-        None if found.difference == 0.0 => {
+        None if difference.difference == 0.0 => {
             ("equal bit for bit".into(), String::new(), String::new())
         }
         None => Default::default(),
     };
-    let status = match found.status {
+    let status = match difference.status {
         Status::Skip => "– not judged".into(),
-        of => format!("{} {}", glyph(of, false), word(of)),
+        status => format!("{} {}", glyph(status, false), word(status)),
     };
-    let mut remarks = vec![found.reason.as_str(), found.aligned.as_str()];
+    let mut remarks = vec![difference.reason.as_str(), difference.aligned.as_str()];
     remarks.retain(|text| !text.is_empty());
-    let allowed = found.allowed.map_or("-".into(), error);
+    let allowed = difference.allowed.map_or("-".into(), error);
     Pair {
-        class: class(found.status),
-        name: found.stage.name(),
+        class: class(difference.status),
+        name: difference.stage.name(),
         status,
-        numbers: [error(found.difference), allowed, index, ours, theirs],
-        place: place(found.microbatch.map(|mb| mb.0), None),
+        numbers: [error(difference.difference), allowed, index, ours, theirs],
+        place: place(difference.microbatch.map(|mb| mb.0), None),
         remarks: remarks.join("; "),
     }
 }
 
-fn named(found: &NamedDifference) -> Named<'_> {
+fn named(difference: &NamedDifference) -> Named<'_> {
     Named {
-        class: class(found.status),
-        found,
-        status: format!("{} {}", glyph(found.status, false), word(found.status)),
+        class: class(difference.status),
+        difference,
+        status: format!("{} {}", glyph(difference.status, false), word(difference.status)),
         numbers: [
-            error(found.difference),
-            error(found.unit),
-            error(found.expected),
-            found.growth.map_or("-".into(), |growth| format!("{}x", ratio(growth))),
-            error(found.measures.max_abs),
-            format!("{:.8}", found.measures.cosine),
+            error(difference.difference),
+            error(difference.unit),
+            error(difference.expected),
+            difference.growth.map_or("-".into(), |growth| format!("{}x", ratio(growth))),
+            error(difference.measures.max_abs),
+            format!("{:.8}", difference.measures.cosine),
         ],
     }
 }

@@ -46,7 +46,7 @@ struct Bars<'a> {
 }
 
 struct Placed {
-    of: Bar,
+    bar: Bar,
     y: i32,
     from: f64,
     length: f64,
@@ -57,10 +57,10 @@ struct Placed {
 pub(super) fn draw(about: String, bars: Vec<Bar>, widths: &Widths) -> Drawing {
     let Widths(label, room, value) = *widths;
     let x = |share: f64| f64::from(label) + share.clamp(0.0, 1.0) * f64::from(room);
-    let place = |(at, of): (usize, Bar)| {
-        let (from, to) = (x(of.from.min(of.to)), x(of.from.max(of.to)));
-        let (y, mark) = (at as i32 * LINE + 2, of.mark.map(x));
-        Placed { of, y, from, length: (to - from).max(1.5), mark }
+    let place = |(index, bar): (usize, Bar)| {
+        let (from, to) = (x(bar.from.min(bar.to)), x(bar.from.max(bar.to)));
+        let (y, mark) = (index as i32 * LINE + 2, bar.mark.map(x));
+        Placed { bar, y, from, length: (to - from).max(1.5), mark }
     };
     let drawn = Bars {
         about: &about,

@@ -17,7 +17,7 @@ struct Causes<'a> {
     id: &'a str,
     first: Option<&'a FirstDivergence>,
     /// Its microbatch and rank.
-    at: String,
+    place: String,
     /// What is said where nothing diverges.
     nothing: &'static str,
     causes: Vec<Cause<'a>>,
@@ -27,7 +27,7 @@ struct Causes<'a> {
 
 struct Cause<'a> {
     whose: &'static str,
-    found: &'a Found,
+    cause: &'a Found,
     standing: &'static str,
     figures: String,
     residuals: Option<Drawing>,
@@ -38,7 +38,7 @@ impl Page<'_> {
     pub(super) fn causes(&self) -> Markup {
         let report = self.report;
         let first = report.first_divergence.as_ref();
-        let at = first.map(|first| place(first.microbatch, first.rank)).unwrap_or_default();
+        let of_first = first.map(|first| place(first.microbatch, first.rank)).unwrap_or_default();
         let nothing = match report.verdict {
             Verdict::Incomplete => {
                 "Nothing diverges in what could be judged; the rest has no verdict."
@@ -46,8 +46,8 @@ impl Page<'_> {
             _ => "Nothing diverges.",
         };
         let other = report.against.as_ref().map(|against| &against.causes[..]).unwrap_or_default();
-        let own = self.shown(&report.causes).iter().map(|found| cause(found, ""));
-        let other = self.shown(other).iter().map(|found| cause(found, "the other run: "));
+        let own_causes = self.shown(&report.causes).iter().map(|shown| cause(shown, ""));
+        let other = self.shown(other).iter().map(|shown| cause(shown, "the other run: "));
         let mut variants = String::new();
         if !report.variants.is_empty() {
             crate::report::causes::variants(&mut variants, &report.variants);
@@ -55,24 +55,31 @@ impl Page<'_> {
         markup(&Causes {
             id: &self.id,
             first,
-            at: if at.is_empty() { at } else { format!(" ({at})") },
+            place: if of_first.is_empty() { of_first } else { format!(" ({of_first})") },
             nothing,
-            causes: own.chain(other).collect(),
+            causes: own_causes.chain(other).collect(),
             variants,
         })
     }
 }
 
-fn cause<'a>(found: &'a Found, whose: &'static str) -> Cause<'a> {
-    let standing = match found.standing {
+fn cause<'a>(cause: &'a Found, whose: &'static str) -> Cause<'a> {
+    let standing = match cause.standing {
         Standing::Named => "named",
         Standing::Tied => "TIED: the captured tensors cannot tell it from another",
         Standing::Unknown => "nothing in the catalogue explains it",
     };
-    let of: Vec<String> =
-        found.parameters.iter().map(|(name, value)| format!("{name}: {value}")).collect();
-    let residuals = residuals(&found.residuals);
-    Cause { whose, found, standing, figures: figures(found), residuals, parameters: of.join("; ") }
+    let parameters: Vec<String> =
+        cause.parameters.iter().map(|(name, value)| format!("{name}: {value}")).collect();
+    let residuals = residuals(&cause.residuals);
+    Cause {
+        whose,
+        cause,
+        standing,
+        figures: figures(cause),
+        residuals,
+        parameters: parameters.join("; "),
+    }
 }
 
 /// Two bars a stage: the error that is there, and the error that is left.
@@ -80,23 +87,24 @@ fn residuals(all: &[StageResidual]) -> Option<Drawing> {
     if all.is_empty() {
         return None;
     }
-    let values = all.iter().flat_map(|of| [of.before, of.after, of.floor]);
+    let values = all.iter().flat_map(|residual| [residual.before, residual.after, residual.floor]);
     let scale = decades(values);
     let mut bars = Vec::new();
-    for of in all {
+    for residual in all {
         let bar = |label: String, x: f64, class| Bar {
             label,
             from: 0.0,
             to: scale(x),
             class,
-            mark: Some(scale(of.floor)),
+            mark: Some(scale(residual.floor)),
             value: left(x),
         };
-        bars.push(bar(format!("{} before", of.stage), of.before, "bt-plain"));
-        bars.push(bar(format!("{} after", of.stage), of.after, "bt-after"));
+        bars.push(bar(format!("{} before", residual.stage), residual.before, "bt-plain"));
+        bars.push(bar(format!("{} after", residual.stage), residual.after, "bt-after"));
     }
-    let comparisons: usize = all.iter().map(|of| of.comparisons).sum();
-    let sampled = if all.iter().any(|of| of.sampled) { ", on a sample of the rows" } else { "" };
+    let comparisons: usize = all.iter().map(|residual| residual.comparisons).sum();
+    let sampled =
+        if all.iter().any(|residual| residual.sampled) { ", on a sample of the rows" } else { "" };
     let about = format!(
         "error before and after the cause is emulated, over {}{sampled}; logarithmic; the stroke is \
          what the declared precision explains",

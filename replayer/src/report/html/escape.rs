@@ -18,8 +18,8 @@ pub(super) struct Text;
 
 impl Escaper for Text {
     fn write_escaped_str<W: Write>(&self, mut out: W, text: &str) -> Result {
-        for (at, c) in text.chars().enumerate() {
-            if at == MOST {
+        for (index, c) in text.chars().enumerate() {
+            if index == MOST {
                 return out.write_str(" ... (shortened)");
             }
             match c {

@@ -110,18 +110,19 @@ impl Page<'_> {
 
     fn nodes(&self, first: Option<&str>) -> Vec<Node<'_>> {
         let stages = &self.report.stages;
-        let of = |stage: &Stage| stages.iter().find(|one| one.name == stage.name());
+        let report_of = |stage: &Stage| stages.iter().find(|one| one.name == stage.name());
         let mut nodes = Vec::new();
         let mut row = 0;
         for stages in ROWS {
             let drawn = |stage: &&Stage| {
-                of(stage).is_some_and(|of| of.status != Status::Skip || !OPTIONAL.contains(stage))
+                report_of(stage)
+                    .is_some_and(|of| of.status != Status::Skip || !OPTIONAL.contains(stage))
             };
             let shown: Vec<&Stage> = stages.iter().filter(drawn).collect();
             let room = WIDTH - shown.len() as i32 * PITCH.0 + (PITCH.0 - BOX.0);
-            for (at, &&stage) in shown.iter().enumerate() {
-                let Some(report) = of(&stage) else { continue };
-                let (x, y) = (room / 2 + at as i32 * PITCH.0, TOP + row * PITCH.1);
+            for (index, &&stage) in shown.iter().enumerate() {
+                let Some(report) = report_of(&stage) else { continue };
+                let (x, y) = (room / 2 + index as i32 * PITCH.0, TOP + row * PITCH.1);
                 nodes.push(node((stage, report), row, (x, y), first == Some(report.name)));
             }
             row += i32::from(!shown.is_empty());
@@ -140,8 +141,8 @@ fn node<'a>(
     let status = match (report.status, &report.worst, stage.is_input()) {
         (Status::Skip, ..) => "not compared".to_string(),
         (Status::Pass, None, true) => "input".into(),
-        (of, Some(worst), _) => format!("{} {}x", word(of), ratio_of(worst.ratio)),
-        (of, ..) => word(of).into(),
+        (status, Some(worst), _) => format!("{} {}x", word(status), ratio_of(worst.ratio)),
+        (status, ..) => word(status).into(),
     };
     let said = if first { "; the first divergence" } else { "" };
     Node {
@@ -184,9 +185,9 @@ mod tests {
     fn every_stage_has_one_place_below_what_it_is_computed_from() {
         let row = |stage: Stage| {
             let mut places = ROWS.iter().enumerate().filter(|(_, row)| row.contains(&stage));
-            let found = places.next().map(|(at, _)| at);
+            let position = places.next().map(|(at, _)| at);
             assert!(places.next().is_none(), "{stage} stands twice");
-            found.unwrap_or_else(|| panic!("{stage} stands nowhere"))
+            position.unwrap_or_else(|| panic!("{stage} stands nowhere"))
         };
         for &stage in Stage::ALL {
             assert!(stage.parents().iter().all(|&parent| row(parent) < row(stage)), "{stage}");

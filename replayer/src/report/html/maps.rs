@@ -98,17 +98,17 @@ struct Figure {
 impl Page<'_> {
     /// The section of the maps, and what the script needs of them.
     pub(super) fn maps(&self) -> (Markup, String) {
-        let own = self.report.drawings.as_ref().map(|drawn| &drawn.maps[..]);
+        let own_maps = self.report.drawings.as_ref().map(|drawn| &drawn.maps[..]);
         let other = self.report.against.as_ref().and_then(|against| against.drawings.as_ref());
         let other = other.map(|drawn| &drawn.maps[..]).unwrap_or_default();
-        let state = match own {
+        let state = match own_maps {
             None => State::NotGathered,
             Some([]) if other.is_empty() => State::Nothing,
             Some(_) => State::Drawn,
         };
         let mut data = Data { maps: Vec::new() };
         let mut maps = Vec::new();
-        for map in own.unwrap_or_default() {
+        for map in own_maps.unwrap_or_default() {
             maps.push(self.map(map, "", &mut data));
         }
         for map in other {
@@ -147,21 +147,21 @@ impl Page<'_> {
 
     fn figure(&self, map: &Map, (drawn, across): (&[Drawn<'_>], usize), data: &mut Data) -> Figure {
         let id = format!("{}-map-{}", self.id, data.maps.len());
-        let bands = drawn.iter().map(|of| of.chart.size.0).max().unwrap_or(0);
+        let bands = drawn.iter().map(|drawn| drawn.chart.size.0).max().unwrap_or(0);
         let worst = worst_of(drawn);
         let words = match worst.first() {
             None => "nothing was compared".into(),
             Some((_, cell)) if equal(cell) => "every element is equal".into(),
-            Some((of, cell)) => format!("worst: {}", sentence(map, of.strip, cell)),
+            Some((drawn, cell)) => format!("worst: {}", sentence(map, drawn.strip, cell)),
         };
         let mut svg = String::new();
         picture(&mut svg, map, drawn, (bands, across));
         let rows = if map.of_tokens { "token" } else { "row" };
-        let strips = drawn.iter().map(|of| of.data(map)).collect();
+        let strips = drawn.iter().map(|drawn| drawn.data(map)).collect();
         let (stage, tile, hits) = (map.stage.name(), map.tile, !map.hits.is_empty());
         data.maps.push(MapData { id: id.clone(), stage, rows, tile, bands, hits, strips });
         let off = worst.into_iter().filter(|(_, cell)| !equal(cell));
-        let worst = off.map(|(of, cell)| listed(map, of.strip, cell)).collect();
+        let worst = off.map(|(drawn, cell)| listed(map, drawn.strip, cell)).collect();
         let caption = caption(map, drawn);
         Figure { id, caption, words, bands, across, picture: Safe(svg), worst }
     }
@@ -179,7 +179,8 @@ fn colour(class: usize) -> String {
 
 /// The worst blocks, of equals the first one first.
 fn worst_of<'d>(drawn: &'d [Drawn<'d>]) -> Vec<(&'d Drawn<'d>, &'d Cell)> {
-    let cells = |of: &'d Drawn<'d>| of.chart.cells.iter().flatten().map(move |cell| (of, cell));
+    let cells =
+        |drawn: &'d Drawn<'d>| drawn.chart.cells.iter().flatten().map(move |cell| (drawn, cell));
     let mut worst: Vec<_> = drawn.iter().flat_map(cells).collect();
     worst.sort_by(|(_, a), (_, b)| match (a.is_worse_than(b), b.is_worse_than(a)) {
         (true, _) => std::cmp::Ordering::Less,
@@ -194,15 +195,15 @@ fn worst_of<'d>(drawn: &'d [Drawn<'d>]) -> Vec<(&'d Drawn<'d>, &'d Cell)> {
 fn caption(map: &Map, drawn: &[Drawn<'_>]) -> String {
     let shape = drawn[0].chart.shape;
     let block = drawn[0].chart.block;
-    let of = format!("a block is {} x {}", count(block.0 as u64), count(block.1 as u64));
+    let size_of_block = format!("a block is {} x {}", count(block.0 as u64), count(block.1 as u64));
     let mut text = match map.of_tokens {
         true => format!(
             "for each microbatch and rank its tokens down, counted from its first, and their {} \
-             columns across; {of}, tiles of {} tokens",
+             columns across; {size_of_block}, tiles of {} tokens",
             shape.1, map.tile
         ),
         false => format!(
-            "{} rows of the vocabulary down, D = {} across, the worst of {}; {of}, tiles of {} rows; \
+            "{} rows of the vocabulary down, D = {} across, the worst of {}; {size_of_block}, tiles of {} rows; \
              {}",
             count(shape.0 as u64),
             shape.1,
@@ -225,7 +226,7 @@ fn caption(map: &Map, drawn: &[Drawn<'_>]) -> String {
 }
 
 fn source_of(strip: &Strip, cell: &Cell) -> Source {
-    strip.sources.get(cell.of as usize).copied().unwrap_or((None, None))
+    strip.sources.get(cell.source as usize).copied().unwrap_or((None, None))
 }
 
 pub(super) fn whose((microbatch, rank): Source) -> String {
@@ -243,9 +244,9 @@ fn sentence(map: &Map, strip: &Strip, cell: &Cell) -> String {
         short(worst.reference),
         off(cell)
     );
-    let at = whose(source_of(strip, cell));
-    if !at.is_empty() {
-        let _ = write!(text, ", {at}");
+    let source = whose(source_of(strip, cell));
+    if !source.is_empty() {
+        let _ = write!(text, ", {source}");
     }
     if let Some(hits) = hits_of(map, cell) {
         let _ = write!(text, ", a label {}", plural(u64::from(hits), "time"));
@@ -299,7 +300,7 @@ impl Drawn<'_> {
                 bytes.extend(NONE.to_le_bytes());
                 continue;
             };
-            let number = *numbers.entry(cell.of).or_insert_with(|| {
+            let number = *numbers.entry(cell.source).or_insert_with(|| {
                 let (microbatch, rank) = source_of(self.strip, cell);
                 sources.push((microbatch.map(|mb| mb.0), rank.map(|rank| rank.0)));
                 (sources.len() - 1) as u16

@@ -39,23 +39,23 @@ struct Gap {
 
 impl Page<'_> {
     pub(super) fn norm(&self) -> Markup {
-        let own = &self.report.grad_norm;
+        let own_norm = &self.report.grad_norm;
         let against = self.report.against.as_ref();
-        let names = match own.captured {
+        let names = match own_norm.captured {
             Some(_) => ("with reference dk", "as reported"),
             None => ("reference dk", "captured dk"),
         };
-        let end = end(own);
+        let end = end(own_norm);
         let gap_of = |gap, shares, names| end.map(|end| waterfalls(gap, shares, end, names));
-        let of_own = own.gap.filter(|_| !own.shares.is_empty());
+        let of_own = own_norm.gap.filter(|_| !own_norm.shares.is_empty());
         let of_other = against.and_then(|against| against.norm_gap.as_ref());
         markup(&Norm {
             id: &self.id,
-            facts: norm::facts(own, against.and_then(|against| against.grad_norm.captured)),
-            own: of_own.and_then(|gap| gap_of(gap, &own.shares, names)),
-            explained: own.floor.unwrap_or(f64::NAN),
+            facts: norm::facts(own_norm, against.and_then(|against| against.grad_norm.captured)),
+            own: of_own.and_then(|gap| gap_of(gap, &own_norm.shares, names)),
+            explained: own_norm.floor.unwrap_or(f64::NAN),
             other: of_other
-                .and_then(|of| gap_of(of.gap, &of.shares, ("the other run", "this run"))),
+                .and_then(|gap| gap_of(gap.gap, &gap.shares, ("the other run", "this run"))),
         })
     }
 }
@@ -134,9 +134,9 @@ mod tests {
     /// before it ended, and the last ends where the last bar does.
     #[test]
     fn the_steps_lead_from_one_norm_to_the_other_however_many_there_are() {
-        let of = |gap: f64| Share { kind: "row", of: "row 1".into(), gap, share: gap / 3.0 };
+        let share = |gap: f64| Share { kind: "row", of: "row 1".into(), gap, share: gap / 3.0 };
         let shares: Vec<Share> =
-            (0..40).map(|i| of(if i % 2 == 0 { 0.4 } else { -0.25 })).collect();
+            (0..40).map(|i| share(if i % 2 == 0 { 0.4 } else { -0.25 })).collect();
         let parts: Vec<&Share> = shares.iter().collect();
         let bars = steps(&parts, (10.0, 13.0), ("a", "b"));
         assert_eq!(bars.len(), STEPS + 3);

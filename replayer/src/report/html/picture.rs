@@ -79,25 +79,26 @@ fn blocks(out: &mut String, drawn: &[Drawn<'_>], side: f64) {
     let mut paths: [String; CLASSES] = Default::default();
     let (mut dots, mut crosses) = (String::new(), String::new());
     let mut ring: Option<(&Cell, usize, usize)> = None;
-    for of in drawn {
-        let across = of.chart.size.1.max(1);
-        for (y, row) in of.chart.cells.chunks(across).enumerate() {
-            let mut at = 0;
-            while at < row.len() {
-                let Some(cell) = &row[at] else {
-                    at += 1;
+    for strip in drawn {
+        let across = strip.chart.size.1.max(1);
+        for (y, row) in strip.chart.cells.chunks(across).enumerate() {
+            let mut column = 0;
+            while column < row.len() {
+                let Some(cell) = &row[column] else {
+                    column += 1;
                     continue;
                 };
-                let own = class(cell);
-                let same =
-                    |cell: &Option<Cell>| cell.as_ref().is_some_and(|cell| class(cell) == own);
-                let run = row[at..].iter().take_while(|cell| same(cell)).count();
-                let _ = write!(paths[own], "M{} {y}.5h{run}", of.x + at);
-                at += run;
+                let cell_class = class(cell);
+                let same = |cell: &Option<Cell>| {
+                    cell.as_ref().is_some_and(|cell| class(cell) == cell_class)
+                };
+                let run = row[column..].iter().take_while(|cell| same(cell)).count();
+                let _ = write!(paths[cell_class], "M{} {y}.5h{run}", strip.x + column);
+                column += run;
             }
-            for (at, cell) in row.iter().enumerate() {
+            for (column, cell) in row.iter().enumerate() {
                 let Some(cell) = cell else { continue };
-                let x = of.x + at;
+                let x = strip.x + column;
                 match (cell.nonfinite > 0, cell.exceeding > 0) {
                     (true, _) => drop(write!(crosses, "M{x}.2 {y}.2l.6 .6m0-.6l-.6 .6")),
                     (_, true) => drop(write!(dots, "M{x}.5 {y}.5h0")),
@@ -134,14 +135,14 @@ fn blocks(out: &mut String, drawn: &[Drawn<'_>], side: f64) {
 /// Lines where tiles begin, as long as they are no more than every second block.
 fn tiles(out: &mut String, map: &Map, drawn: &[Drawn<'_>]) {
     let mut path = String::new();
-    for of in drawn {
-        let (rows, block) = (of.chart.shape.0, of.chart.block.0);
+    for strip in drawn {
+        let (rows, block) = (strip.chart.shape.0, strip.chart.block.0);
         if map.tile < 2 * block {
             continue;
         }
         for start in (map.tile..rows).step_by(map.tile) {
             let y = start as f64 / block as f64;
-            let _ = write!(path, "M{} {y:.3}h{}", of.x, of.chart.size.1);
+            let _ = write!(path, "M{} {y:.3}h{}", strip.x, strip.chart.size.1);
         }
     }
     if !path.is_empty() {
@@ -150,8 +151,8 @@ fn tiles(out: &mut String, map: &Map, drawn: &[Drawn<'_>]) {
 }
 
 fn axes(out: &mut String, map: &Map, drawn: &[Drawn<'_>], (kx, ky): (f64, f64)) {
-    let tallest = drawn.iter().max_by_key(|of| of.chart.size.0);
-    let Some(chart) = tallest.map(|of| &of.chart) else { return };
+    let tallest = drawn.iter().max_by_key(|drawn| drawn.chart.size.0);
+    let Some(chart) = tallest.map(|drawn| &drawn.chart) else { return };
     let every = (chart.size.0 as f64 * ky / 60.0).max(1.0);
     let step = (chart.size.0 as f64 / every).ceil().max(1.0) as usize;
     for band in (0..chart.size.0).step_by(step) {
@@ -164,10 +165,10 @@ fn axes(out: &mut String, map: &Map, drawn: &[Drawn<'_>], (kx, ky): (f64, f64)) 
         );
     }
     let mut free = f64::NEG_INFINITY;
-    for of in drawn {
-        let x = LEFT + kx * of.x as f64;
+    for strip in drawn {
+        let x = LEFT + kx * strip.x as f64;
         let words = match map.of_tokens {
-            true => whose(of.strip.sources[0]),
+            true => whose(strip.strip.sources[0]),
             false => "column 0".into(),
         };
         let width = 6.6 * words.len() as f64;
@@ -181,14 +182,14 @@ fn axes(out: &mut String, map: &Map, drawn: &[Drawn<'_>], (kx, ky): (f64, f64)) 
             );
             free = x + width + 8.0;
         }
-        if !map.of_tokens && of.chart.size.1 > 12 {
-            let half = of.chart.size.1 / 2;
+        if !map.of_tokens && strip.chart.size.1 > 12 {
+            let half = strip.chart.size.1 / 2;
             let _ = write!(
                 out,
                 "<text class=\"bt-axis\" x=\"{:.0}\" y=\"{}\">{}</text>",
                 x + kx * half as f64,
                 TOP - 8.0,
-                half * of.chart.block.1
+                half * strip.chart.block.1
             );
         }
     }

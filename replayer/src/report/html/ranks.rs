@@ -8,7 +8,7 @@ use askama::Template;
 
 use super::{Markup, Page, markup};
 use crate::number::{bytes, count, plural};
-use crate::report::drawings::{Drawings, FAULTS, Held, RankDrawn};
+use crate::report::drawings::{Drawings, FAULTS, RankDrawn, RankState};
 use crate::verify::TensorVerdict;
 
 /// Ranks of one host that are drawn one by one.
@@ -64,13 +64,13 @@ struct Tensor<'a> {
 
 impl Page<'_> {
     pub(super) fn ranks(&self) -> Markup {
-        let own = self.report.drawings.as_ref();
+        let own_drawings = self.report.drawings.as_ref();
         let other = self.report.against.as_ref().and_then(|against| against.drawings.as_ref());
-        let both = own.map(|drawn| (drawn, "")).into_iter();
+        let both = own_drawings.map(|drawn| (drawn, "")).into_iter();
         let both = both.chain(other.map(|drawn| (drawn, "other ")));
         markup(&Ranks {
             id: &self.id,
-            gathered: own.is_some(),
+            gathered: own_drawings.is_some(),
             dumps: both.map(|(drawn, whose)| self.dump(drawn, whose)).collect(),
             items: self.detail.items,
         })
@@ -112,15 +112,15 @@ fn tensor(drawn: &TensorVerdict) -> Tensor<'_> {
 
 impl RankDrawn {
     fn is_clean(&self) -> bool {
-        self.held != Held::Missing && self.apart == 0 && self.faults.iter().all(|&n| n == 0)
+        self.state != RankState::Missing && self.apart == 0 && self.faults.iter().all(|&n| n == 0)
     }
 
     fn glyph(&self) -> (&'static str, &'static str) {
-        match (self.held, self.is_clean()) {
-            (Held::Missing, _) => ("bt-missing", "?"),
+        match (self.state, self.is_clean()) {
+            (RankState::Missing, _) => ("bt-missing", "?"),
             (_, false) => ("bt-fail", "✕"),
-            (Held::Nothing, true) => ("bt-skip", "–"),
-            (Held::Recorded, true) => ("bt-pass", "✓"),
+            (RankState::Nothing, true) => ("bt-skip", "–"),
+            (RankState::Recorded, true) => ("bt-pass", "✓"),
         }
     }
 
@@ -131,10 +131,10 @@ impl RankDrawn {
 
     fn about(&self) -> String {
         let mut text = format!("rank {}: ", self.rank);
-        match self.held {
-            Held::Missing => text.push_str("nothing of it is there"),
-            Held::Nothing => text.push_str("closed with nothing in its part"),
-            Held::Recorded => {
+        match self.state {
+            RankState::Missing => text.push_str("nothing of it is there"),
+            RankState::Nothing => text.push_str("closed with nothing in its part"),
+            RankState::Recorded => {
                 let _ = write!(text, "{}, {}", plural(self.shards, "shard"), bytes(self.bytes));
             }
         }
@@ -153,7 +153,8 @@ fn host<'a>(name: &'a str, ranks: &[&RankDrawn]) -> Host<'a> {
     let sum = |of: fn(&RankDrawn) -> u64| ranks.iter().map(|rank| of(rank)).sum::<u64>();
     let mut order: Vec<&RankDrawn> = ranks.to_vec();
     order.sort_by_key(|rank| rank.is_clean());
-    let coverage = sum(|rank| rank.faults[2]) + sum(|rank| u64::from(rank.held == Held::Missing));
+    let coverage =
+        sum(|rank| rank.faults[2]) + sum(|rank| u64::from(rank.state == RankState::Missing));
     let coverage = match coverage {
         0 => "✓ nothing is missing".to_string(),
         n => format!("✕ {} missing or doubled", plural(n, "part")),

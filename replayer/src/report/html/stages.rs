@@ -33,8 +33,8 @@ pub(super) fn class(status: Status) -> &'static str {
     }
 }
 
-fn index(at: Option<(u64, u64)>) -> String {
-    at.map(|(row, column)| format!("[{row}, {column}]")).unwrap_or_default()
+fn index(element: Option<(u64, u64)>) -> String {
+    element.map(|(row, column)| format!("[{row}, {column}]")).unwrap_or_default()
 }
 
 #[derive(Template)]
@@ -90,7 +90,9 @@ struct Row<'a> {
 impl Page<'_> {
     pub(super) fn stages(&self) -> Markup {
         let stages = &self.report.stages;
-        let compared = stages.iter().filter_map(|stage| stage.worst.as_ref().map(|of| (stage, of)));
+        let compared = stages
+            .iter()
+            .filter_map(|stage| stage.worst.as_ref().map(|comparison| (stage, comparison)));
         markup(&Stages {
             id: &self.id,
             compared: !stages.is_empty(),
@@ -100,12 +102,16 @@ impl Page<'_> {
     }
 
     fn card<'a>(&self, stage: &'a StageReport, worst: &ComparisonReport) -> Option<Card<'a>> {
-        let of = Stage::ALL.iter().find(|of| of.name() == stage.name)?;
-        let first = self.report.first_divergence.as_ref().is_some_and(|of| of.stage == stage.name);
+        let known_stage = Stage::ALL.iter().find(|known_stage| known_stage.name() == stage.name)?;
+        let first = self
+            .report
+            .first_divergence
+            .as_ref()
+            .is_some_and(|divergence| divergence.stage == stage.name);
         let first = if first { ", the first divergence" } else { "" };
         // The source names the microbatch.
-        let at = place(None, worst.rank);
-        let at = if at.is_empty() { at } else { format!(", {at}") };
+        let of_rank = place(None, worst.rank);
+        let of_rank = if of_rank.is_empty() { of_rank } else { format!(", {of_rank}") };
         let of_these = match (stage.comparisons, stage.failing.len()) {
             (1, _) => String::new(),
             (n, 0) => format!(" The worst of {n} comparisons over microbatches and ranks."),
@@ -116,9 +122,9 @@ impl Page<'_> {
             class: class(stage.status),
             glyph: glyph(stage.status, false),
             status: format!("{}{first}", word(stage.status)),
-            words: of.words(),
+            words: known_stage.words(),
             of_these,
-            source: format!("{}{at}", worst.source),
+            source: format!("{}{of_rank}", worst.source),
             lines: self.three_ways(stage, worst),
             scores: scores(worst),
             hits: hits(worst),
@@ -149,17 +155,21 @@ impl Page<'_> {
                 let about = format!("error of the other run, {}x its floor", ratio(other.ratio));
                 lines.push(("other run to reference", error(other.error), about));
             }
-            for apart in against.differences.iter().filter(|of| of.stage.name() == stage.name) {
+            for apart in against
+                .differences
+                .iter()
+                .filter(|difference| difference.stage.name() == stage.name)
+            {
                 let allowed = apart.allowed.map_or("-".into(), error);
-                let of = place(apart.microbatch.map(|mb| mb.0), None);
-                let about = format!("allowed {allowed} {of}");
+                let where_apart = place(apart.microbatch.map(|mb| mb.0), None);
+                let about = format!("allowed {allowed} {where_apart}");
                 lines.push(("this to other run", error(apart.difference), about));
             }
         }
         if let (Some(captured), Some(reference)) = (worst.worst_captured, worst.worst_reference) {
-            let at = index(worst.worst_index);
-            lines.push(("worst captured", short(captured), format!("element {at}")));
-            lines.push(("worst reference", short(reference), format!("element {at}")));
+            let element = index(worst.worst_index);
+            lines.push(("worst captured", short(captured), format!("element {element}")));
+            lines.push(("worst reference", short(reference), format!("element {element}")));
         }
         let beyond = match worst.exceeding {
             0 => format!("of {}", plural(worst.elements, "element")),
@@ -209,7 +219,7 @@ fn scores(worst: &ComparisonReport) -> Option<Drawing> {
     }
     // One element more than there are, so that a single one has a length.
     let length = |n: f64| (1.0 + n).ln() / (1.0 + all as f64).ln().max(f64::MIN_POSITIVE);
-    let one = |class: &ScoreClass| Bar {
+    let bar_of = |class: &ScoreClass| Bar {
         label: match class.to {
             Some(to) => format!("{} to {to} σ", class.from),
             None => format!("{} σ and more", class.from),
@@ -220,7 +230,7 @@ fn scores(worst: &ComparisonReport) -> Option<Drawing> {
         mark: Some(length(class.normal)),
         value: format!("{} ({} if normal)", count(class.count), count(class.normal.round() as u64)),
     };
-    let bars: Vec<Bar> = worst.scores.iter().map(one).collect();
+    let bars: Vec<Bar> = worst.scores.iter().map(bar_of).collect();
     let about = "Elements by error over the standard deviation that rounding explains; logarithmic";
     Some(draw(about.into(), bars, &Widths(96, 150, 260)))
 }
@@ -241,7 +251,7 @@ fn hits(worst: &ComparisonReport) -> Option<Drawing> {
         return None;
     }
     let scale = decades(over.iter().map(|(_, x, _)| *x).chain([1.0]));
-    let one = |(label, x, n): &(String, f64, u64)| Bar {
+    let bar_of = |(label, x, n): &(String, f64, u64)| Bar {
         label: label.clone(),
         from: 0.0,
         to: scale(*x),
@@ -249,7 +259,7 @@ fn hits(worst: &ComparisonReport) -> Option<Drawing> {
         mark: Some(scale(1.0)),
         value: format!("{}x in {}", ratio(*x), plural(*n, "row")),
     };
-    let bars: Vec<Bar> = over.iter().map(one).collect();
+    let bars: Vec<Bar> = over.iter().map(bar_of).collect();
     let about = "Error over what rounding explains, by how often a row is a label; logarithmic";
     Some(draw(about.into(), bars, &Widths(116, 150, 150)))
 }

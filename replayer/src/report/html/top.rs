@@ -72,7 +72,7 @@ impl Page<'_> {
             declaration: other
                 .map(|other| format!("{}; to tell, look at {}", other.sentence(), other.look)),
             causes: self.shown(&report.causes),
-            said: said(&report.causes),
+            said: summary_of(&report.causes),
             facts,
             parts,
         })
@@ -80,7 +80,7 @@ impl Page<'_> {
 }
 
 /// What is said of all causes together.
-fn said(causes: &[Found]) -> String {
+fn summary_of(causes: &[Found]) -> String {
     match causes {
         [] => String::new(),
         [first, ..] if first.standing == Standing::Unknown => {
@@ -95,11 +95,11 @@ fn said(causes: &[Found]) -> String {
 }
 
 fn facts(label: &'static str, dump: &DumpSummary) -> Vec<(&'static str, String)> {
-    let of = format!("{}, attempt {}, step {}", dump.run, dump.attempt, dump.step);
+    let step = format!("{}, attempt {}, step {}", dump.run, dump.attempt, dump.step);
     let size = format!("{}, {}", plural(dump.shards, "shard"), bytes(dump.bytes));
     let where_to_look = if dump.proved { "" } else { ": see the ranks below" };
     let mut facts = vec![
-        (label, format!("{of} ({}); read from {}", dump.ranks, dump.path)),
+        (label, format!("{step} ({}); read from {}", dump.ranks, dump.path)),
         ("dump", format!("{}; {size}; {}{where_to_look}", dump.state, dump.proof())),
         ("head", dump.head.clone()),
     ];

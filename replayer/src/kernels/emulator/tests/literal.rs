@@ -142,14 +142,14 @@ fn assert_literal<H: Half>() {
         (Path::Chunked, Tiles { tokens: 3, vocab: 10 }),
     ] {
         let job: Job<H> = Job::new(&fixture, path, tiles);
-        let (found, dq, dk, dbias) = emulated(&job.policy(), &fixture, tiles);
+        let (forward, dq, dk, dbias) = emulated(&job.policy(), &fixture, tiles);
         for token in 0..fixture.tokens {
-            let lse = found.lse[token];
+            let lse = forward.lse[token];
             if path != Path::Fused {
                 assert_eq!(lse, f64::from(job.lse(token)), "lse of {token}");
             }
             let label = job.label(token).map_or(0.0, |label| job.logit(token, label).wide());
-            assert_eq!(found.label_logits[token], f64::from(label));
+            assert_eq!(forward.label_logits[token], f64::from(label));
             for d in 0..depth {
                 let wanted = job.dq(token, d, lse as f32).wide();
                 assert_eq!(dq.dq[token * depth + d], f64::from(wanted), "dq {path:?} {token} {d}");
@@ -158,7 +158,7 @@ fn assert_literal<H: Half>() {
         for v in 0..fixture.valid {
             for d in 0..depth + 1 {
                 let got = if d < depth { dk[v * depth + d] } else { dbias[v] };
-                let wanted = job.dk(v, d, &found.lse).wide();
+                let wanted = job.dk(v, d, &forward.lse).wide();
                 assert_eq!(got, f64::from(wanted), "dk {path:?} {v} {d}");
             }
         }

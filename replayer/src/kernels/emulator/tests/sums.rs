@@ -56,8 +56,8 @@ fn neumaier_keeps_a_one_that_kahan_loses() {
 fn a_sum_of_nothing_is_zero_and_of_one_addend_is_that_addend_rounded() {
     for order in ORDERS {
         assert_eq!(total(Precision::Bf16, order, []), 0.0);
-        let one = total(Precision::Bf16, order, [f64::from(1.0f32 + f32::EPSILON)]);
-        assert_eq!(one, 1.0, "{order:?}");
+        let sum = total(Precision::Bf16, order, [f64::from(1.0f32 + f32::EPSILON)]);
+        assert_eq!(sum, 1.0, "{order:?}");
     }
 }
 

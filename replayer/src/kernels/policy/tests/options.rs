@@ -162,8 +162,14 @@ impl Exact {
 
     /// p: its exponent's error and 2 u; each cotangent its cast, product and addition;
     /// the slope `s (1 - t²)` twice the error of t, and 4 u for its own operations.
-    fn dlogit(head: &Head, at: (usize, usize), z: Bounded, lse: f64, u: f64) -> (Bounded, f64) {
-        let (t, v) = at;
+    fn dlogit(
+        head: &Head,
+        element: (usize, usize),
+        z: Bounded,
+        lse: f64,
+        u: f64,
+    ) -> (Bounded, f64) {
+        let (t, v) = element;
         let g = head.cotangents();
         let Options { scale, softcap, .. } = head.options;
         let exponent = z.value - lse;
@@ -204,24 +210,24 @@ impl Exact {
 fn assert_policy(policy: &Policy, head: &Head, exact: &Exact, u: f64) {
     let Fixture { tokens, depth, vocab, valid, .. } = head.fixture;
     let inputs = head.inputs();
-    let found = forward(policy, &inputs, SMALL_TILES, &NoProgress);
+    let computed = forward(policy, &inputs, SMALL_TILES, &NoProgress);
     let given: Vec<f64> = exact.lse.iter().map(|lse| lse.value).collect();
     for t in 0..tokens {
-        exact.lse[t].check(found.lse[t], &format!("lse[{t}]"));
-        exact.logit_sum[t].check(found.logit_sum[t], &format!("logit_sum[{t}]"));
+        exact.lse[t].check(computed.lse[t], &format!("lse[{t}]"));
+        exact.logit_sum[t].check(computed.logit_sum[t], &format!("logit_sum[{t}]"));
         let label = inputs.label(t).map_or(Bounded::default(), |y| exact.logits[t * valid + y]);
-        label.check(found.label_logits[t], &format!("label_logits[{t}]"));
+        label.check(computed.label_logits[t], &format!("label_logits[{t}]"));
     }
     let k = |v: usize, d: usize| f64::from(head.fixture.k[v * depth + d]);
     let q = |t: usize, d: usize| f64::from(head.fixture.q[t * depth + d]);
-    let of = |t: usize, v: usize| exact.dlogits[t * valid + v];
+    let exact_dlogit = |t: usize, v: usize| exact.dlogits[t * valid + v];
     let cotangents = head.cotangents();
     let mut seen = 0;
     let mut on_dk = |block: DkParts| {
         for (index, v) in block.rows.clone().enumerate() {
             seen += 1;
             let column = |factor: &dyn Fn(usize) -> f64| match v < valid {
-                true => Exact::sum((0..tokens).map(|t| (of(t, v), factor(t))), u),
+                true => Exact::sum((0..tokens).map(|t| (exact_dlogit(t, v), factor(t))), u),
                 false => Bounded { value: 0.0, error: -1e-37 / 1.05 },
             };
             column(&|_| 1.0).check(block.dbias[index], &format!("dbias[{v}]"));
@@ -235,7 +241,7 @@ fn assert_policy(policy: &Policy, head: &Head, exact: &Exact, u: f64) {
     assert_eq!(dq.dq_lse.len(), if policy.path == Path::Fused { tokens * depth } else { 0 });
     for t in 0..tokens {
         for d in 0..depth {
-            let wanted = Exact::sum((0..valid).map(|v| (of(t, v), k(v, d))), u);
+            let wanted = Exact::sum((0..valid).map(|v| (exact_dlogit(t, v), k(v, d))), u);
             wanted.check(dq.dq[t * depth + d], &format!("dq[{t}, {d}]"));
         }
     }
@@ -363,12 +369,13 @@ fn a_step_has_the_bits_of_the_emulation_whatever_the_options() {
             Path::Plain => Tiles { tokens, vocab: valid },
             _ => SMALL_TILES,
         };
-        let found = forward(&policy, &inputs, tiles, &NoProgress);
+        let emulated = forward(&policy, &inputs, tiles, &NoProgress);
         let mut dk = Vec::new();
         let wide = &head.cotangents();
-        let dq = backward(&policy, &inputs, &found.lse, wide, tiles, &NoProgress, &mut |block| {
-            dk.extend_from_slice(block.dk);
-        });
+        let dq =
+            backward(&policy, &inputs, &emulated.lse, wide, tiles, &NoProgress, &mut |block| {
+                dk.extend_from_slice(block.dk);
+            });
         for limit in [0, 64 << 20] {
             let (mut lse, mut labels) = (vec![f32::NAN; tokens], vec![f32::NAN; tokens]);
             let (mut step_dq, mut step_dk) =
@@ -386,7 +393,7 @@ fn a_step_has_the_bits_of_the_emulation_whatever_the_options() {
                 }
                 _ => fused_step(&policy, &inputs, narrow, tiles, &mut space, &NoProgress, outputs),
             }
-            assert!(widened(&lse) == found.lse && widened(&labels) == found.label_logits);
+            assert!(widened(&lse) == emulated.lse && widened(&labels) == emulated.label_logits);
             assert!(widened(&step_dq) == dq.dq && widened(&step_dk) == dk, "{policy:?} {limit}");
         }
     }

@@ -57,10 +57,10 @@ impl Head {
         let [dense, label, smooth] = cotangents.map(|c| vec![c; tokens]);
         let cotangents = Cotangents { lse: &dense, label: &label, smooth: &smooth };
         let wide = Tiles { tokens, vocab: self.vocab };
-        let mut found = Vec::new();
-        let mut collect = |tile: PlaneTile| found.extend_from_slice(tile.dlogits);
+        let mut dlogits = Vec::new();
+        let mut collect = |tile: PlaneTile| dlogits.extend_from_slice(tile.dlogits);
         plane(&self.inputs(), &lse, &cotangents, &NOISE, wide, &NoProgress, &mut collect);
-        found
+        dlogits
     }
 }
 

@@ -16,7 +16,7 @@ use crate::kernels::matrix::{HeadInputs, Matrix, Values};
 /// next two agree within a factor of 4 and the differences change sign. Never less than
 /// the rounding of the value itself, which an exactly linear f may hide in a pattern.
 pub(super) fn noise_of(f: &dyn Fn(f64) -> f64) -> f64 {
-    let own = f64::EPSILON / 12f64.sqrt() * f(0.0).abs();
+    let rounding_of_result = f64::EPSILON / 12f64.sqrt() * f(0.0).abs();
     // Begins with a spacing so small that the smooth part vanishes at the third level; widens it if
     // values are equal, narrows it if the function is not smooth.
     let levels: Vec<_> = [1e-9, 1e-7, 1e-11].into_iter().map(|step| levels(f, step)).collect();
@@ -28,7 +28,7 @@ pub(super) fn noise_of(f: &dyn Fn(f64) -> f64) -> f64 {
     // If no level agrees, the largest estimate of the higher levels is used, which overstates the
     // noise.
     let largest = || levels[0][2..].iter().fold(0.0f64, |max, level| max.max(level.0));
-    believed.map_or_else(largest, |three| three[0].0).max(own)
+    believed.map_or_else(largest, |three| three[0].0).max(rounding_of_result)
 }
 
 /// Each level's estimate of the noise, and whether its differences change sign.
@@ -37,15 +37,15 @@ fn levels(f: &dyn Fn(f64) -> f64, spacing: f64) -> Vec<(f64, bool)> {
     let place = |i: usize| spacing * (i as f64 - INTERVALS as f64 / 2.0);
     let mut table: Vec<f64> = (0..=INTERVALS).map(|i| f(place(i))).collect();
     let mut factor = 1.0;
-    let mut found = Vec::new();
+    let mut estimates = Vec::new();
     for k in 1..INTERVALS {
         table = table.windows(2).map(|pair| pair[1] - pair[0]).collect();
         factor *= k as f64 / (2.0 * (2 * k - 1) as f64);
         let mean = table.iter().map(|x| x * x).sum::<f64>() / table.len() as f64;
         let turns = table.iter().any(|&x| x < 0.0) && table.iter().any(|&x| x > 0.0);
-        found.push(((factor * mean).sqrt(), turns));
+        estimates.push(((factor * mean).sqrt(), turns));
     }
-    found
+    estimates
 }
 
 /// The derivative of f at 0, with a bound of its error.
@@ -73,8 +73,8 @@ fn noise_that_was_put_in_is_found_within_a_factor_of_four() {
             let uniform = (bits >> 11) as f64 / (1u64 << 53) as f64 - 0.5;
             (slope * x).sin() + 0.5 + sigma * 12f64.sqrt() * uniform
         };
-        let found = noise_of(&noisy);
-        assert!(found <= 4.0 * sigma && found >= sigma / 4.0, "{found} is not {sigma}");
+        let noise = noise_of(&noisy);
+        assert!(noise <= 4.0 * sigma && noise >= sigma / 4.0, "{noise} is not {sigma}");
     }
 }
 

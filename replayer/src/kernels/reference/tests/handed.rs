@@ -17,10 +17,10 @@ fn cuts(length: usize, tile: usize, draw: u64) -> Vec<Range<usize>> {
     starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect()
 }
 
-fn rows<'a>(of: &Matrix<'a>, rows: Range<usize>) -> Matrix<'a> {
-    let at = rows.start * of.cols..rows.end * of.cols;
-    let Values::F32(values) = of.values else { panic!("a fixture is f32") };
-    Matrix { rows: rows.len(), values: Values::F32(&values[at]), ..*of }
+fn rows<'a>(matrix: &Matrix<'a>, rows: Range<usize>) -> Matrix<'a> {
+    let span = rows.start * matrix.cols..rows.end * matrix.cols;
+    let Values::F32(values) = matrix.values else { panic!("a fixture is f32") };
+    Matrix { rows: rows.len(), values: Values::F32(&values[span]), ..*matrix }
 }
 
 fn slab_of<'a>(
@@ -84,9 +84,9 @@ fn compare(fixture: &Fixture, noise: &TermNoise, draws: (u64, u64)) {
         }
         let sums = ForwardSums::of_parcel(&sums).unwrap();
         let done = sums.finish(inputs.mask, fixture.vocab - fixture.valid);
-        let of = |all: &[f64]| format!("{:?}", &all[tokens.clone()]);
-        assert_eq!(format!("{:?}", done.label_logits), of(&whole.label_logits));
-        assert_eq!(format!("{:?}", done.logit_squares), of(&whole.logit_squares));
+        let text_of = |all: &[f64]| format!("{:?}", &all[tokens.clone()]);
+        assert_eq!(format!("{:?}", done.label_logits), text_of(&whole.label_logits));
+        assert_eq!(format!("{:?}", done.logit_squares), text_of(&whole.logit_squares));
         lse.extend(done.lse);
     }
     assert_eq!(format!("{lse:?}"), format!("{:?}", whole.lse));
@@ -183,9 +183,9 @@ fn kept_products_give_the_backward_pass_that_multiplies_again() {
             scores: Some((scores, 0)),
         };
         let reading = HeadInputs { reads: Some(reads), ..inputs };
-        let of = |inputs: &HeadInputs| {
+        let run = |inputs: &HeadInputs| {
             run_on(inputs, &fixture, (&kept.lse, &NOISE), (tiles, &NoProgress))
         };
-        assert_eq!(of(&reading), of(&inputs));
+        assert_eq!(run(&reading), run(&inputs));
     }
 }

@@ -27,16 +27,16 @@ impl Which {
 
 /// The tensors that were assembled so far.
 #[derive(Clone, Default)]
-pub(super) struct Assembled(Arc<Mutex<Held>>);
+pub(super) struct Assembled(Arc<Mutex<Cache>>);
 
 #[derive(Default)]
-struct Held {
+struct Cache {
     tensors: HashMap<Which, Tensor>,
     bytes: usize,
 }
 
 impl Assembled {
-    fn held(&self) -> MutexGuard<'_, Held> {
+    fn lock(&self) -> MutexGuard<'_, Cache> {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
@@ -46,15 +46,15 @@ impl Assembled {
         which: Which,
         make: impl FnOnce() -> Result<Tensor, E>,
     ) -> Result<Tensor, E> {
-        if let Some(tensor) = self.held().tensors.get(&which) {
+        if let Some(tensor) = self.lock().tensors.get(&which) {
             return Ok(tensor.clone());
         }
         // Without the lock: assembling takes long, and doing it twice does no harm.
         let made = make()?;
-        let mut held = self.held();
-        if held.bytes + made.bytes().len() <= MOST {
-            held.bytes += made.bytes().len();
-            held.tensors.insert(which, made.clone());
+        let mut cache = self.lock();
+        if cache.bytes + made.bytes().len() <= MOST {
+            cache.bytes += made.bytes().len();
+            cache.tensors.insert(which, made.clone());
         }
         Ok(made)
     }

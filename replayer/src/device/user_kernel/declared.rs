@@ -85,7 +85,7 @@ pub(super) struct Declared {
 /// One dimension of a grid: a number or a size, over another number, rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Extent {
-    of: Count,
+    count: Count,
     over: u32,
 }
 
@@ -169,7 +169,7 @@ impl Declared {
         let arguments = part(entry).ok_or("the list of its arguments does not end")?;
         let arguments = list(arguments).map(|one| argument(one, stage));
         let arguments: Vec<Argument> = arguments.collect::<Result<_, _>>()?;
-        let outputs = arguments.iter().filter(|one| one.name == Name::Output).count();
+        let outputs = arguments.iter().filter(|argument| argument.name == Name::Output).count();
         if outputs != 1 {
             return Err(format!("its arguments name {stage} {outputs} times, wanted once"));
         }
@@ -192,11 +192,11 @@ impl Declared {
     pub(super) fn grid(&self, sizes: &Sizes) -> Result<[u32; 3], String> {
         let mut grid = [1; 3];
         for (to, extent) in grid.iter_mut().zip(&self.grid) {
-            let of = match extent.of {
+            let count = match extent.count {
                 Count::Of(size) => sizes.of(size),
                 Count::Fixed(number) => number as usize,
             };
-            let blocks = of.div_ceil(extent.over as usize).max(1);
+            let blocks = count.div_ceil(extent.over as usize).max(1);
             *to = u32::try_from(blocks).map_err(|_| format!("{blocks} blocks are too many"))?;
         }
         Ok(grid)
@@ -214,14 +214,14 @@ fn comment(line: &str) -> &str {
 
 /// What stands between the parentheses behind a name.
 fn parenthesised<'a>(text: &'a str, name: &str) -> Option<&'a str> {
-    let at = text.match_indices(name).find(|(at, _)| {
+    let place = text.match_indices(name).find(|(place, _)| {
         let alone = |byte: Option<&u8>| {
             byte.is_none_or(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_')
         };
-        let before = at.checked_sub(1).and_then(|at| text.as_bytes().get(at));
-        alone(before) && text[at + name.len()..].starts_with('(')
+        let before = place.checked_sub(1).and_then(|at| text.as_bytes().get(at));
+        alone(before) && text[place + name.len()..].starts_with('(')
     })?;
-    let from = at.0 + name.len() + 1;
+    let from = place.0 + name.len() + 1;
     text[from..].find(')').map(|length| &text[from..from + length])
 }
 
@@ -230,17 +230,20 @@ fn list(text: &str) -> impl Iterator<Item = &str> {
 }
 
 fn argument(text: &str, stage: Stage) -> Result<Argument, String> {
-    let (name, of) = text
+    let (name, type_name) = text
         .split_once(':')
         .ok_or_else(|| format!("its argument {text:?} has no type, as in {text}: f32"))?;
-    let (name, of) = (name.trim(), of.trim());
+    let (name, type_name) = (name.trim(), type_name.trim());
     let known = |of: &[&str]| of.join(", ");
-    let of = TYPES.iter().find(|(named, _)| *named == of).map(|(_, of)| *of).ok_or_else(|| {
-        format!(
-            "the type {of:?} of its argument {name} is none of {}",
-            known(&TYPES.map(|of| of.0))
-        )
-    })?;
+    let dtype =
+        TYPES.iter().find(|(named, _)| *named == type_name).map(|(_, dtype)| *dtype).ok_or_else(
+            || {
+                format!(
+                    "the type {type_name:?} of its argument {name} is none of {}",
+                    known(&TYPES.map(|type_name| type_name.0))
+                )
+            },
+        )?;
     let size = SIZES.iter().find(|(named, _)| *named == name).map(|(_, size)| Name::Size(*size));
     let input = || INPUTS.iter().find(|(named, _)| *named == name).map(|(_, input)| *input);
     let constant = || CONSTANTS.iter().position(|(named, _)| *named == name).map(Name::Constant);
@@ -256,24 +259,24 @@ fn argument(text: &str, stage: Stage) -> Result<Argument, String> {
         })?,
     };
     let whole = matches!(name, Name::Labels | Name::Size(_));
-    if of.is_float() == whole {
+    if dtype.is_float() == whole {
         let wanted = if whole { "i32 or i64" } else { "a float" };
         return Err(format!("its argument {text:?} must be {wanted}"));
     }
-    Ok(Argument { name, of })
+    Ok(Argument { name, of: dtype })
 }
 
 fn extent(text: &str) -> Result<Extent, String> {
-    let (of, over) = text.split_once('/').unwrap_or((text, "1"));
-    let size = SIZES.iter().find(|(named, _)| *named == of.trim()).map(|(_, size)| *size);
-    let of = match size {
+    let (counted, over) = text.split_once('/').unwrap_or((text, "1"));
+    let size = SIZES.iter().find(|(named, _)| *named == counted.trim()).map(|(_, size)| *size);
+    let count = match size {
         Some(size) => Count::Of(size),
-        None => Count::Fixed(number(of)?),
+        None => Count::Fixed(number(counted)?),
     };
-    Ok(Extent { of, over: number(over)? })
+    Ok(Extent { count, over: number(over)? })
 }
 
 fn number(text: &str) -> Result<u32, String> {
-    let found = text.trim().parse().ok().filter(|&number| number > 0);
-    found.ok_or_else(|| format!("{:?} in its declaration is no number above 0", text.trim()))
+    let positive = text.trim().parse().ok().filter(|&number| number > 0);
+    positive.ok_or_else(|| format!("{:?} in its declaration is no number above 0", text.trim()))
 }

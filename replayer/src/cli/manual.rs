@@ -18,8 +18,9 @@ pub(super) fn manual() -> String {
     command.build();
     // Writing into memory cannot fail.
     let _ = clap_mangen::Man::new(command.clone()).render(&mut out);
-    for of in command.get_subcommands().filter(|of| of.get_name() != "help") {
-        let _ = clap_mangen::Man::new(of.clone()).render(&mut out);
+    for subcommand in command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help")
+    {
+        let _ = clap_mangen::Man::new(subcommand.clone()).render(&mut out);
     }
     String::from_utf8_lossy(&out).into_owned()
 }

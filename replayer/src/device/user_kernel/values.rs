@@ -44,65 +44,69 @@ impl Unit<'_> {
     /// The bytes of each argument, in their order; none for the output and for sizes.
     pub(super) fn inputs(&self, declared: &Declared) -> Result<Vec<Vec<u8>>, String> {
         let head = &self.head;
-        let one = |(name, of): (Name, Type)| match name {
-            Name::Q => narrowed("q", &head.q, of),
-            Name::K => narrowed("k", &head.k, of),
-            Name::Labels => Ok(head.labels.iter().flat_map(|&label| index(label, of)).collect()),
-            Name::Lse => Ok(rounded(self.lse, of)),
-            Name::G => Ok(rounded(self.g, of)),
+        let input_bytes = |(name, dtype): (Name, Type)| match name {
+            Name::Q => narrowed("q", &head.q, dtype),
+            Name::K => narrowed("k", &head.k, dtype),
+            Name::Labels => Ok(head.labels.iter().flat_map(|&label| index(label, dtype)).collect()),
+            Name::Lse => Ok(rounded(self.lse, dtype)),
+            Name::G => Ok(rounded(self.g, dtype)),
             Name::Bias => match head.bias {
-                Some(bias) => Ok(rounded(bias, of)),
+                Some(bias) => Ok(rounded(bias, dtype)),
                 None => Err("takes a bias, and the head has none".into()),
             },
             Name::Constant(at) => {
                 let (_, value) = Transform::CONSTANTS[at];
-                Ok(rounded(&[value(&head.transform)], of))
+                Ok(rounded(&[value(&head.transform)], dtype))
             }
             Name::Output | Name::Size(_) => Ok(Vec::new()),
         };
-        declared.arguments.iter().map(|argument| one((argument.name, argument.of))).collect()
+        declared
+            .arguments
+            .iter()
+            .map(|argument| input_bytes((argument.name, argument.of)))
+            .collect()
     }
 }
 
 /// A row of k, or -1.
-fn index(label: u32, of: Type) -> Vec<u8> {
+fn index(label: u32, dtype: Type) -> Vec<u8> {
     let index = if label == IGNORED { -1 } else { i64::from(label) };
-    match of {
+    match dtype {
         Type::I32 => (index as i32).to_le_bytes().to_vec(),
         _ => index.to_le_bytes().to_vec(),
     }
 }
 
 /// A dumped matrix in the type that the kernel takes: its own bits, or a wider type, exactly.
-fn narrowed(what: &str, matrix: &Matrix<'_>, of: Type) -> Result<Vec<u8>, String> {
+fn narrowed(what: &str, matrix: &Matrix<'_>, dtype: Type) -> Result<Vec<u8>, String> {
     let dumped = match matrix.values {
         Values::Bf16(_) => Type::Bf16,
         Values::F16(_) => Type::F16,
         Values::F32(_) => Type::F32,
         Values::F64(_) => Type::F64,
     };
-    if of != dumped && of.bytes() <= dumped.bytes() {
-        let (is, wanted) = (dumped.name(), of.name());
+    if dtype != dumped && dtype.bytes() <= dumped.bytes() {
+        let (is, wanted) = (dumped.name(), dtype.name());
         return Err(format!(
             "takes {what} as {wanted}, and it was dumped as {is}: declare {is} or wider"
         ));
     }
-    Ok(match (matrix.values, of == dumped) {
+    Ok(match (matrix.values, dtype == dumped) {
         (Values::Bf16(bits) | Values::F16(bits), true) => bytemuck::cast_slice(bits).to_vec(),
-        _ => rounded(&matrix.to_f64(), of),
+        _ => rounded(&matrix.to_f64(), dtype),
     })
 }
 
 /// Numbers in a type, rounded once where it is narrower.
-fn rounded(values: &[f64], of: Type) -> Vec<u8> {
+fn rounded(values: &[f64], dtype: Type) -> Vec<u8> {
     // Not by `half` alone, which drops the low half of an f64 before it rounds.
     let once = |precision: Precision| {
         let mut values = values.to_vec();
         precision.round_slice64(&mut values);
         values
     };
-    let mut bytes = Vec::with_capacity(values.len() * of.bytes());
-    match of {
+    let mut bytes = Vec::with_capacity(values.len() * dtype.bytes());
+    match dtype {
         Type::Bf16 => once(Precision::Bf16)
             .iter()
             .for_each(|&x| bytes.extend(bf16::from_f64(x).to_le_bytes())),
@@ -116,12 +120,14 @@ fn rounded(values: &[f64], of: Type) -> Vec<u8> {
 }
 
 /// The numbers of a type that are held in bytes.
-pub(super) fn floats(bytes: &[u8], of: Type) -> Vec<f64> {
-    let each = |one: &[u8]| match of {
-        Type::Bf16 => bf16::from_le_bytes([one[0], one[1]]).to_f64(),
-        Type::F16 => f16::from_le_bytes([one[0], one[1]]).to_f64(),
-        Type::F32 => f64::from(f32::from_le_bytes([one[0], one[1], one[2], one[3]])),
-        _ => one.try_into().map_or(f64::NAN, f64::from_le_bytes),
+pub(super) fn floats(bytes: &[u8], dtype: Type) -> Vec<f64> {
+    let each = |element: &[u8]| match dtype {
+        Type::Bf16 => bf16::from_le_bytes([element[0], element[1]]).to_f64(),
+        Type::F16 => f16::from_le_bytes([element[0], element[1]]).to_f64(),
+        Type::F32 => {
+            f64::from(f32::from_le_bytes([element[0], element[1], element[2], element[3]]))
+        }
+        _ => element.try_into().map_or(f64::NAN, f64::from_le_bytes),
     };
-    bytes.chunks_exact(of.bytes()).map(each).collect()
+    bytes.chunks_exact(dtype.bytes()).map(each).collect()
 }

@@ -64,8 +64,8 @@ pub(super) unsafe fn run<M: Launches>(
         shared: declared.shared,
     };
     let inputs = unit.inputs(declared).map_err(refused)?;
-    let output = declared.arguments.iter().find(|one| one.name == Name::Output);
-    let of = output.expect("a declaration names its output").of;
+    let output = declared.arguments.iter().find(|argument| argument.name == Name::Output);
+    let dtype = output.expect("a declaration names its output").of;
     let attempt = |guard: u8, poison: u8| {
         let given =
             Attempt { declared, sizes, inputs: &inputs, count: unit.count(), guard, poison };
@@ -73,9 +73,9 @@ pub(super) unsafe fn run<M: Launches>(
         unsafe { given.run(machine, (&kernel, launch)) }
     };
     let runs = [attempt(NAN, NAN)?, attempt(NAN, NAN)?, attempt(NAN, ODD)?, attempt(ZERO, NAN)?];
-    let findings = judged(&runs, (of, unit.columns()));
-    let precision = Precision::from_name(of.name());
-    Ok(Given { values: values::floats(&runs[0].output, of), precision, findings })
+    let findings = judged(&runs, (dtype, unit.columns()));
+    let precision = Precision::from_name(dtype.name());
+    Ok(Given { values: values::floats(&runs[0].output, dtype), precision, findings })
 }
 
 /// One run, all that it is given.
@@ -99,7 +99,7 @@ impl Attempt<'_> {
         machine: &M,
         (kernel, launch): (&M::Kernel, Launch),
     ) -> Result<Ended, DeviceError> {
-        let mut held = Vec::new();
+        let mut buffers = Vec::new();
         let mut passed = Vec::new();
         for (argument, input) in self.declared.arguments.iter().zip(self.inputs) {
             let bytes = match argument.name {
@@ -118,12 +118,12 @@ impl Attempt<'_> {
             let mut buffer = machine.zeros(guarded.len())?;
             machine.upload(&guarded, &mut buffer)?;
             passed.push(Passed::Address(machine.address(&buffer) + GUARD as u64));
-            held.push((argument.name, buffer, guarded));
+            buffers.push((argument.name, buffer, guarded));
         }
         // SAFETY: the caller's; the addresses lie in buffers that live to the end of this.
         unsafe { machine.start(kernel, launch, &passed)? };
         let mut ended = Ended { output: Vec::new(), strayed: Vec::new() };
-        for (name, buffer, before) in &held {
+        for (name, buffer, before) in &buffers {
             let mut after = vec![0; before.len()];
             machine.download(buffer, &mut after)?;
             let end = after.len() - GUARD;
@@ -143,15 +143,15 @@ impl Attempt<'_> {
     }
 }
 
-fn whole(size: usize, of: Type) -> Passed {
-    match of {
+fn whole(size: usize, dtype: Type) -> Passed {
+    match dtype {
         Type::I32 => Passed::I32(size as i32),
         _ => Passed::I64(size as i64),
     }
 }
 
-fn number(x: f64, of: Type) -> Passed {
-    match of {
+fn number(x: f64, dtype: Type) -> Passed {
+    match dtype {
         Type::F32 => Passed::F32(x as f32),
         _ => Passed::F64(x),
     }
@@ -169,17 +169,17 @@ fn named(name: Name) -> &'static str {
 }
 
 /// What four runs say.
-fn judged(runs: &[Ended; 4], (of, columns): (Type, usize)) -> Vec<String> {
+fn judged(runs: &[Ended; 4], (dtype, columns): (Type, usize)) -> Vec<String> {
     let [first, second, odd, clear] =
-        runs.each_ref().map(|run| Elements { of, bytes: &run.output });
+        runs.each_ref().map(|run| Elements { dtype, bytes: &run.output });
     let mut findings = Vec::new();
-    let mut say = |what: &str, found: Vec<usize>| {
-        if let Some(&at) = found.first() {
+    let mut say = |what: &str, elements: Vec<usize>| {
+        if let Some(&element) = elements.first() {
             let place = match columns {
-                1 => format!("[{at}]"),
-                _ => format!("[{}, {}]", at / columns, at % columns),
+                1 => format!("[{element}]"),
+                _ => format!("[{}, {}]", element / columns, element % columns),
             };
-            let mut said = format!("{} of {} elements {what}", found.len(), first.len());
+            let mut said = format!("{} of {} elements {what}", elements.len(), first.len());
             let _ = write!(said, ", the first is {place}");
             findings.push(said);
         }
@@ -189,9 +189,9 @@ fn judged(runs: &[Ended; 4], (of, columns): (Type, usize)) -> Vec<String> {
     let wavers = first.all(|at| first.at(*at) != second.at(*at));
     // Where a run differs from itself, only what becomes NaN, or no longer is, says more.
     let steady = wavers.is_empty();
-    let differs = |other: &Elements<'_>, at: usize| match steady {
-        true => first.at(at) != other.at(at),
-        false => first.is_nan(at) != other.is_nan(at),
+    let differs = |other: &Elements<'_>, index: usize| match steady {
+        true => first.at(index) != other.at(index),
+        false => first.is_nan(index) != other.is_nan(index),
     };
     say("differ between two runs", wavers);
     let read_first = |at: &usize| !unwritten(at) && differs(&odd, *at);
@@ -206,17 +206,17 @@ fn judged(runs: &[Ended; 4], (of, columns): (Type, usize)) -> Vec<String> {
 
 /// The elements of an output.
 struct Elements<'a> {
-    of: Type,
+    dtype: Type,
     bytes: &'a [u8],
 }
 
 impl Elements<'_> {
     fn len(&self) -> usize {
-        self.bytes.len() / self.of.bytes()
+        self.bytes.len() / self.dtype.bytes()
     }
 
     fn at(&self, index: usize) -> &[u8] {
-        &self.bytes[index * self.of.bytes()..][..self.of.bytes()]
+        &self.bytes[index * self.dtype.bytes()..][..self.dtype.bytes()]
     }
 
     fn holds(&self, index: usize, byte: u8) -> bool {
@@ -224,10 +224,10 @@ impl Elements<'_> {
     }
 
     fn is_nan(&self, index: usize) -> bool {
-        values::floats(self.at(index), self.of)[0].is_nan()
+        values::floats(self.at(index), self.dtype)[0].is_nan()
     }
 
-    fn all(&self, of: impl Fn(&usize) -> bool) -> Vec<usize> {
-        (0..self.len()).filter(of).collect()
+    fn all(&self, is_wanted: impl Fn(&usize) -> bool) -> Vec<usize> {
+        (0..self.len()).filter(is_wanted).collect()
     }
 }

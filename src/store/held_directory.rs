@@ -98,36 +98,36 @@ fn walk(path: &Path, create: bool) -> io::Result<HeldDirectory> {
     if !path.is_absolute() {
         return refuse("a held directory is named by an absolute path");
     }
-    let mut at = rustix::fs::open("/", STEP, Mode::empty())?;
+    let mut directory = rustix::fs::open("/", STEP, Mode::empty())?;
     let mut parent = None;
     for component in path.components() {
         let next = match component {
             Component::RootDir => continue,
-            Component::Normal(name) => step(&at, Path::new(name), create)?,
+            Component::Normal(name) => step(&directory, Path::new(name), create)?,
             _ => return refuse("a held directory is named by a plain path"),
         };
-        parent = Some(std::mem::replace(&mut at, next));
+        parent = Some(std::mem::replace(&mut directory, next));
     }
     if let Some(parent) = parent.filter(|_| create) {
         // The process that created it may have been killed before syncing its entry.
-        let inode = rustix::fs::fstat(&at)?.st_ino;
+        let inode = rustix::fs::fstat(&directory)?.st_ino;
         durable::sync_once(path, inode, || whole(&parent)?.sync())?;
     }
-    whole(&at)
+    whole(&directory)
 }
 
 /// Opens the directory `name` in the directory `at`.
-fn step(at: &OwnedFd, name: &Path, create: bool) -> io::Result<OwnedFd> {
-    let open = || openat(at, name, STEP | OFlags::NOFOLLOW, Mode::empty());
+fn step(directory: &OwnedFd, name: &Path, create: bool) -> io::Result<OwnedFd> {
+    let open = || openat(directory, name, STEP | OFlags::NOFOLLOW, Mode::empty());
     match open() {
         Err(Errno::NOENT) if create => {
             faults::point("durable.make-directory")?;
-            match mkdirat(at, name, Mode::RWXU) {
+            match mkdirat(directory, name, Mode::RWXU) {
                 // EXIST: another process has just created it and may not have synced its entry.
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(error) => return Err(error.into()),
             }
-            whole(at)?.sync()?;
+            whole(directory)?.sync()?;
             open()
         }
         opened => opened,
@@ -136,9 +136,9 @@ fn step(at: &OwnedFd, name: &Path, create: bool) -> io::Result<OwnedFd> {
 }
 
 /// Opens a directory, of which there is only a descriptor for lookups, for reading and syncing.
-fn whole(at: &OwnedFd) -> io::Result<HeldDirectory> {
+fn whole(directory: &OwnedFd) -> io::Result<HeldDirectory> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    Ok(HeldDirectory(File::from(openat(at, ".", flags, Mode::empty())?)))
+    Ok(HeldDirectory(File::from(openat(directory, ".", flags, Mode::empty())?)))
 }
 
 /// Replaces the error of an open that met a symbolic link by one that says so.
@@ -177,11 +177,11 @@ mod tests {
         let outer = outer.path().canonicalize().unwrap();
         let (step, moved) = (outer.join("store/step"), outer.join("store/moved"));
         std::fs::create_dir(outer.join("elsewhere")).unwrap();
-        let held = HeldDirectory::create(&step).unwrap();
+        let directory = HeldDirectory::create(&step).unwrap();
         std::fs::rename(&step, &moved).unwrap();
         symlink(outer.join("elsewhere"), &step).unwrap();
-        drop(held.create_private("scratch").unwrap());
-        assert!(held.publish("scratch", "file").unwrap());
+        drop(directory.create_private("scratch").unwrap());
+        assert!(directory.publish("scratch", "file").unwrap());
         assert!(moved.join("file").is_file());
         assert_eq!(std::fs::read_dir(outer.join("elsewhere")).unwrap().count(), 0);
     }
@@ -189,15 +189,15 @@ mod tests {
     #[test]
     fn the_second_to_publish_loses_and_leaves_nothing_behind() {
         let outer = tempfile::tempdir().unwrap();
-        let held =
+        let directory =
             HeldDirectory::create(&outer.path().canonicalize().unwrap().join("a/b")).unwrap();
         for (scratch, first) in [("one", true), ("two", false)] {
-            drop(held.create_private(scratch).unwrap());
-            assert_eq!(held.publish(scratch, "file").unwrap(), first);
+            drop(directory.create_private(scratch).unwrap());
+            assert_eq!(directory.publish(scratch, "file").unwrap(), first);
         }
         assert_eq!(std::fs::read_dir(outer.path().join("a/b")).unwrap().count(), 1);
-        assert!(held.open_file("file").is_ok());
+        assert!(directory.open_file("file").is_ok());
         symlink("file", outer.path().join("a/b/link")).unwrap();
-        assert!(held.open_file("link").is_err());
+        assert!(directory.open_file("link").is_err());
     }
 }

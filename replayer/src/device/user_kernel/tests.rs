@@ -47,7 +47,7 @@ fn given(source: &str) -> Vec<Given> {
 }
 
 /// What the guards say of the right kernel with one change.
-fn said(from: &str, to: &str) -> Vec<String> {
+fn findings_with(from: &str, to: &str) -> Vec<String> {
     assert!(RIGHT.contains(from), "{from}");
     let mut all = given(&RIGHT.replace(from, to));
     let findings = all.pop().unwrap().findings;
@@ -73,7 +73,7 @@ fn a_right_kernel_gives_its_values_and_no_finding() {
 #[test]
 fn elements_that_are_never_written_are_counted_and_the_first_is_named() {
     assert_eq!(
-        said("i < d; i++", "i < d - 1; i++"),
+        findings_with("i < d; i++", "i < d - 1; i++"),
         ["10 of 30 elements are never written, the first is [0, 2]"]
     );
 }
@@ -82,7 +82,7 @@ fn elements_that_are_never_written_are_counted_and_the_first_is_named() {
 fn an_output_that_is_added_to_before_it_is_written_is_told() {
     let adding = RIGHT.replace("dq[t * d + i] =", "dq[t * d + i] +=");
     assert_ne!(adding, RIGHT);
-    let mut all = given(&adding).into_iter().map(|one| one.findings);
+    let mut all = given(&adding).into_iter().map(|given| given.findings);
     // Of the token that takes no part: nothing but 0 is added, so a CPU leaves the pattern there.
     let by_host = [
         "3 of 30 elements are never written, the first is [3, 0]",
@@ -98,18 +98,21 @@ fn an_output_that_is_added_to_before_it_is_written_is_told() {
 fn a_read_beyond_an_input_is_told_on_both_sides() {
     let beyond =
         ["1 of 30 elements depend on what lies beyond the ends of an input, the first is [9, 2]"];
-    assert_eq!(said("g[t] * q[t * d + i]", "g[t] * q[t * d + i + 1]"), beyond);
+    assert_eq!(findings_with("g[t] * q[t * d + i]", "g[t] * q[t * d + i + 1]"), beyond);
     let before =
         ["1 of 30 elements depend on what lies beyond the ends of an input, the first is [0, 0]"];
-    assert_eq!(said("g[t] * q[t * d + i]", "g[t] * q[t * d + i - 1]"), before);
+    assert_eq!(findings_with("g[t] * q[t * d + i]", "g[t] * q[t * d + i - 1]"), before);
 }
 
 #[test]
 fn writes_outside_of_the_output_are_told() {
     // In the guards of run 4 alone zeros would be lost; those of NaN show them.
-    assert_eq!(said("if (t >= n) return;", ""), ["it writes beyond the ends of its output"]);
     assert_eq!(
-        said("for (int", "((float *)g)[t] = 7.0f; for (int"),
+        findings_with("if (t >= n) return;", ""),
+        ["it writes beyond the ends of its output"]
+    );
+    assert_eq!(
+        findings_with("for (int", "((float *)g)[t] = 7.0f; for (int"),
         ["it writes to g or around it"]
     );
 }
