@@ -9,7 +9,7 @@ use super::coefficients::Coefficients;
 use super::domain::{Addend, Domain};
 use super::gradient::is_near;
 use super::judge::{Judge, ranks};
-use super::outcome::{Divergence, Outcome, Reading};
+use super::outcome::{Divergence, Energies, Outcome, Reading};
 use super::sum_causes::{Solved, named};
 use super::sums::SumOf;
 use crate::kernels::round::Precision;
@@ -24,17 +24,19 @@ impl Judge<'_> {
         of: &SumOf<'_>,
         parameter: &str,
         domain: &Domain,
-    ) -> Result<Outcome, String> {
+    ) -> Result<(Outcome, Energies), String> {
         let tally = self.sum(of)?;
         let bound = self.bound(of.place);
+        let (captured, right) = (tally.captured_energy, tally.reference_energy);
+        let energies = Energies { captured, right };
         let Some(mut divergence) = self.divergence(&tally, of.place, &bound) else {
             let seen_from = tally.seen_from(&bound).map(|seen| seen.factor);
-            return Ok(Outcome::Agreed { seen_from });
+            return Ok((Outcome::Agreed { seen_from }, energies));
         };
         if tally.nonfinite == 0 {
             divergence.reading = self.read_sum(of, (parameter, domain), &divergence)?;
         }
-        Ok(Outcome::Diverged(Box::new(divergence)))
+        Ok((Outcome::Diverged(Box::new(divergence)), energies))
     }
 
     fn read_sum(

@@ -12,7 +12,7 @@ use super::declaration::Norm;
 use super::domain::Domain;
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
-use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
 use super::sums::SumOf;
 use crate::compare::{Bound, Tally};
 use crate::ops::table::op;
@@ -76,7 +76,7 @@ impl Judge<'_> {
                     SumOf { key, rank, place, addends: &addends, weights: &weights, sent: None };
                 self.judged_sum(&of, parameter, &Domain::alone(rank))
             });
-            self.judged(Stage::Accumulate, parameter, (key, piece), result)
+            self.judged_as_sum(Stage::Accumulate, parameter, (key, piece), result)
         };
         by_rank.iter().map(judge).collect()
     }
@@ -91,19 +91,42 @@ impl Judge<'_> {
         }
         let judge = |piece: &Piece| {
             let rank = piece.ranks[0];
+            if inventory.grads_are_reduced(parameter) {
+                let result = self.sum_of_reduced(parameter, key, piece);
+                return self.judged_as_sum(Stage::Accumulate, parameter, (key, piece), result);
+            }
             let domain = &domains[&rank];
             let is_alone = domain.axes.iter().all(|axis| axis.size < 2);
-            let stage = if !is_alone { Stage::Reduce } else { Stage::Accumulate };
+            let stage = if is_alone { Stage::Accumulate } else { Stage::Reduce };
             let result = inventory.addends(domain, parameter).and_then(|addends| {
                 let weights = vec![domain.scale; addends.len()];
                 let (place, sent) = (&piece.place, domain.sent);
                 let of = SumOf { key, rank, place, addends: &addends, weights: &weights, sent };
                 self.judged_sum(&of, parameter, domain)
             });
-            self.judged(stage, parameter, (key, piece), result)
+            self.judged_as_sum(stage, parameter, (key, piece), result)
         };
         let pieces = inventory.pieces(key, &|rank| domains[&rank].ranks.clone());
         pieces.iter().map(judge).collect()
+    }
+
+    /// The gradient as the sum or the mean of microbatches that were each reduced by themselves,
+    /// inside a compiled step; which of both is not declared.
+    fn sum_of_reduced(
+        &self,
+        parameter: &str,
+        key: &TensorKey,
+        piece: &Piece,
+    ) -> Result<(Outcome, Energies), String> {
+        let (rank, place) = (piece.ranks[0], &piece.place);
+        let addends = self.inventory.grads_of(rank, parameter)?;
+        let sum = |weight: f64| {
+            let weights = vec![weight; addends.len()];
+            let of = SumOf { key, rank, place, addends: &addends, weights: &weights, sent: None };
+            self.judged_sum(&of, parameter, &Domain::alone(rank))
+        };
+        let mean = sum(1.0 / addends.len() as f64)?;
+        if addends.len() > 1 && mean.0.divergence().is_some() { sum(1.0) } else { Ok(mean) }
     }
 
     /// The gradient after the loss scale was taken out.
@@ -265,6 +288,21 @@ impl Judge<'_> {
         })
     }
 
+    /// The same of a sum of gradients.
+    fn judged_as_sum(
+        &self,
+        stage: Stage,
+        parameter: &str,
+        at: (&TensorKey, &Piece),
+        result: Result<(Outcome, Energies), String>,
+    ) -> Judged {
+        let (result, energies) = match result {
+            Ok((outcome, energies)) => (Ok(outcome), Some(energies)),
+            Err(why) => (Err(why), None),
+        };
+        Judged { energies, ..self.judged(stage, parameter, at, result) }
+    }
+
     /// What was found of a stage of a parameter on some ranks.
     pub fn judged(
         &self,
@@ -278,6 +316,8 @@ impl Judge<'_> {
             parameter: parameter.into(),
             tensor: key.to_string(),
             ranks: piece.ranks.clone(),
+            place: piece.place.clone(),
+            energies: None,
             result: result.unwrap_or_else(|why| Outcome::Unchecked { why }),
         }
     }

@@ -114,6 +114,14 @@ impl<'a> Inventory<'a> {
         grads.map(|((_, microbatch), _)| *microbatch).collect()
     }
 
+    /// Whether the gradients of microbatches are values, and no rank's addend: a compiled step
+    /// reduced each of them.
+    pub fn grads_are_reduced(&self, parameter: &str) -> bool {
+        let tensors = self.parameters.get(parameter).map(|parameter| &parameter.tensors);
+        let mut grads = tensors.into_iter().flatten().filter(|((part, _), _)| *part == Part::Grad);
+        grads.any(|(_, key)| self.dump.tensors()[key].partial.is_none())
+    }
+
     /// The distinct boxes and bytes that ranks hold of a tensor. Copies are told once where all
     /// that they were made from, as `origin` says, is the same too.
     pub fn pieces<K: Ord>(&self, key: &TensorKey, origin: &dyn Fn(Rank) -> K) -> Vec<Piece> {
@@ -179,6 +187,13 @@ impl<'a> Inventory<'a> {
         let info = &self.dump.tensors()[key];
         let own = info.shards.iter().filter(|shard| self.dump.record(shard).rank == rank);
         let shards: Vec<&ShardRef> = own.collect();
+        if info.shape.len() != place.0.len() {
+            return Err(format!(
+                "{key} has {} dimensions, and the tensor that it belongs to has {}",
+                info.shape.len(),
+                place.0.len()
+            ));
+        }
         if let Some(whole) = shards.iter().find(|shard| self.dump.record(shard).place == *place) {
             let bytes = self.dump.intact_bytes(whole).ok_or_else(|| damaged(key, rank))?;
             let mut values = Vec::new();

@@ -15,6 +15,7 @@ mod inventory;
 mod judge;
 mod names;
 mod norm;
+mod norm_gap;
 mod optimizer;
 mod outcome;
 mod rules;
@@ -27,11 +28,12 @@ use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
 use crate::dump::StepDump;
+use inventory::Inventory;
+use judge::Judge;
 
-pub use inventory::Inventory;
-pub use judge::Judge;
+pub use norm_gap::NormGap;
 pub use outcome::{Divergence, Judged, Outcome, Reading, Stage};
-pub use summary::{Group, StageSummary, StepReport};
+pub use summary::{Group, StageSummary, StepReport, Unchecked};
 
 /// The word of `--compare` that asks for the step.
 pub const WORD: &str = "step";

@@ -56,7 +56,8 @@ impl Judge<'_> {
                 self.norm(norm, *rank, *at).unwrap_or_else(|why| Outcome::Unchecked { why });
             let parameter = String::new();
             let (tensor, ranks) = (format!("norm {at}"), ranks.clone());
-            Judged { stage: Stage::Norm, parameter, tensor, ranks, result }
+            let (place, energies) = (IndexBox(Vec::new()), None);
+            Judged { stage: Stage::Norm, parameter, tensor, ranks, place, energies, result }
         };
         groups.iter().map(judge).collect()
     }

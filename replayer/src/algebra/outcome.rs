@@ -1,6 +1,7 @@
 //! What was found of the stages of a step's parameters.
 
 use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
 use serde::Serialize;
 
 /// A stage of a parameter's way from its local gradients to its new value, in order.
@@ -64,8 +65,23 @@ pub struct Judged {
     pub tensor: String,
     /// The ranks that hold it.
     pub ranks: Vec<Rank>,
+    /// The box that they hold.
+    #[serde(rename = "box")]
+    pub place: IndexBox,
+    /// Sums of squares of what was captured and of what it should be, of a sum of gradients.
+    #[serde(skip)]
+    pub energies: Option<Energies>,
     /// How it came out.
     pub result: Outcome,
+}
+
+/// Sums of squares.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Energies {
+    /// Of the captured values.
+    pub captured: f64,
+    /// Of what they should be.
+    pub right: f64,
 }
 
 /// How a stage came out.

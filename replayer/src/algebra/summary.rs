@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::inventory::Inventory;
 use super::names::pattern;
+use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
 
 /// Everything that was found of a step.
@@ -22,6 +23,9 @@ pub struct StepReport {
     pub stages: Vec<StageSummary>,
     /// What diverges, the earliest stage first.
     pub diverged: Vec<Group>,
+    /// What the norm of the gradients would have been; absent where nothing says otherwise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub norm: Option<NormGap>,
     /// What was not judged, by reason.
     pub unchecked: Vec<Unchecked>,
     /// What is wrong with the declarations, in sentences.
@@ -94,6 +98,7 @@ impl StepReport {
             parameters: names.len(),
             elements: names.iter().map(|name| elements(name)).sum(),
             stages: stages(&judged),
+            norm: NormGap::of(inventory, &judged, &names),
             diverged: groups(&judged, &names),
             unchecked: unchecked(&judged, &names),
             faults: inventory.faults.clone(),

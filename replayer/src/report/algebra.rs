@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::schema::{FirstDivergence, Report};
 use super::text::wrap;
 use super::verdict::{self, Reason};
-use crate::algebra::{Group, StageSummary, StepReport};
+use crate::algebra::{Group, NormGap, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
 use crate::replay::outcome::NotChecked;
 
@@ -94,7 +94,25 @@ pub(super) fn render(out: &mut String, algebra: &StepReport) {
     for group in &algebra.diverged {
         diverged(out, group);
     }
+    if let Some(norm) = &algebra.norm {
+        wrap(out, "grad_norm  ", &gap(norm));
+    }
     out.push('\n');
+}
+
+/// What the norm is and would have been, in one sentence.
+fn gap(norm: &NormGap) -> String {
+    let reported = norm.reported.map(|value| format!("{} as reported, ", short(value)));
+    let share = |(what, share): &(String, f64)| format!("{:.1} % from {what}", 100.0 * share);
+    let shares: Vec<String> = norm.shares.iter().map(share).collect();
+    format!(
+        "{}{} of the captured gradients, {} had every sum been right; of the difference of the \
+         squares {}",
+        reported.unwrap_or_default(),
+        short(norm.captured),
+        short(norm.right),
+        shares.join(", ")
+    )
 }
 
 fn stage(out: &mut String, own: &StageSummary) {
