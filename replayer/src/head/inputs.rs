@@ -316,11 +316,11 @@ impl HeadStep<'_> {
     fn valid_vocab(&self, vocab: usize, key: &TensorKey) -> Result<usize, StepError> {
         match self.options.valid_vocab {
             Some(valid) if valid > vocab as u64 => {
-                let (found, wanted) = (
+                let (vocabulary, wanted) = (
                     format!("of a vocabulary of {vocab}"),
                     format!("at least valid_vocab = {valid} classes"),
                 );
-                Err(StepError::Unfit { key: key.clone(), found, wanted })
+                Err(StepError::Unfit { key: key.clone(), found: vocabulary, wanted })
             }
             valid => Ok(valid.map_or(vocab, |valid| valid as usize)),
         }
