@@ -423,7 +423,7 @@ impl HeadStep<'_> {
     }
 }
 
-/// The matrix that is read in place of `own`, if any, and whether the gradient is multiplied with
+/// The matrix that is read in place of `recorded`, if any, and whether the gradient is multiplied with
 /// it too.
 fn read<'t>(misread: &'t Option<(Tensor, bool)>, recorded: Matrix<'t>) -> (Matrix<'t>, bool) {
     match misread {
