@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::cause::Cause;
 use super::decision::{CLEAR, decide};
 use super::evidence::{Evidence, Key};
-use super::findings::{self, Found, Standing};
+use super::findings::{self, CauseReport, Standing};
 use super::search::{self, Search, Tried};
 use crate::replay::world::World;
 
@@ -24,7 +24,7 @@ pub(super) fn pairs_of_causes<'a>(
     catalogue: &[&dyn Cause],
     tried: &'a [Tried<'_>],
     evidence: &Evidence<'a>,
-) -> Option<Vec<Found>> {
+) -> Option<Vec<CauseReport>> {
     let partners = partners(tried, evidence);
     let mut pairs: Vec<Pair<'_>> = Vec::new();
     for first in partners {
@@ -96,23 +96,23 @@ fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a 
 struct Pair<'a> {
     ids: [&'a str; 2],
     left: f64,
-    causes: Vec<Found>,
+    causes: Vec<CauseReport>,
     /// True when no other second cause explains as much together with the first.
     sure: bool,
 }
 
 /// The causes of the pair that leaves least energy. Where several pairs leave nearly as little, the
 /// causes that are in all of these pairs are named, and the others are tied.
-fn best_pairs(mut pairs: Vec<Pair<'_>>) -> Option<Vec<Found>> {
+fn best_pairs(mut pairs: Vec<Pair<'_>>) -> Option<Vec<CauseReport>> {
     pairs.sort_by(|a, b| a.left.total_cmp(&b.left));
     let least = pairs.iter().find(|pair| pair.sure)?.left;
     pairs.retain(|pair| !(pair.left >= CLEAR * least.max(f64::MIN_POSITIVE)));
     let common = |id: &str| pairs.iter().all(|pair| pair.ids.contains(&id));
-    let mut all: Vec<Found> = Vec::new();
+    let mut all: Vec<CauseReport> = Vec::new();
     for finding in pairs.iter().flat_map(|pair| &pair.causes) {
         if all.iter().all(|known| known.id != finding.id) {
             let standing = if common(&finding.id) { finding.standing } else { Standing::Tied };
-            all.push(Found { standing, ..finding.clone() });
+            all.push(CauseReport { standing, ..finding.clone() });
         }
     }
     Some(all)
@@ -123,8 +123,8 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    fn cause_of_id(id: &str) -> Found {
-        Found {
+    fn cause_of_id(id: &str) -> CauseReport {
+        CauseReport {
             id: id.into(),
             standing: Standing::Named,
             explained: 1.0,

@@ -54,7 +54,7 @@ use decision::{Decision, cover, decide};
 use declarations::Suspect;
 use evidence::{Evidence, Key, residuals};
 use findings::unknown;
-pub use findings::{Found, StageResidual, Standing};
+pub use findings::{CauseReport, StageResidual, Standing};
 use proof::Proof;
 use search::{Search, Tried};
 use user_variants::UserVariant;
@@ -81,7 +81,7 @@ pub fn diagnose(
     outcome: &mut Outcome,
     variants: &[Arc<Variant>],
     budget: &Budget<'_>,
-) -> Result<Vec<Found>, StepError> {
+) -> Result<Vec<CauseReport>, StepError> {
     // The search needs every input. It would read those that are lacking as zeros, and might name a
     // cause for the errors that these zeros make.
     if !step.lacking.is_nothing() {
@@ -112,13 +112,18 @@ pub fn diagnose(
 
 /// The causes to report. Where another declaration of the head explains the divergence, `outcome`
 /// gets it, and the causes that it makes superfluous are dropped.
-fn reported(outcome: &mut Outcome, mut causes: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
+fn reported(
+    outcome: &mut Outcome,
+    mut causes: Vec<CauseReport>,
+    suspect: Option<Suspect>,
+) -> Vec<CauseReport> {
     if let Some(suspect) = suspect {
         // `upstream-factor` says that no count gives the factor; here the declaration gives it. A
         // cause that explains only some of the stages is dropped beside an option that explains
         // all.
-        let known =
-            |cause: &Found| cause.standing == Standing::Unknown || suspect.is_no_more_than(cause);
+        let known = |cause: &CauseReport| {
+            cause.standing == Standing::Unknown || suspect.is_no_more_than(cause)
+        };
         causes.retain(|cause| cause.id != causes::upstream_factor::ID && known(cause));
         let explained = causes.iter().any(|cause| cause.standing != Standing::Unknown);
         // The declaration explains the divergence, so it is not `unknown`.
@@ -140,7 +145,7 @@ const OF_VERSIONS: [&str; 4] = [
 ];
 
 /// Causes that explain why replicas of a tensor differ from rank to rank.
-pub struct Versions(Vec<Found>);
+pub struct Versions(Vec<CauseReport>);
 
 impl Versions {
     /// Looks for them in the step with the tensors of all ranks. `outcome`: the comparisons of
@@ -162,11 +167,12 @@ impl Versions {
     }
 
     /// These causes, followed by those found in single versions that these do not explain.
-    pub fn with(self, causes: Vec<Found>) -> Vec<Found> {
+    pub fn with(self, causes: Vec<CauseReport>) -> Vec<CauseReport> {
         let Versions(mut all) = self;
-        let said =
-            |cause: &Found| all.iter().any(|of| of.id == cause.id || explains(of, &cause.stages));
-        let more: Vec<Found> = causes.into_iter().filter(|cause| !said(cause)).collect();
+        let said = |cause: &CauseReport| {
+            all.iter().any(|of| of.id == cause.id || explains(of, &cause.stages))
+        };
+        let more: Vec<CauseReport> = causes.into_iter().filter(|cause| !said(cause)).collect();
         all.extend(more);
         all
     }
@@ -174,12 +180,12 @@ impl Versions {
 
 /// Whether a cause explains the divergence of all these stages. `replica-divergence` does not: that
 /// ranks hold different bits says nothing about which of them is wrong.
-fn explains(cause: &Found, stages: &[&str]) -> bool {
+fn explains(cause: &CauseReport, stages: &[&str]) -> bool {
     cause.id != causes::replica_divergence::ID
         && stages.iter().all(|stage| cause.stages.contains(stage))
 }
 
-fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
+fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<CauseReport>, StepError> {
     let step = &step.holding();
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
@@ -203,7 +209,7 @@ fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, Ste
 enum Examined {
     /// The causes of the divergence, if there is one, and another declaration with which nothing
     /// would diverge.
-    Diverged(Vec<Found>, Option<Suspect>),
+    Diverged(Vec<CauseReport>, Option<Suspect>),
     /// A fault in a head of which every comparison passes.
     Hidden(Option<Proof>),
     /// These comparisons fail, but a plausible rounding policy reproduces their errors: the bounds
@@ -287,7 +293,8 @@ fn run_search(
     if evidence.failing.is_empty() && !(observed.is_empty() && diverged) {
         return Examined::Diverged(observed, suspect);
     }
-    let is_unknown = |all: &Vec<Found>| all.iter().all(|cause| cause.standing == Standing::Unknown);
+    let is_unknown =
+        |all: &Vec<CauseReport>| all.iter().all(|cause| cause.standing == Standing::Unknown);
     let compute = |of: &[&dyn Cause]| found_by_trials(&search, of, &evidence);
     let computed_causes = match &suspect {
         // Only the cheap causes are tried: all those that could be mistaken for such an option are
@@ -325,7 +332,7 @@ fn found_by_trials(
     search: &Search<'_>,
     catalogue: &[&dyn Cause],
     evidence: &Evidence<'_>,
-) -> Vec<Found> {
+) -> Vec<CauseReport> {
     let failing = &evidence.failing;
     if failing.is_empty() {
         return vec![unknown(evidence, &[], failing)];
@@ -356,7 +363,7 @@ fn one_cause(
     tried: &mut [Tried<'_>],
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
-) -> Option<Vec<Found>> {
+) -> Option<Vec<CauseReport>> {
     loop {
         let decision = decide(tried, keys)?;
         let sampled_only: Vec<usize> =
@@ -376,7 +383,7 @@ fn head_and_sums_apart(
     search: &Search<'_>,
     tried: &mut [Tried<'_>],
     evidence: &Evidence<'_>,
-) -> Vec<Found> {
+) -> Vec<CauseReport> {
     let (sums, head): (BTreeSet<Key>, BTreeSet<Key>) =
         evidence.failing.iter().copied().partition(|key| key.stage.is_sum());
     let nans =
@@ -395,7 +402,7 @@ fn head_and_sums_apart(
     if each.iter().all(|(causes, _)| causes.is_none()) {
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
-    let or_in_part = |(causes, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
+    let or_in_part = |(causes, keys): (Option<Vec<CauseReport>>, &BTreeSet<Key>)| {
         let causes = causes.or_else(|| in_part(search, tried, keys, evidence));
         causes.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
     };
@@ -412,7 +419,7 @@ fn in_part(
     tried: &mut [Tried<'_>],
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
-) -> Option<Vec<Found>> {
+) -> Option<Vec<CauseReport>> {
     SIDES.iter().find_map(|side| {
         let on_side = |key: &&Key| side.contains(&Part::of(key.stage));
         let explained_keys: BTreeSet<Key> = keys.iter().filter(on_side).copied().collect();
