@@ -358,7 +358,7 @@ impl RunRecord {
     pub fn from_bytes(bytes: &[u8]) -> Result<ReadRun, ManifestError> {
         let mut value: serde_json::Value = serde_json::from_slice(bytes)?;
         let version = value.get("format_version").and_then(serde_json::Value::as_u64);
-        let newer = version.filter(|&found| found > u64::from(FORMAT_VERSION));
+        let newer = version.filter(|&version| version > u64::from(FORMAT_VERSION));
         let record = serde_json::from_value::<RunRecord>(value.clone());
         let mut written = serde_json::to_vec_pretty(&value)?;
         written.push(b'\n');

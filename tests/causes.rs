@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use backtape::role::Role;
 use backtape_replayer::diagnose::catalogue::CATALOGUE;
 use backtape_replayer::diagnose::evidence::{Residual, residuals};
-use backtape_replayer::diagnose::{Budget, Causes, Found, Standing, diagnose};
+use backtape_replayer::diagnose::{Budget, CauseReport, Causes, Standing, diagnose};
 use backtape_replayer::dump::{self, Selection, StepDump};
 use backtape_replayer::head::{HeadStep, Stage};
 use backtape_replayer::kernels::NoProgress;
@@ -42,7 +42,7 @@ fn replayed<'d>(dumped: &'d StepDump) -> (HeadStep<'d>, Outcome) {
     (step, outcome)
 }
 
-fn causes(job: &Job) -> Vec<Found> {
+fn causes(job: &Job) -> Vec<CauseReport> {
     let dumped = opened(job);
     let (step, mut outcome) = replayed(&dumped);
     diagnose(&step, &mut outcome, &[], &Budget::default()).unwrap()

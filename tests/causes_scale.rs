@@ -5,7 +5,7 @@
 //! gradients are those of another job on the same inputs.
 
 use backtape::head::{Denominator, LossReduction, MicrobatchReduction, Scope, SmoothingFormula};
-use backtape_replayer::diagnose::{Found, Standing};
+use backtape_replayer::diagnose::{CauseReport, Standing};
 use backtape_replayer::dump::Selection;
 use backtape_replayer::postmortem::replay_report;
 use backtape_replayer::report::schema::{Report, Verdict};
@@ -95,7 +95,7 @@ fn ids(report: &Report) -> Vec<&str> {
 }
 
 #[track_caller]
-fn named<'r>(report: &'r Report, id: &str) -> &'r Found {
+fn named<'r>(report: &'r Report, id: &str) -> &'r CauseReport {
     // What the job has and does not declare is said of its declaration, beside the cause.
     let wrong = [Verdict::Diverged, Verdict::Misdeclared].contains(&report.verdict);
     assert!(wrong, "{}", text::render(report));

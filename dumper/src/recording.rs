@@ -104,7 +104,7 @@ impl Recording {
         self.wake.notify_one();
     }
 
-    /// The finding that the coordinator is to be told of; it stays until [`Recording::told`].
+    /// The finding that the coordinator is to be told of; it stays until [`Recording::forget_finding`].
     pub(crate) fn finding(&self) -> Option<Finding> {
         lock(&self.finding).clone()
     }

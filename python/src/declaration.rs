@@ -50,8 +50,8 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
     Ok(declaration)
 }
 
-/// Reads one option without the others, so that the error can say which option it is about. `of` is
-/// as in [`unknown_option`].
+/// Reads one option without the others, so that the error can say which option it is about. `prefix`
+/// is as in [`unknown_option`].
 fn alone<Of: Default + DeserializeOwned>(
     prefix: &str,
     option: &HeadOption<Of>,
@@ -103,8 +103,8 @@ pub(crate) fn head_options() -> (Vec<OptionText>, Vec<OptionText>) {
     (OPTIONS.iter().map(option_text).collect(), GRPO_OPTIONS.iter().map(option_text).collect())
 }
 
-/// The exception for an option that there is not. `of` is the option in whose dict it was found,
-/// with a dot after it; empty for an argument of `tape.head` itself.
+/// The exception for an option that there is not. `prefix` is the option in whose dict it was
+/// found, with a dot after it; empty for an argument of `tape.head` itself.
 fn unknown_option(prefix: &str, name: &str, known: impl Iterator<Item = &'static str>) -> PyErr {
     let all: Vec<&str> = known.collect();
     let meant = hint(name, all.iter().copied());

@@ -258,7 +258,7 @@ pub(crate) fn read_capsule<'py>(
         }
         let bytes = match place.bytes {
             0 => &[],
-            // SAFETY: the producer says that so many bytes of this process lie there, and `held`
+            // SAFETY: the producer says that so many bytes of this process lie there, and `tensor`
             // keeps them.
             n => unsafe { std::slice::from_raw_parts(place.address as *const u8, n) },
         };

@@ -122,7 +122,7 @@ fn read(path: PathBuf) -> Result<Vec<u8>, CredentialsError> {
 /// Reads a file; refuses one that users other than its owner can read.
 fn private(path: PathBuf) -> Result<Vec<u8>, CredentialsError> {
     let bytes = read(path.clone())?;
-    let mode = std::fs::metadata(&path).map(|found| found.permissions().mode());
+    let mode = std::fs::metadata(&path).map(|metadata| metadata.permissions().mode());
     match mode {
         Ok(mode) if mode & 0o077 == 0 => Ok(bytes),
         Ok(_) => Err(CredentialsError::Open { path }),

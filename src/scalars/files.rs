@@ -166,7 +166,7 @@ fn next_events(directory: &Path, header: &Header) -> io::Result<PathBuf> {
 }
 
 fn length(path: &Path) -> u64 {
-    path.metadata().map_or(0, |found| found.len())
+    path.metadata().map_or(0, |metadata| metadata.len())
 }
 
 /// The number of rows below the last header, if that header is this process's, and whether it is.

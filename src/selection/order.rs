@@ -61,7 +61,7 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// The selection of a rank whose own selection is `own`.
+    /// The selection of a rank whose own selection is `selection`.
     pub fn over(&self, selection: &Selection) -> Selection {
         selection.with(&self.changes)
     }

@@ -116,7 +116,7 @@ fn walk(path: &Path, create: bool) -> io::Result<HeldDirectory> {
     whole(&directory)
 }
 
-/// Opens the directory `name` in the directory `at`.
+/// Opens the directory `name` in `directory`.
 fn step(directory: &OwnedFd, name: &Path, create: bool) -> io::Result<OwnedFd> {
     let open = || openat(directory, name, STEP | OFlags::NOFOLLOW, Mode::empty());
     match open() {

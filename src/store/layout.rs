@@ -121,7 +121,7 @@ pub fn runs(backend: &Backend, store: &Path) -> io::Result<Vec<PathBuf>> {
 
 /// True if an attempt's directory has a journal or a run record.
 fn recorded(inside: &Listing) -> bool {
-    let file = |name: &str| inside.files.iter().any(|found| found == name);
+    let file = |name: &str| inside.files.iter().any(|file_name| file_name == name);
     file(RUN_RECORD) || file(JOURNAL) || inside.directories.iter().any(|d| d == JOURNAL_LINES)
 }
 

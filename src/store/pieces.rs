@@ -78,7 +78,7 @@ enum Way {
 }
 
 impl Pieces {
-    /// Appends to `file` from offset `at`, a multiple of [`ALIGNMENT`]. Without `direct` the writes
+    /// Appends to `file` from `offset`, a multiple of [`ALIGNMENT`]. Without `direct` the writes
     /// go through the page cache, which suits a file that is read again soon.
     pub(crate) fn new(file: File, offset: u64, direct: bool) -> Pieces {
         let piece = Piece::default();
@@ -130,10 +130,10 @@ impl Pieces {
         write_at((&self.file, &self.moved), rest.bytes(), self.end - rest.filled as u64)
     }
 
-    /// Continues at offset `at` after a failure; from now on each push writes its bytes through the
+    /// Continues at `offset` after a failure; from now on each push writes its bytes through the
     /// page cache.
     pub(crate) fn restart(&mut self, offset: u64) {
-        // A further failure concerns bytes after `at`, which will be overwritten.
+        // A further failure concerns bytes after `offset`, which will be overwritten.
         let _ = self.drain();
         (self.piece, self.end, self.way) = (Piece::default(), offset, Way::Plain);
     }

@@ -168,7 +168,7 @@ fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
     let Some(text) = outer.metadata.and_then(|mut metadata| metadata.remove(METADATA_KEY)) else {
         return Err(ShardFileError::Foreign { path: path.into() });
     };
-    let newer = |found| ShardFileError::Newer { path: path.into(), found };
+    let newer = |version| ShardFileError::Newer { path: path.into(), found: version };
     match serde_json::from_str::<FileSelf>(&text) {
         Ok(about) if about.format_version > FORMAT_VERSION => {
             Err(newer(about.format_version.into()))

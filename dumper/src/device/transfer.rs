@@ -158,7 +158,7 @@ impl<M: Machine> Payload for ArrivingBytes<M> {
         })?;
         let start = self.capturer.pinned_address(&self.transfer, 0);
         // SAFETY: the range is inside the pinned memory, which lives as long as the machine that
-        // `of` holds; nobody else has it before the transfer is dropped, and the copy is done.
+        // `capturer` holds; nobody else has it before the transfer is dropped, and the copy is done.
         Ok(unsafe { std::slice::from_raw_parts(start, self.transfer.bytes) })
     }
 

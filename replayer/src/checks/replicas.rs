@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::part::Part;
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 
@@ -32,7 +33,9 @@ const RARE: usize = 1000;
 pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         for (key, info) in subject.dump.tensors() {
-            if info.partial.is_none() {
+            // The copies of a step's tensors are judged with the step.
+            let is_of_step = Part::of_tensor(key.tensor.as_str()).is_some();
+            if info.partial.is_none() && !is_of_step {
                 tensor(subject, key, info, results);
             }
         }

@@ -30,8 +30,8 @@ const SURE: f64 = 1.0 - 1.0 / 64.0;
 
 pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
-        let skip = |found: &mut CheckResults, why: &str| {
-            found.skip(format!("step {}: zero rows of dq and dk", subject.dump.step), why);
+        let skip = |results: &mut CheckResults, why: &str| {
+            results.skip(format!("step {}: zero rows of dq and dk", subject.dump.step), why);
         };
         match subject.head() {
             None => skip(results, "no head was declared: it is not known which tokens count"),

@@ -122,7 +122,7 @@ impl Chart {
     }
 
     /// Adds the chart of another comparison of the same shape; its cells are marked as those of
-    /// comparison `of`.
+    /// comparison `source`.
     pub fn merge(&mut self, other: &Chart, source: u32) {
         for (to, from) in self.cells.iter_mut().zip(&other.cells) {
             put(to, &from.clone().map(|cell| Cell { source, ..cell }));

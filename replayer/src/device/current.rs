@@ -62,8 +62,8 @@ pub(super) struct InContext<T> {
 pub(super) type Bytes = InContext<CudaSlice<u8>>;
 
 impl<T> InContext<T> {
-    pub(super) fn new(held: T, context: &Arc<CudaContext>) -> InContext<T> {
-        InContext { value: ManuallyDrop::new(held), context: context.clone() }
+    pub(super) fn new(value: T, context: &Arc<CudaContext>) -> InContext<T> {
+        InContext { value: ManuallyDrop::new(value), context: context.clone() }
     }
 }
 

@@ -1,5 +1,5 @@
 //! The list of tests again, in a process that has the stand-in of `tests/standin` in the place of
-//! NVIDIA's libraries: `cuda`, `links`, `measure` and `own` run as they would on a GPU.
+//! NVIDIA's libraries: `cuda`, `links`, `measure` and `user_kernel` run as they would on a GPU.
 
 #[path = "../../../tests/standin/child.rs"]
 mod child;

@@ -27,7 +27,7 @@ pub enum Standing {
 
 /// One cause as the report tells it, or `unknown`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Found {
+pub struct CauseReport {
     /// Its id in the catalogue, or `unknown`.
     pub id: String,
     /// How sure this is.
@@ -76,10 +76,15 @@ pub struct StageResidual {
     pub sampled: bool,
 }
 
-impl Found {
+impl CauseReport {
     /// A cause that was observed without a trial.
-    pub fn seen(id: &str, stages: Vec<&'static str>, evidence: String, advice: String) -> Found {
-        Found {
+    pub fn seen(
+        id: &str,
+        stages: Vec<&'static str>,
+        evidence: String,
+        advice: String,
+    ) -> CauseReport {
+        CauseReport {
             id: id.into(),
             standing: Standing::Named,
             explained: 1.0,
@@ -102,7 +107,7 @@ pub(super) fn of_decision(
     decision: &Decision,
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
-) -> Vec<Found> {
+) -> Vec<CauseReport> {
     let standing = if decision.winners.len() == 1 { Standing::Named } else { Standing::Tied };
     let next = decision.next.map(|(at, by)| (tried[at].cause.id(), by));
     let of_place = |&at: &usize| of_one(&tried[at], standing, next, keys, evidence);
@@ -115,7 +120,7 @@ fn of_one(
     next: Option<(&str, f64)>,
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
-) -> Found {
+) -> CauseReport {
     let before = if tried.full { &evidence.whole } else { &evidence.residuals };
     let explained = explained(before, &tried.residuals, keys);
     let about = tried.cause.about();
@@ -129,7 +134,7 @@ fn of_one(
         1 => "the comparison that fails".to_string(),
         n => format!("all {n} comparisons that fail"),
     };
-    Found {
+    CauseReport {
         id: tried.cause.id().into(),
         standing,
         explained,
@@ -159,7 +164,7 @@ fn against(tried: &Tried<'_>) -> String {
 }
 
 /// The first cause of a pair, which together explain what neither explains alone.
-pub(super) fn partner(tried: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> Found {
+pub(super) fn partner(tried: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> CauseReport {
     let before = left_of(&evidence.residuals, &evidence.failing);
     let mut finding = of_one(tried, Standing::Named, None, &evidence.failing, evidence);
     finding.explained = ((before - tried.left) / (before - left)).clamp(0.0, 1.0);
@@ -173,7 +178,11 @@ pub(super) fn partner(tried: &Tried<'_>, left: f64, evidence: &Evidence<'_>) -> 
 
 /// `unknown`, for comparisons that no hypothesis explains; its evidence names the hypothesis that
 /// comes nearest.
-pub(super) fn unknown(evidence: &Evidence<'_>, tried: &[Tried<'_>], keys: &BTreeSet<Key>) -> Found {
+pub(super) fn unknown(
+    evidence: &Evidence<'_>,
+    tried: &[Tried<'_>],
+    keys: &BTreeSet<Key>,
+) -> CauseReport {
     let left = |trial: &Tried<'_>| trial.left_of(keys);
     let nearest = tried.iter().min_by(|a, b| left(a).total_cmp(&left(b)));
     let before = left_of(&evidence.residuals, keys);
@@ -224,7 +233,7 @@ fn partly(near: &Tried<'_>, keys: &BTreeSet<Key>) -> String {
 
 /// `unknown`, for comparisons that fail by so little that many causes bring them within their
 /// bounds, while no cause reproduces their errors.
-pub(super) fn unproved(evidence: &Evidence<'_>) -> Found {
+pub(super) fn unproved(evidence: &Evidence<'_>) -> CauseReport {
     let keys = &evidence.failing;
     let over = |key: &Key| evidence.residuals.get(key).map_or(0.0, |residual| residual.overshoot);
     let most = largest(keys.iter().map(over)).sqrt();
@@ -248,7 +257,7 @@ fn unexplained(
     words: String,
     next: Option<String>,
     (evidence, keys): (&Evidence<'_>, &BTreeSet<Key>),
-) -> Found {
+) -> CauseReport {
     let words = match one_factor(evidence, keys) {
         None => words,
         Some(factor) => format!(
@@ -259,8 +268,8 @@ fn unexplained(
     nameless(words, next, keys)
 }
 
-fn nameless(words: String, next: Option<String>, keys: &BTreeSet<Key>) -> Found {
-    Found {
+fn nameless(words: String, next: Option<String>, keys: &BTreeSet<Key>) -> CauseReport {
+    CauseReport {
         id: "unknown".into(),
         standing: Standing::Unknown,
         explained: 0.0,
@@ -290,13 +299,16 @@ fn one_factor(evidence: &Evidence<'_>, keys: &BTreeSet<Key>) -> Option<f64> {
 }
 
 /// The causes of the catalogue that show without a trial.
-pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<Found> {
+pub(super) fn observed(catalogue: &[&dyn Cause], evidence: &Evidence<'_>) -> Vec<CauseReport> {
     let of_cause = |cause: &&dyn Cause| {
         let Observed { evidence: words, stages, parameters: named_values } =
             cause.observed(evidence)?;
         let stages = stages.into_iter().map(Stage::name).collect();
         let parameters = parameters(&named_values);
-        Some(Found { parameters, ..Found::seen(cause.id(), stages, words, cause.advice().into()) })
+        Some(CauseReport {
+            parameters,
+            ..CauseReport::seen(cause.id(), stages, words, cause.advice().into())
+        })
     };
     catalogue.iter().filter_map(of_cause).collect()
 }

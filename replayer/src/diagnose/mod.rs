@@ -14,10 +14,13 @@
 //! rounding is expected to cause. A world *explains* a comparison that fails as declared and passes
 //! in that world. A *glance* is a trial over about 24 rows, which dismisses hopeless hypotheses
 //! cheaply.
+//!
+//! [`World`]: crate::replay::world::World
 
 pub mod budget;
 pub mod catalogue;
 pub mod cause;
+mod cause_pairs;
 pub mod causes;
 pub mod counterevidence;
 pub mod data_worlds;
@@ -41,29 +44,21 @@ use crate::head::step::StepError;
 use crate::head::{HeadStep, MicrobatchInputs, Stage};
 use crate::replay::outcome::{NotChecked, Outcome, StageOutcome};
 use crate::replay::variant::Variant;
-use crate::replay::world::World;
 use budget::Meter;
 pub use budget::{Budget, Causes};
 use catalogue::CATALOGUE;
 use cause::{Cause, Effort};
+use cause_pairs::pairs_of_causes;
 use counterevidence::Part;
-use decision::{CLEAR, Decision, cover, decide};
+use decision::{Decision, cover, decide};
 use declarations::Suspect;
 use evidence::{Evidence, Key, residuals};
 use findings::unknown;
-pub use findings::{Found, StageResidual, Standing};
+pub use findings::{CauseReport, StageResidual, Standing};
 use proof::Proof;
 use search::{Search, Tried};
 use user_variants::UserVariant;
 pub use user_variants::VariantStage;
-
-/// How many hypotheses are each tried together with every other cause, of those that remove most of
-/// the error.
-const PARTNERS: usize = 6;
-/// The same, of those that explain some comparisons and make others worse.
-const EXPLAINING: usize = 2;
-/// The first cause of a pair must remove at least this share of the energy above the floor.
-const PARTIAL: f64 = 0.2;
 
 /// Judges every stage that the user's variants compute.
 pub fn variants(
@@ -86,7 +81,7 @@ pub fn diagnose(
     outcome: &mut Outcome,
     variants: &[Arc<Variant>],
     budget: &Budget<'_>,
-) -> Result<Vec<Found>, StepError> {
+) -> Result<Vec<CauseReport>, StepError> {
     // The search needs every input. It would read those that are lacking as zeros, and might name a
     // cause for the errors that these zeros make.
     if !step.lacking.is_nothing() {
@@ -117,13 +112,18 @@ pub fn diagnose(
 
 /// The causes to report. Where another declaration of the head explains the divergence, `outcome`
 /// gets it, and the causes that it makes superfluous are dropped.
-fn reported(outcome: &mut Outcome, mut causes: Vec<Found>, suspect: Option<Suspect>) -> Vec<Found> {
+fn reported(
+    outcome: &mut Outcome,
+    mut causes: Vec<CauseReport>,
+    suspect: Option<Suspect>,
+) -> Vec<CauseReport> {
     if let Some(suspect) = suspect {
         // `upstream-factor` says that no count gives the factor; here the declaration gives it. A
         // cause that explains only some of the stages is dropped beside an option that explains
         // all.
-        let known =
-            |cause: &Found| cause.standing == Standing::Unknown || suspect.is_no_more_than(cause);
+        let known = |cause: &CauseReport| {
+            cause.standing == Standing::Unknown || suspect.is_no_more_than(cause)
+        };
         causes.retain(|cause| cause.id != causes::upstream_factor::ID && known(cause));
         let explained = causes.iter().any(|cause| cause.standing != Standing::Unknown);
         // The declaration explains the divergence, so it is not `unknown`.
@@ -145,7 +145,7 @@ const OF_VERSIONS: [&str; 4] = [
 ];
 
 /// Causes that explain why replicas of a tensor differ from rank to rank.
-pub struct Versions(Vec<Found>);
+pub struct Versions(Vec<CauseReport>);
 
 impl Versions {
     /// Looks for them in the step with the tensors of all ranks. `outcome`: the comparisons of
@@ -167,11 +167,12 @@ impl Versions {
     }
 
     /// These causes, followed by those found in single versions that these do not explain.
-    pub fn with(self, causes: Vec<Found>) -> Vec<Found> {
+    pub fn with(self, causes: Vec<CauseReport>) -> Vec<CauseReport> {
         let Versions(mut all) = self;
-        let said =
-            |cause: &Found| all.iter().any(|of| of.id == cause.id || explains(of, &cause.stages));
-        let more: Vec<Found> = causes.into_iter().filter(|cause| !said(cause)).collect();
+        let said = |cause: &CauseReport| {
+            all.iter().any(|of| of.id == cause.id || explains(of, &cause.stages))
+        };
+        let more: Vec<CauseReport> = causes.into_iter().filter(|cause| !said(cause)).collect();
         all.extend(more);
         all
     }
@@ -179,12 +180,12 @@ impl Versions {
 
 /// Whether a cause explains the divergence of all these stages. `replica-divergence` does not: that
 /// ranks hold different bits says nothing about which of them is wrong.
-fn explains(cause: &Found, stages: &[&str]) -> bool {
+fn explains(cause: &CauseReport, stages: &[&str]) -> bool {
     cause.id != causes::replica_divergence::ID
         && stages.iter().all(|stage| cause.stages.contains(stage))
 }
 
-fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, StepError> {
+fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<CauseReport>, StepError> {
     let step = &step.holding();
     let inputs: Vec<MicrobatchInputs> =
         step.microbatches.iter().map(|&mb| step.inputs(mb)).collect::<Result<_, _>>()?;
@@ -208,7 +209,7 @@ fn of_versions(step: &HeadStep<'_>, outcome: &Outcome) -> Result<Vec<Found>, Ste
 enum Examined {
     /// The causes of the divergence, if there is one, and another declaration with which nothing
     /// would diverge.
-    Diverged(Vec<Found>, Option<Suspect>),
+    Diverged(Vec<CauseReport>, Option<Suspect>),
     /// A fault in a head of which every comparison passes.
     Hidden(Option<Proof>),
     /// These comparisons fail, but a plausible rounding policy reproduces their errors: the bounds
@@ -292,7 +293,8 @@ fn run_search(
     if evidence.failing.is_empty() && !(observed.is_empty() && diverged) {
         return Examined::Diverged(observed, suspect);
     }
-    let is_unknown = |all: &Vec<Found>| all.iter().all(|cause| cause.standing == Standing::Unknown);
+    let is_unknown =
+        |all: &Vec<CauseReport>| all.iter().all(|cause| cause.standing == Standing::Unknown);
     let compute = |of: &[&dyn Cause]| found_by_trials(&search, of, &evidence);
     let computed_causes = match &suspect {
         // Only the cheap causes are tried: all those that could be mistaken for such an option are
@@ -330,7 +332,7 @@ fn found_by_trials(
     search: &Search<'_>,
     catalogue: &[&dyn Cause],
     evidence: &Evidence<'_>,
-) -> Vec<Found> {
+) -> Vec<CauseReport> {
     let failing = &evidence.failing;
     if failing.is_empty() {
         return vec![unknown(evidence, &[], failing)];
@@ -361,7 +363,7 @@ fn one_cause(
     tried: &mut [Tried<'_>],
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
-) -> Option<Vec<Found>> {
+) -> Option<Vec<CauseReport>> {
     loop {
         let decision = decide(tried, keys)?;
         let sampled_only: Vec<usize> =
@@ -381,7 +383,7 @@ fn head_and_sums_apart(
     search: &Search<'_>,
     tried: &mut [Tried<'_>],
     evidence: &Evidence<'_>,
-) -> Vec<Found> {
+) -> Vec<CauseReport> {
     let (sums, head): (BTreeSet<Key>, BTreeSet<Key>) =
         evidence.failing.iter().copied().partition(|key| key.stage.is_sum());
     let nans =
@@ -400,8 +402,8 @@ fn head_and_sums_apart(
     if each.iter().all(|(causes, _)| causes.is_none()) {
         return vec![unknown(evidence, tried, &evidence.failing)];
     }
-    let or_in_part = |(found, keys): (Option<Vec<Found>>, &BTreeSet<Key>)| {
-        let causes = found.or_else(|| in_part(search, tried, keys, evidence));
+    let or_in_part = |(causes, keys): (Option<Vec<CauseReport>>, &BTreeSet<Key>)| {
+        let causes = causes.or_else(|| in_part(search, tried, keys, evidence));
         causes.unwrap_or_else(|| vec![unknown(evidence, tried, keys)])
     };
     each.into_iter().flat_map(or_in_part).collect()
@@ -417,7 +419,7 @@ fn in_part(
     tried: &mut [Tried<'_>],
     keys: &BTreeSet<Key>,
     evidence: &Evidence<'_>,
-) -> Option<Vec<Found>> {
+) -> Option<Vec<CauseReport>> {
     SIDES.iter().find_map(|side| {
         let on_side = |key: &&Key| side.contains(&Part::of(key.stage));
         let explained_keys: BTreeSet<Key> = keys.iter().filter(on_side).copied().collect();
@@ -447,160 +449,6 @@ const BOUGHT: usize = 2;
 
 /// The stages that were compared, of those that are wanted.
 fn stages(outcome: &Outcome, wanted: impl Fn(Stage) -> bool) -> Vec<Stage> {
-    let compared = outcome.stages.iter().filter(|outcome| !outcome.comparisons.is_empty());
-    compared.map(|outcome| outcome.stage).filter(|&stage| wanted(stage)).collect()
-}
-
-/// Pairs of causes in the same comparisons: the second explains the error that remains in the world
-/// of the first.
-fn pairs_of_causes<'a>(
-    search: &'a Search<'a>,
-    catalogue: &[&dyn Cause],
-    tried: &'a [Tried<'_>],
-    evidence: &Evidence<'a>,
-) -> Option<Vec<Found>> {
-    let partners = partners(tried, evidence);
-    let mut pairs: Vec<Pair<'_>> = Vec::new();
-    for first in partners {
-        let world: &dyn World = &*first.hypothesis.world;
-        let mut inner = Evidence::new(
-            evidence.step,
-            evidence.outcome,
-            evidence.inputs,
-            first.residuals.clone(),
-            vec![world],
-        )
-        .searched_by(search);
-        // Comparisons that pass as declared may fail in the world of the first cause; the second
-        // does not have to explain those.
-        inner.failing.retain(|key| evidence.failing.contains(key));
-        let second = search.all(catalogue, &inner);
-        let other =
-            |trial: &Tried<'_>| trial.cause.id() != first.cause.id() && !trial.hypothesis.per_token;
-        let second: Vec<Tried<'_>> = second.into_iter().filter(other).collect();
-        let Some(decision) = decide(&second, &inner.failing) else { continue };
-        // Little error remains for the second cause, and many causes explain little, so it must
-        // leave far less than any other.
-        if decision.next.is_some_and(|(_, by)| by < CLEAR) {
-            continue;
-        }
-        let said = findings::of_decision(&second, &decision, &inner.failing, &inner);
-        for (&index, said) in decision.winners.iter().zip(said) {
-            let winner = &second[index];
-            let mut ids = [first.cause.id(), winner.cause.id()];
-            ids.sort_unstable();
-            let worlds = [world, &*winner.hypothesis.world];
-            let known = pairs.iter().any(|pair| pair.ids == ids && pair.sure);
-            // Skips a pair that is already known in the other order, and one that passes on the
-            // sample but not on all rows.
-            if known || search.rows.is_some() && !search.holds(&worlds, &inner.failing) {
-                continue;
-            }
-            // The second cause may concern one gradient alone: of the comparisons that the first
-            // explains, the energy that the first leaves counts.
-            let done: BTreeSet<Key> =
-                evidence.failing.difference(&inner.failing).copied().collect();
-            let left = winner.left_of(&inner.failing) + first.left_of(&done);
-            let causes = vec![findings::partner(first, left, evidence), said];
-            pairs.push(Pair { ids, left, causes, sure: decision.winners.len() == 1 });
-        }
-    }
-    // When the budget ran out, an untried pair might explain as much, so none is reported.
-    if search.meter.is_spent() { None } else { best_pairs(pairs) }
-}
-
-/// The candidates for the first cause of a pair: those that remove most of the energy, and those
-/// that explain most comparisons although they make others worse.
-fn partners<'a, 'c>(tried: &'a [Tried<'c>], evidence: &Evidence<'_>) -> Vec<&'a Tried<'c>> {
-    let before = search::left_of(&evidence.residuals, &evidence.failing);
-    let floor = evidence.failing.len() as f64;
-    let tried = || tried.iter().filter(|trial| !trial.hypothesis.per_token);
-    let removes = |trial: &&Tried<'_>| before - trial.left > PARTIAL * (before - floor).max(0.0);
-    let mut partners: Vec<&Tried<'_>> = tried().filter(removes).collect();
-    partners.sort_by(|a, b| a.left.total_cmp(&b.left));
-    partners.truncate(PARTNERS);
-    let explains = |trial: &&Tried<'_>| !removes(trial) && !trial.explains.is_empty();
-    let mut explaining: Vec<&Tried<'_>> = tried().filter(explains).collect();
-    explaining.sort_by_key(|trial| std::cmp::Reverse(trial.explains.len()));
-    partners.extend(explaining.into_iter().take(EXPLAINING));
-    partners
-}
-
-/// Two causes that together explain everything.
-struct Pair<'a> {
-    ids: [&'a str; 2],
-    left: f64,
-    causes: Vec<Found>,
-    /// True when no other second cause explains as much together with the first.
-    sure: bool,
-}
-
-/// The causes of the pair that leaves least energy. Where several pairs leave nearly as little, the
-/// causes that are in all of these pairs are named, and the others are tied.
-fn best_pairs(mut pairs: Vec<Pair<'_>>) -> Option<Vec<Found>> {
-    pairs.sort_by(|a, b| a.left.total_cmp(&b.left));
-    let least = pairs.iter().find(|pair| pair.sure)?.left;
-    pairs.retain(|pair| !(pair.left >= CLEAR * least.max(f64::MIN_POSITIVE)));
-    let common = |id: &str| pairs.iter().all(|pair| pair.ids.contains(&id));
-    let mut all: Vec<Found> = Vec::new();
-    for finding in pairs.iter().flat_map(|pair| &pair.causes) {
-        if all.iter().all(|known| known.id != finding.id) {
-            let standing = if common(&finding.id) { finding.standing } else { Standing::Tied };
-            all.push(Found { standing, ..finding.clone() });
-        }
-    }
-    Some(all)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeMap;
-
-    fn cause_of_id(id: &str) -> Found {
-        Found {
-            id: id.into(),
-            standing: Standing::Named,
-            explained: 1.0,
-            norm_gap_explained: None,
-            beats_next_by: None,
-            next: None,
-            bit_equal: false,
-            parameters: BTreeMap::new(),
-            stages: Vec::new(),
-            residuals: Vec::new(),
-            evidence: String::new(),
-            advice: String::new(),
-        }
-    }
-
-    fn pair<'a>(ids: [&'a str; 2], left: f64, sure: bool) -> Pair<'a> {
-        Pair { ids, left, causes: ids.map(cause_of_id).into(), sure }
-    }
-
-    fn ids_and_standings(pairs: Vec<Pair<'_>>) -> Vec<(String, Standing)> {
-        let all = best_pairs(pairs).unwrap_or_default();
-        all.into_iter().map(|cause| (cause.id, cause.standing)).collect()
-    }
-
-    #[test]
-    fn what_not_every_pair_holds_is_tied_and_what_all_hold_is_named() {
-        let all = vec![pair(["a", "b"], 1.0, true), pair(["a", "c"], 3.0, false)];
-        let wanted = [("a", Standing::Named), ("b", Standing::Tied), ("c", Standing::Tied)];
-        assert_eq!(ids_and_standings(all), wanted.map(|(id, standing)| (id.to_string(), standing)));
-    }
-
-    #[test]
-    fn a_pair_that_leaves_ten_times_more_ties_with_nothing() {
-        let all = vec![pair(["a", "c"], 10.0, true), pair(["a", "b"], 1.0, true)];
-        assert!(ids_and_standings(all).iter().all(|(_, standing)| *standing == Standing::Named));
-    }
-
-    #[test]
-    fn pairs_of_which_none_is_sure_are_not_believed() {
-        assert_eq!(
-            ids_and_standings(vec![pair(["a", "b"], 1.0, false), pair(["a", "c"], 1.0, false)]),
-            []
-        );
-    }
+    let compared = outcome.stages.iter().filter(|judged| !judged.comparisons.is_empty());
+    compared.map(|judged| judged.stage).filter(|&stage| wanted(stage)).collect()
 }

@@ -364,12 +364,12 @@ impl<'a> Search<'a> {
         &self,
         causes: &[(usize, &'c dyn Cause)],
         evidence: &Evidence<'_>,
-        found: &mut Vec<(usize, Tried<'c>)>,
+        trials: &mut Vec<(usize, Tried<'c>)>,
     ) {
         let Some(step) = without_parts::step(evidence) else { return };
         let search = without_parts::search(&step, self);
         let Some(shown) = without_parts::shown(&search, evidence) else { return };
-        self.try_all(causes, (evidence, &[Look { shown: &shown, within: None }]), found);
+        self.try_all(causes, (evidence, &[Look { shown: &shown, within: None }]), trials);
     }
 
     /// Tries the hypotheses of some causes, first as offered for everything, then as offered for
@@ -379,17 +379,17 @@ impl<'a> Search<'a> {
         &self,
         causes: &[(usize, &'c dyn Cause)],
         (evidence, looks): (&Evidence<'_>, &[Look<'_>]),
-        found: &mut Vec<(usize, Tried<'c>)>,
+        trials: &mut Vec<(usize, Tried<'c>)>,
     ) {
         // A hypothesis with many fitted numbers does not stop those that hold in some places only.
-        let explained = |found: &[(usize, Tried<'c>)]| {
+        let explained = |trials: &[(usize, Tried<'c>)]| {
             let explains_all = |trial: &Tried<'c>| trial.explains.is_superset(&evidence.failing);
-            found.iter().any(|(_, trial)| explains_all(trial) && trial.hypothesis.fitted <= FEW)
+            trials.iter().any(|(_, trial)| explains_all(trial) && trial.hypothesis.fitted <= FEW)
         };
         let mut last = Vec::new();
         for (number, look) in looks.iter().enumerate() {
             let further = number > 0;
-            if further && explained(found) {
+            if further && explained(trials) {
                 break;
             }
             for &(index, cause) in causes {
@@ -405,7 +405,7 @@ impl<'a> Search<'a> {
                     };
                     match hypothesis.emulates(evidence) {
                         true => last.push((index, further, cause, hypothesis)),
-                        false => found.extend(
+                        false => trials.extend(
                             self.try_one(cause, hypothesis, evidence).map(|trial| (index, trial)),
                         ),
                     }
@@ -417,14 +417,14 @@ impl<'a> Search<'a> {
         for (index, further, cause, hypothesis) in last {
             // Once a hypothesis of this cause reproduces every bit, its other hypotheses are
             // superfluous.
-            if (further && explained(found)) || reproduced == Some(index) {
+            if (further && explained(trials)) || reproduced == Some(index) {
                 continue;
             }
             let mut tried = self.try_one(cause, hypothesis, evidence);
             if tried.as_mut().is_some_and(|trial| self.reproduces(trial, evidence)) {
                 reproduced = Some(index);
             }
-            found.extend(tried.map(|trial| (index, trial)));
+            trials.extend(tried.map(|trial| (index, trial)));
         }
     }
 

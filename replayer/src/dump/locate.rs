@@ -123,7 +123,7 @@ pub(super) fn runs(path: &Path, wanted: Option<&str>) -> Result<Vec<PathBuf>, Op
 
 /// The runs in a store, or the run that `path` itself is; an error if there is none.
 fn all_runs(path: &Path) -> Result<Vec<PathBuf>, OpenError> {
-    let not_a_dump = |found: &str| OpenError::NotADump { path: path.into(), found: found.into() };
+    let not_a_dump = |reason: &str| OpenError::NotADump { path: path.into(), found: reason.into() };
     if !path.exists() {
         return Err(not_a_dump("nothing is there"));
     }

@@ -316,11 +316,11 @@ impl HeadStep<'_> {
     fn valid_vocab(&self, vocab: usize, key: &TensorKey) -> Result<usize, StepError> {
         match self.options.valid_vocab {
             Some(valid) if valid > vocab as u64 => {
-                let (found, wanted) = (
+                let (vocabulary, wanted) = (
                     format!("of a vocabulary of {vocab}"),
                     format!("at least valid_vocab = {valid} classes"),
                 );
-                Err(StepError::Unfit { key: key.clone(), found, wanted })
+                Err(StepError::Unfit { key: key.clone(), found: vocabulary, wanted })
             }
             valid => Ok(valid.map_or(vocab, |valid| valid as usize)),
         }
@@ -423,7 +423,7 @@ impl HeadStep<'_> {
     }
 }
 
-/// The matrix that is read in place of `own`, if any, and whether the gradient is multiplied with
+/// The matrix that is read in place of `recorded`, if any, and whether the gradient is multiplied with
 /// it too.
 fn read<'t>(misread: &'t Option<(Tensor, bool)>, recorded: Matrix<'t>) -> (Matrix<'t>, bool) {
     match misread {

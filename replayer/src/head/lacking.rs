@@ -192,8 +192,9 @@ pub(super) fn unheld(dump: &crate::dump::StepDump) -> BTreeMap<TensorKey, String
     for omission in &dump.manifest.omissions {
         let Ok(tensor) = Name::new(omission.tensor.as_str()) else { continue };
         let key = TensorKey { tensor, microbatch: omission.microbatch, when: None };
-        let same_tensor =
-            |held: &&TensorKey| (&held.tensor, held.microbatch) == (&key.tensor, key.microbatch);
+        let same_tensor = |recorded: &&TensorKey| {
+            (&recorded.tensor, recorded.microbatch) == (&key.tensor, key.microbatch)
+        };
         if dump.tensors().keys().any(|key| same_tensor(&key)) {
             continue;
         }

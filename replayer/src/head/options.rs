@@ -202,7 +202,7 @@ fn refuse_nonsense(head: &HeadDeclaration) -> Result<(), HeadError> {
     refuse_formats(head)
 }
 
-/// Refuses a value that its option cannot have; `of` is put before the option's name.
+/// Refuses a value that its option cannot have; `prefix` is put before the option's name.
 fn refuse_values<Of: Default>(
     prefix: &str,
     options: &[HeadOption<Of>],

@@ -327,7 +327,7 @@ impl Matrix<'_> {
         self.row_energies(0..self.rows).iter().sum()
     }
 
-    /// Adds up, column by column, what `of` makes of each row's number and elements.
+    /// Adds up, column by column, what `value` makes of each row's number and elements.
     pub fn column_totals(&self, value: impl Fn(usize, f64) -> f64) -> Vec<f64> {
         let (mut sums, mut row) = (vec![0.0; self.cols], vec![0.0; self.cols]);
         for row_index in 0..self.len().checked_div(self.cols).unwrap_or(0) {

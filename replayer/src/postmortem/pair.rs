@@ -14,7 +14,7 @@ use super::error::RunError;
 use super::settings::{Settings, proved};
 use super::step::{causes, replay_one};
 use super::summary::Opened;
-use crate::diagnose::Found;
+use crate::diagnose::CauseReport;
 use crate::dump::{self, StepDump};
 use crate::head::{HeadStep, Stage};
 use crate::number::plural;
@@ -28,7 +28,7 @@ use crate::report::verdict::verdict;
 use crate::verify::Verification;
 
 /// A head that was replayed, and why it leaves its reference.
-type Judged<'a> = Option<(HeadStep<'a>, Outcome, Vec<Found>)>;
+type Judged<'a> = Option<(HeadStep<'a>, Outcome, Vec<CauseReport>)>;
 
 /// The report of a run against another.
 pub(super) fn report(

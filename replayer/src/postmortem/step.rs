@@ -13,7 +13,7 @@ use super::settings::{Settings, proved};
 use super::summary::Opened;
 use super::versions;
 use crate::algebra::{self, StepReport};
-use crate::diagnose::{self, Budget, Found, diagnose};
+use crate::diagnose::{self, Budget, CauseReport, diagnose};
 use crate::dump::{self, Selection, versions::versions};
 use crate::head::HeadStep;
 use crate::head::step::StepError;
@@ -105,7 +105,7 @@ pub(super) fn causes(
     outcome: &mut Outcome,
     variants: &[Arc<Variant>],
     (settings, among): (&Settings<'_>, u64),
-) -> Result<Vec<Found>, StepError> {
+) -> Result<Vec<CauseReport>, StepError> {
     let begin = |work| settings.begin_search(work);
     let (causes, progress) = (settings.causes, settings.watch);
     let budget = Budget { causes, progress, begin: &begin, among };

@@ -4,7 +4,7 @@ use super::error::RunError;
 use super::settings::Settings;
 use super::step::{causes, replay_step};
 use super::summary::Opened;
-use crate::diagnose::{self, Found};
+use crate::diagnose::{self, CauseReport};
 use crate::dump::versions::{HeldBy, disputed};
 use crate::head::HeadStep;
 use crate::replay::against::Asked;
@@ -41,7 +41,7 @@ pub(super) fn report(
         return Ok(opened.report(None));
     };
     let versions = diagnose::Versions::of(&all, &whole).map_err(wrong)?;
-    let mut causes_of_versions: Vec<Found> = Vec::new();
+    let mut causes_of_versions: Vec<CauseReport> = Vec::new();
     let open = |(_, outcome): &&mut (HeadStep<'_>, Outcome)| !versions.explain_all_of(outcome);
     let open: Vec<_> = judged.iter_mut().filter(open).collect();
     let among = open.len() as u64;

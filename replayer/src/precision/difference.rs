@@ -220,7 +220,7 @@ pub fn check(loss: &Loss<'_>, scale: f64, noise: Option<f64>, draw: &mut Draw) -
     let error = |step: f64| {
         let differences =
             moved.iter().map(|one| (loss_at(one, step) - loss_at(one, -step)) / (2.0 * step));
-        rms(differences.zip(&gradient).map(|(found, exact)| found - exact)) / size
+        rms(differences.zip(&gradient).map(|(difference, exact)| difference - exact)) / size
     };
     let third = rms(moved.iter().map(|(loss, _, by)| third(&|h| loss.at::<f64>(h, by), scale)));
     let best_step = noise.map(|noise| (3.0 * noise / third).cbrt()).filter(|h| *h <= scale);

@@ -63,9 +63,9 @@ impl Replay<'_> {
                 from_dlogits = stages;
             }
             let judged_stages = captured.all_but(&from_dlogits);
-            let unit_of_slice = (microbatch, unit);
+            let microbatch_unit = (microbatch, unit);
             self.plan.note_uncertain_tokens(
-                unit_of_slice,
+                microbatch_unit,
                 problem,
                 (&captured, &judged_stages),
                 &mut findings,

@@ -114,7 +114,7 @@ impl Gradient {
         }
     }
 
-    /// Variance of storing element `at`, whose value should be `x`.
+    /// Variance of storing this element, whose value should be `x`.
     pub(super) fn storage(&self, element: usize, x: f64) -> f64 {
         match &self.values {
             GradientValues::Whole(_) | GradientValues::Picked(_) => {
@@ -124,7 +124,7 @@ impl Gradient {
         }
     }
 
-    /// What storing element `at`, which should be `x` and errs within `inner` so far, adds
+    /// What storing this element, which should be `x` and errs within `inner` so far, adds
     /// to it; `again`: as the product with a factor, which was stored before, and the factor
     /// is rounded too, alike for all.
     pub(super) fn storing(&self, element: usize, x: f64, again: bool, inner: Allowed) -> Allowed {

@@ -24,7 +24,7 @@ pub type Source = (Option<Microbatch>, Option<Rank>);
 /// Blocks of one or of several comparisons, one beside the other in a map.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Strip {
-    /// Whose comparisons these are: a cell's `of` counts them.
+    /// Whose comparisons these are: a cell's `source` counts them.
     pub sources: Vec<Source>,
     /// The blocks.
     pub chart: Chart,

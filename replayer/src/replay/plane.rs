@@ -79,8 +79,8 @@ impl Replay<'_> {
         let before = (state, upstream);
         let part_of =
             |tokens: Range<usize>| self.plan.plane_part((stage, key), inputs, before, tokens);
-        let mut put = |(found, part): JudgedSpan| {
-            tally.merge(found);
+        let mut put = |(judged, part): JudgedSpan| {
+            tally.merge(judged);
             self.plan.add_energies(&mut energies, &part);
         };
         let upstream_of_all = SpanUpstream { head: *head, lse, cotangents };

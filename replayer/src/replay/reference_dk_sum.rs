@@ -126,11 +126,11 @@ impl Judge<'_> {
         &self,
         problem: &Problem<'_>,
         slab: &Slab,
-        unit_of_slice: (&HeadMicrobatch, &Unit),
+        microbatch_unit: (&HeadMicrobatch, &Unit),
         outcome: &mut Outcome,
     ) {
         if self.plan.sums_without_addends.is_some() {
-            self.keep_reference(problem, slab, unit_of_slice, outcome);
+            self.keep_reference(problem, slab, microbatch_unit, outcome);
         }
     }
 

@@ -90,7 +90,8 @@ impl Replay<'_> {
         let Scores::Product { k, .. } = &microbatch.inputs.scores else { return Ok(()) };
         let dlogits = self.judge.usable_dlogits(microbatch, unit)?;
         let classes = rows.map(|rows| &rows.classes[..]).filter(|_| dlogits.is_none());
-        let captured = self.captured_once((microbatch, unit), classes, outcome)?;
+        let in_unit = (microbatch, unit);
+        let captured = self.captured_once(in_unit, classes, outcome)?;
         if captured.gradients.is_empty() && self.plan.sums_without_addends.is_none() {
             return Ok(());
         }
@@ -107,13 +108,7 @@ impl Replay<'_> {
         if dk {
             let sampled = (rows, classes.is_some(), only(Keep::Dk));
             self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
-                self.try_dk(
-                    problem,
-                    (microbatch, unit),
-                    &captured,
-                    sampled,
-                    (&mut findings, outcome),
-                );
+                self.try_dk(problem, in_unit, &captured, sampled, (&mut findings, outcome));
             });
         }
         if dq {
@@ -133,43 +128,24 @@ impl Replay<'_> {
             let (of_q, of_k): (Vec<Stage>, Vec<Stage>) =
                 stages.into_iter().partition(|&stage| stage == Stage::Dq);
             self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
-                let dlogits_and_stages = (dlogits, &of_k[..]);
-                self.judge_from_dlogits(
-                    problem,
-                    dlogits_and_stages,
-                    &captured,
-                    unit,
-                    &mut findings,
-                );
+                let for_k = (dlogits, &of_k[..]);
+                self.judge_from_dlogits(problem, for_k, &captured, unit, &mut findings);
             });
             let from = self.judge.sources(microbatch, unit);
             if let Some(dlogits) =
                 self.judge.usable_dlogits(microbatch, &from)?.filter(|_| !of_q.is_empty())
             {
                 self.with_problem(microbatch, &from, state, upstream, &mut |problem| {
-                    let dlogits_and_stages = (&dlogits, &of_q[..]);
-                    self.judge_from_dlogits(
-                        problem,
-                        dlogits_and_stages,
-                        &captured,
-                        unit,
-                        &mut findings,
-                    );
+                    let for_q = (&dlogits, &of_q[..]);
+                    self.judge_from_dlogits(problem, for_q, &captured, unit, &mut findings);
                 });
             }
         }
-        let judged_stages = captured.all_but(&from_dlogits);
+        let judged = captured.all_but(&from_dlogits);
         if upstream.any_uncertain(&unit.rows) {
             self.with_problem(microbatch, unit, state, upstream, &mut |problem| {
-                let (unit_of_slice, stages) =
-                    ((microbatch, unit), (&*captured, &judged_stages[..]));
-                self.plan.note_uncertain_tokens(
-                    unit_of_slice,
-                    problem,
-                    stages,
-                    &mut findings,
-                    outcome,
-                );
+                let stages = (&*captured, &judged[..]);
+                self.plan.note_uncertain_tokens(in_unit, problem, stages, &mut findings, outcome);
             });
         }
         self.plan.report(findings, &captured, &microbatch.inputs, unit, outcome);
@@ -225,7 +201,7 @@ impl Replay<'_> {
     fn try_dk(
         &self,
         problem: &Problem<'_>,
-        unit_of_slice: (&HeadMicrobatch, &Unit),
+        microbatch_unit: (&HeadMicrobatch, &Unit),
         captured: &Captured,
         (rows, picked, keep): (Option<&Rows>, bool, Keep),
         (findings, outcome): (&mut Findings, &mut Outcome),
@@ -242,7 +218,7 @@ impl Replay<'_> {
                 self.plan.allow_uncertain_tokens(problem, (&head, range), &mut slab);
                 self.judge.judge_dk(problem, &slab, (captured, &Stage::OF_K), findings);
                 self.judge.judge_dbias(problem, &slab, captured, findings);
-                self.judge.keep_sum_without_addends(problem, &slab, unit_of_slice, outcome);
+                self.judge.keep_sum_without_addends(problem, &slab, microbatch_unit, outcome);
             }
             return;
         };
@@ -258,7 +234,7 @@ impl Replay<'_> {
         let captured = chosen.as_ref().unwrap_or(captured);
         self.judge.judge_dk(&problem, &slab, (captured, &Stage::OF_K), findings);
         self.judge.judge_dbias(&problem, &slab, captured, findings);
-        self.judge.keep_sum_without_addends(&problem, &slab, unit_of_slice, outcome);
+        self.judge.keep_sum_without_addends(&problem, &slab, microbatch_unit, outcome);
     }
 
     /// dk as the world's policy has it, in place of the reference.

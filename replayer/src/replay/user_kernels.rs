@@ -49,7 +49,7 @@ pub fn run(step: &HeadStep<'_>, device: &dyn Device, kernel: &Kernel) -> Result<
                         .map_err(|why| wrong(why.to_string()))?;
                     let rank = unit.rank().map_or(String::new(), |rank| format!(", rank {rank}"));
                     let place = format!("{}{rank}", words(microbatch.inputs.microbatch));
-                    let told = given.findings.iter().map(|found| format!("{place}: {found}"));
+                    let told = given.findings.iter().map(|finding| format!("{place}: {finding}"));
                     ran.findings.extend(told);
                     let place = StagePlace {
                         stage: kernel.stage,

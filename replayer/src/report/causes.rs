@@ -1,12 +1,12 @@
 //! The causes of a divergence as text: named, tied or unknown, each with its evidence.
 
 use super::text::wrap;
-use crate::diagnose::{Found, Standing, VariantStage};
+use crate::diagnose::{CauseReport, Standing, VariantStage};
 use crate::number::{error, ratio};
 use crate::replay::other_declaration::OtherDeclaration;
 
 /// Writes all causes; nothing where nothing diverged.
-pub(super) fn render(out: &mut String, causes: &[Found]) {
+pub(super) fn render(out: &mut String, causes: &[CauseReport]) {
     let tied = causes.iter().filter(|cause| cause.standing == Standing::Tied);
     let tied: Vec<&str> = tied.map(|cause| cause.id.as_str()).collect();
     if !tied.is_empty() {
@@ -58,7 +58,7 @@ pub(super) fn variants(out: &mut String, all: &[VariantStage]) {
     }
 }
 
-pub(super) fn figures(cause: &Found) -> String {
+pub(super) fn figures(cause: &CauseReport) -> String {
     if cause.standing == Standing::Unknown {
         return String::new();
     }

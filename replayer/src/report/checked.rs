@@ -120,7 +120,7 @@ pub fn render(report: &ChecksReport) -> String {
     if !report.checked.findings.is_empty() {
         out.push('\n');
     }
-    report.checked.findings.iter().for_each(|found| finding(&mut out, found));
+    report.checked.findings.iter().for_each(|one_finding| finding(&mut out, one_finding));
     statistics(&mut out, &report.checked.statistics);
     unchecked(&mut out, &report.checked.not_checked);
     out.push('\n');

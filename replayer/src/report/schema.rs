@@ -9,7 +9,7 @@ use crate::checks::Checked;
 use crate::compare::SeenFrom;
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::device::Description;
-use crate::diagnose::{Found, VariantStage};
+use crate::diagnose::{CauseReport, VariantStage};
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::comparison::{Comparison, HitClass};
 use crate::replay::coverage::Coverage;
@@ -188,7 +188,7 @@ pub struct AgainstReport {
     /// Its stages against the reference.
     pub stages: Vec<StageReport>,
     /// Causes of its own divergence from the reference, if it diverges.
-    pub causes: Vec<Found>,
+    pub causes: Vec<CauseReport>,
     /// The differences between both runs, stage by stage.
     pub differences: Vec<Difference>,
     /// Tensors outside the head, in the order of capture.
@@ -239,7 +239,7 @@ pub struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub other_declaration: Option<OtherDeclaration>,
     /// Causes from the catalogue.
-    pub causes: Vec<Found>,
+    pub causes: Vec<CauseReport>,
     /// How the user's own functions compare, by stage; empty without any.
     pub variants: Vec<VariantStage>,
     /// The norm of the gradients.

@@ -7,7 +7,7 @@
 use super::schema::FirstDivergence;
 use super::text::{place, wrap};
 use crate::checks::{Checked, Finding, Place, Severity, Status};
-use crate::diagnose::{Found, Standing};
+use crate::diagnose::{CauseReport, Standing};
 use crate::dump::{StepDump, TensorInfo};
 use crate::head::Stage;
 use crate::replay::outcome::Outcome;
@@ -107,13 +107,13 @@ fn one_rank(finding: &Finding) -> Option<u32> {
 /// Joins the causes that the search found with those that the checks found. A named cause stays. An
 /// unknown cause is removed where a check found a fault at the same or an earlier stage, which is
 /// then the cause.
-pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<Found> {
-    let mut seen: Vec<Found> = Vec::new();
+pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<CauseReport>) -> Vec<CauseReport> {
+    let mut seen: Vec<CauseReport> = Vec::new();
     let mut leads: Option<Option<Stage>> = None;
     for finding in failing(checked) {
         let Some(id) = finding.cause else { continue };
         let stage = stage_of(dump, &finding.place);
-        let named = |cause: &&Found| cause.standing != Standing::Unknown;
+        let named = |cause: &&CauseReport| cause.standing != Standing::Unknown;
         let explained = searched.iter().filter(named).any(|cause| {
             cause.id == id || stage.is_some_and(|stage| cause.stages.contains(&stage.name()))
         });
@@ -127,11 +127,11 @@ pub fn causes(dump: &StepDump, checked: &Checked, searched: Vec<Found>) -> Vec<F
             let stages = stage.map(Stage::name).into_iter().collect();
             let evidence = format!("{}{}", place_prefix(finding), finding.evidence);
             let advice = finding.advice.trim_end_matches('.').into();
-            seen.push(Found::seen(id, stages, evidence, advice));
+            seen.push(CauseReport::seen(id, stages, evidence, advice));
         }
     }
     let position = |name: &&'static str| Stage::ALL.iter().find(|stage| stage.name() == *name);
-    let follows = |cause: &Found| {
+    let follows = |cause: &CauseReport| {
         let first = cause.stages.iter().filter_map(position).min();
         leads.is_some_and(|leads| leads.as_ref() <= first)
     };

@@ -25,7 +25,7 @@ fn file(directory: &tempfile::TempDir, name: &str) -> File {
     File::options().read(true).write(true).create_new(true).open(path).unwrap()
 }
 
-/// Writes `all` in chunks that end at `cuts`, and gives back what the file holds from `at` on.
+/// Writes `all` in chunks that end at `cuts`, and gives back what the file holds from `offset` on.
 fn written(pieces: &mut Pieces, offset: u64, all: &[u8], cuts: &[usize]) -> Vec<u8> {
     let mut from = 0;
     for &cut in cuts.iter().chain([&all.len()]) {

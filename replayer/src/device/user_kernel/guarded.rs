@@ -220,7 +220,7 @@ impl Elements<'_> {
     }
 
     fn holds(&self, index: usize, byte: u8) -> bool {
-        self.at(index).iter().all(|held| *held == byte)
+        self.at(index).iter().all(|byte_there| *byte_there == byte)
     }
 
     fn is_nan(&self, index: usize) -> bool {

@@ -50,8 +50,11 @@ impl Cause for BlockMiscounted {
 
     fn hypotheses(&self, evidence: &Evidence<'_>) -> Vec<Hypothesis> {
         let all = Stage::GRADIENTS.into_iter().filter(|stage| *stage != Stage::Dlogits);
-        let in_stage =
-            |stage| counted(evidence, stage, &ALL).into_iter().map(move |found| (stage, found));
+        let in_stage = |stage| {
+            counted(evidence, stage, &ALL)
+                .into_iter()
+                .map(move |count_of_stage| (stage, count_of_stage))
+        };
         let all = all.flat_map(in_stage);
         let mut hypotheses: Vec<Hypothesis> =
             all.filter_map(|(stage, (what, counted))| hypothesis(counted, what, stage)).collect();

@@ -178,10 +178,10 @@ fn of_ranks_microbatches(evidence: &Evidence<'_>) -> Option<Hypothesis> {
         for to in ranks_here.wrong() {
             let values = ranks_here.values(to);
             let is_other = |other: &&MicrobatchInputs| {
-                by_rank(other, stage).is_some_and(|found| {
-                    found.ranks == ranks_here.ranks
-                        && found.right[to]
-                        && same(&values, &found.values(to))
+                by_rank(other, stage).is_some_and(|other_ranks| {
+                    other_ranks.ranks == ranks_here.ranks
+                        && other_ranks.right[to]
+                        && same(&values, &other_ranks.values(to))
                 })
             };
             let mut others =

@@ -171,7 +171,7 @@ impl Order {
         }
     }
 
-    /// The place in a run of sequences from which place `at` reads.
+    /// The position in a run of sequences from which `position` reads.
     fn from(self, position: usize, [sequences, length]: [usize; 2]) -> usize {
         let (sequence_here, inside) = (position / length, position % length);
         let place = |sequence: usize| sequence % sequences * length + inside;

@@ -99,8 +99,8 @@ fn forward(evidence: &Evidence<'_>) -> Option<Hypothesis> {
             |t: usize| (probabilities.row(t).to_vec(), of((captured.values[t] - right[t]).exp()));
         (0..n).step_by(n.div_ceil(TOKENS).max(1)).map(token).collect()
     };
-    let less = window(&looked(&|whole| 1.0 - whole)).map(|found| (found, "without", -1.0));
-    let more = || window(&looked(&|whole| whole - 1.0)).map(|found| (found, "twice with", 1.0));
+    let less = window(&looked(&|whole| 1.0 - whole)).map(|range| (range, "without", -1.0));
+    let more = || window(&looked(&|whole| whole - 1.0)).map(|range| (range, "twice with", 1.0));
     let (words, fitted, ratio): (String, usize, Ratio) = match less.or_else(more) {
         Some(((from, to), often, sign)) => (
             format!("that of the forward, {often} classes {from} to {}", to - 1),
@@ -282,10 +282,10 @@ impl ImpliedLse {
     /// vocabulary does.
     fn of_a_part(&self, evidence: &Evidence<'_>) -> Option<Hypothesis> {
         let (from, to) = window(&self.probabilities)?;
-        let off = |of: &dyn Fn(&[f64]) -> f64| -> f64 {
+        let off = |ratio: &dyn Fn(&[f64]) -> f64| -> f64 {
             self.probabilities
                 .iter()
-                .map(|(probabilities, wanted)| (of(probabilities) - wanted).powi(2))
+                .map(|(probabilities, wanted)| (ratio(probabilities) - wanted).powi(2))
                 .sum()
         };
         let part = off(&|probabilities| probabilities[from..to].iter().sum());

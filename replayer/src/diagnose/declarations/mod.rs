@@ -17,7 +17,7 @@ pub(super) mod read;
 use std::collections::BTreeSet;
 
 use super::evidence::{Evidence, Key, Residuals, reject_wider_bounds};
-use super::findings::Found;
+use super::findings::CauseReport;
 use super::proof;
 use super::search::{Search, left_of};
 use crate::head::{HeadOptions, HeadStep, MicrobatchInputs, Roundings, Stage};
@@ -86,7 +86,7 @@ impl Suspect {
 
     /// Whether a cause explains every stage that this declaration explains. Always true for dtypes,
     /// which explain only by wider bounds.
-    pub(super) fn is_no_more_than(&self, cause: &Found) -> bool {
+    pub(super) fn is_no_more_than(&self, cause: &CauseReport) -> bool {
         let dtypes = matches!(self.kind, Kind::Shown | Kind::Loosened);
         dtypes || self.other.stages.iter().all(|stage| cause.stages.contains(stage))
     }

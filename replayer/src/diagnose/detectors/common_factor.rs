@@ -77,7 +77,7 @@ pub fn informative<'e>(
     comparisons.map(|(&key, &residual)| (key, residual))
 }
 
-/// The failing stages among `of` that are off in the direction of one factor in every microbatch
+/// The failing stages among `stages` that are off in the direction of one factor in every microbatch
 /// and on every rank. A factor in only one of them does not come from a count.
 pub fn stages_times(evidence: &Evidence<'_>, factor: f64, stages: &[Stage]) -> BTreeSet<Stage> {
     let all = |&stage: &Stage| {

@@ -88,7 +88,8 @@ pub struct Plane {
 }
 
 impl Plane {
-    /// Computes the entries of a unit. `held`: entries of other units that are in memory already.
+    /// Computes the entries of a unit. `entries_held`: entries of other units that are in memory
+    /// already.
     /// `None` where the unit is too large beside those, or the budget is spent.
     pub(in crate::diagnose) fn new(
         evidence: &Evidence<'_>,

@@ -303,10 +303,10 @@ impl<'r> Wrong<'r> {
     /// These tokens in words; `inputs`: the microbatch to name, if any.
     fn words(&self, inputs: Option<&MicrobatchInputs>) -> String {
         let name_of_run = match inputs {
-            Some(MicrobatchInputs { microbatch: Some(Microbatch(at)), .. })
+            Some(MicrobatchInputs { microbatch: Some(Microbatch(number)), .. })
                 if self.run.ranks.is_empty() =>
             {
-                format!("microbatch {at}")
+                format!("microbatch {number}")
             }
             _ if self.run.ranks.is_empty() => String::new(),
             Some(inputs) => place(inputs, self.run),

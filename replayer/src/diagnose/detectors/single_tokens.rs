@@ -176,7 +176,7 @@ pub struct Multiple {
     pub left: f64,
 }
 
-/// The multiple of the row `of` that is nearest to the row `found`.
+/// The multiple of the row `other` that is nearest to `row`.
 pub fn multiple(row: &[f64], other: &[f64]) -> Multiple {
     let other_energy = energy(other);
     let times = if other_energy > 0.0 { dot(row, other) / other_energy } else { 1.0 };

@@ -27,7 +27,7 @@ pub struct Shard {
     pub range: Range<usize>,
 }
 
-/// The two usual ways to cut a vocabulary into `of` nearly equal shards: the last one is shorter,
+/// The two usual ways to cut a vocabulary into `count` nearly equal shards: the last one is shorter,
 /// or the first ones are longer by one.
 fn cut_in(vocab: usize, count: usize) -> [Vec<Range<usize>>; 2] {
     let (up, rest) = (vocab.div_ceil(count), vocab % count);

@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 use super::cause::{Cause, Hypothesis};
 use super::decision::CLEAR;
 use super::evidence::{Evidence, Key};
-use super::findings::Found;
+use super::findings::CauseReport;
 use super::search::Search;
 use crate::head::Roundings;
 use crate::head::Stage;
@@ -91,7 +91,7 @@ fn errs_more(comparison: &Comparison) -> bool {
 /// A fault that was reproduced.
 pub(super) struct Proof {
     /// Its cause, or several tied.
-    pub(super) found: Vec<Found>,
+    pub(super) found: Vec<CauseReport>,
     /// The comparisons that pass by their bound, but whose errors only the fault reproduces.
     pub(super) of: BTreeSet<Key>,
     /// How many times less energy it leaves in those than any policy without it.
@@ -103,7 +103,7 @@ pub(super) struct Proof {
 impl Proof {
     /// Turns the comparisons that it proves wrong into failures of the outcome, and returns the
     /// causes.
-    pub(super) fn into_causes(self, outcome: &mut Outcome) -> Vec<Found> {
+    pub(super) fn into_causes(self, outcome: &mut Outcome) -> Vec<CauseReport> {
         let ids: Vec<&str> = self.found.iter().map(|cause| cause.id.as_str()).collect();
         let words = format!("{}, but with {} {}", self.hidden, ids.join(" or "), words(self.times));
         for Key { stage, microbatch, rank } in self.of {

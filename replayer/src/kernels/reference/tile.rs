@@ -206,14 +206,22 @@ impl Terms {
             .into_par_iter()
             .enumerate()
             .for_each(
-                |(row, (dense, squared, noisy, (slope, own, confident), dropped))| {
+                |(row, (dense, squared, noisy, (slope, own_variance, confident), dropped))| {
                     let token_at = first + row;
                     let token = upstream.token(token_at);
                     let label = label_column(inputs.labels[first + row], &cols);
                     let row_norm = query.norms[row];
                     let norms = |v: usize| row_norm * key.norms[v];
-                    let mut row =
-                        Row { dense, squared, noisy, dropped, slope, own, confident, label };
+                    let mut row = Row {
+                        dense,
+                        squared,
+                        noisy,
+                        dropped,
+                        slope,
+                        own: own_variance,
+                        confident,
+                        label,
+                    };
                     if chain.is_plain() {
                         row.fill(token, |v, x| Logit::plain(x, norms(v), token.noise));
                     } else {

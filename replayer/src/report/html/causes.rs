@@ -5,7 +5,7 @@ use askama::Template;
 
 use super::bars::{Bar, Drawing, Widths, decades, draw};
 use super::{Markup, Page, markup};
-use crate::diagnose::{Found, StageResidual, Standing};
+use crate::diagnose::{CauseReport, StageResidual, Standing};
 use crate::number::{error, plural};
 use crate::report::causes::figures;
 use crate::report::schema::{FirstDivergence, Verdict};
@@ -27,7 +27,7 @@ struct Causes<'a> {
 
 struct Cause<'a> {
     whose: &'static str,
-    cause: &'a Found,
+    cause: &'a CauseReport,
     standing: &'static str,
     figures: String,
     residuals: Option<Drawing>,
@@ -63,7 +63,7 @@ impl Page<'_> {
     }
 }
 
-fn cause<'a>(cause: &'a Found, whose: &'static str) -> Cause<'a> {
+fn cause<'a>(cause: &'a CauseReport, whose: &'static str) -> Cause<'a> {
     let standing = match cause.standing {
         Standing::Named => "named",
         Standing::Tied => "TIED: the captured tensors cannot tell it from another",

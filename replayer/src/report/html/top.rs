@@ -3,7 +3,7 @@
 use askama::Template;
 
 use super::{Markup, Page, markup};
-use crate::diagnose::{Found, Standing};
+use crate::diagnose::{CauseReport, Standing};
 use crate::number::{bytes, plural};
 use crate::report::Report;
 use crate::report::schema::{DumpSummary, Verdict};
@@ -40,7 +40,7 @@ struct Top<'a> {
     /// Another declaration by which the job would be right.
     declaration: Option<String>,
     /// The causes in a line, with what to do: whoever is woken reads no further.
-    causes: &'a [Found],
+    causes: &'a [CauseReport],
     said: String,
     facts: Vec<(&'static str, String)>,
     /// Sections of the page, and what they are called.
@@ -80,7 +80,7 @@ impl Page<'_> {
 }
 
 /// What is said of all causes together.
-fn summary_of(causes: &[Found]) -> String {
+fn summary_of(causes: &[CauseReport]) -> String {
     match causes {
         [] => String::new(),
         [first, ..] if first.standing == Standing::Unknown => {
