@@ -200,6 +200,51 @@ def test_a_scaler_that_unscales_in_its_step_and_one_that_is_off(tmp_path):
         assert dump.declared["loss_scale"] == (8.0 if enabled else None)
 
 
+@pytest.mark.parametrize("infinite", [False, True])
+def test_a_fused_optimizer_takes_the_scale_out_itself_and_leaves_its_step_out(tmp_path, infinite):
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with recorder(tmp_path) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        scaler.scale(loss(module, 0) * (torch.inf if infinite else 1.0)).backward()
+        scaled, before = copies(module, lambda one: one.grad), copies(module)
+        scaler.step(optimizer)
+        scaler.update()
+    dump = Dump(tmp_path)
+    assert dump.equal("reduced", scaled) and not dump.has("unscaled") and not dump.has("clipped")
+    assert "takes the loss scale out itself" in dump.of("first.weight")["absent"]["unscaled"]
+    assert dump.declared["loss_scale"] == 16.0 and dump.declared["skipped"] == infinite
+    assert dump.equal("before", before) and dump.equal("after", copies(module))
+    assert (dump.tensor("before", "first.bias") == dump.tensor("after", "first.bias")).all() == infinite
+
+
+class Wrapper:
+    """What training libraries put around an optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_the_optimizer_in_a_wrapper_and_under_a_schedule_is_the_one_that_steps(tmp_path):
+    module = model()
+    inner = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.5))
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5**step)
+    optimizer = Wrapper(inner)
+    with recorder(tmp_path) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        loss(module, 0).backward()
+        optimizer.step()
+        schedule.step()
+    dump = Dump(tmp_path)
+    assert dump.declared["optimizers"][0]["name"] == "SGD"
+    assert dump.declared["optimizers"][0]["groups"][0]["lr"] == 0.5, "that of the step, not of the next"
+    assert dump.equal("after", copies(module)) and dump.of("first.bias")["absent"] == {}
+
+
 def test_norms_that_are_computed_and_applied_by_separate_calls_are_one_norm(tmp_path):
     module = model()
     optimizer = adamw(module)
