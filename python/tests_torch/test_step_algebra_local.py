@@ -360,6 +360,7 @@ def test_an_exception_in_the_body_goes_on_and_everything_is_undone(tmp_path, str
             optimizer.step()
     assert functions() == before and hooks(module, optimizer) == ([], {}, {})
     dump = Dump(tmp_path, 0)
+    assert dump.of("first.weight")["optimizer"] == 0
     assert "ended early with KeyError" in dump.of("first.weight")["absent"]["reduced"]
     assert dump.has("grad") and Dump(tmp_path, 1).has("after")
 
@@ -447,4 +448,34 @@ def test_a_step_within_a_step_counts_once_and_a_closure_says_so(tmp_path):
     assert dump.equal("before", before) and dump.equal("after", copies(module))
     assert dump.of("first.weight")["scalars"] == {"calls": [None, 1]}
     assert dump.declared["optimizers"][0]["steps"] == 1
-    assert "by a closure" in dump.of("first.weight")["absent"]["reduced"]
+    assert "by a closure" in dump.of("first.weight")["absent"]["reduced"] and not dump.has("reduced")
+
+
+def test_compiled_code_is_compiled_whole_and_gives_the_same_bits(tmp_path):
+    """Goal: a job that forbids breaks of the graph runs, compiled models are recorded, and a clip in
+    compiled code can be told. Method: the same two steps with and without a tape."""
+
+    def trained(directory, steps):
+        module = model()
+        optimizer = adamw(module)
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        clip = torch.compile(clip_grad_norm_, backend="aot_eager", fullgraph=True)
+        with recorder(directory, steps=steps) as recording:
+            for step in range(2):
+                with recording.step(step) as tape:
+                    capture = backtape.torch.step_algebra(tape, compiled, optimizer)
+                    for i in range(2):
+                        loss(compiled, i).backward()
+                    capture.reduced()
+                    clip([*module.parameters()], 0.01)
+                    capture.clipped()
+                    optimizer.step()
+                optimizer.zero_grad()
+        return copies(module)
+
+    plain, recorded = trained(tmp_path / "plain", "none"), trained(tmp_path, "0-1")
+    assert all(torch.equal(plain[name], recorded[name]) for name in plain)
+    dump = Dump(tmp_path, 1)
+    assert dump.microbatches("first.weight") == [0, 1] and dump.equal("after", recorded)
+    assert dump.declared["norms"] == [] and Dump(tmp_path, 0).declared["norms"] == []
+    assert (dump.tensor("clipped", "first.weight") != dump.tensor("reduced", "first.weight")).any()

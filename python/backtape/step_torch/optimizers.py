@@ -81,7 +81,7 @@ class Step:
                 return
             # What torch tells its fused optimizers, which take the scale out themselves.
             infinite = getattr(self.optimizer, "found_inf", None)
-            self.skipped = infinite is not None and bool(infinite)
+            self.skipped = infinite is not None and bool(local(infinite))
             parts = self.parts()
             self._take_gradients(parts)
             closure = next((one for one in (*args[1:], *options.values()) if callable(one)), None)
