@@ -432,7 +432,7 @@ class Doubled(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_within_a_step_counts_once_and_a_closure_says_so(tmp_path):
+def test_a_step_within_a_step_counts_once_and_gradients_of_a_closure_are_recorded(tmp_path):
     module = model()
     optimizer = Doubled(module.parameters(), lr=0.1)
     with recorder(tmp_path) as recording, recording.step(0) as tape:
@@ -448,7 +448,28 @@ def test_a_step_within_a_step_counts_once_and_a_closure_says_so(tmp_path):
     assert dump.equal("before", before) and dump.equal("after", copies(module))
     assert dump.of("first.weight")["scalars"] == {"calls": [None, 1]}
     assert dump.declared["optimizers"][0]["steps"] == 1
-    assert "by a closure" in dump.of("first.weight")["absent"]["reduced"] and not dump.has("reduced")
+    assert dump.equal("reduced", copies(module, lambda one: one.grad)) and dump.microbatches("first.bias") == [0]
+
+
+def test_an_optimizer_that_calls_its_closure_again_records_the_first_gradient_and_says_so(tmp_path):
+    module = model()
+    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=3)
+    gradients = []
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(module, 0)
+        value.backward()
+        gradients.append(copies(module, lambda one: one.grad))
+        return value
+
+    with recorder(tmp_path) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        optimizer.step(closure=closure)
+    dump = Dump(tmp_path)
+    assert len(gradients) > 1 and dump.equal("reduced", gradients[0]) and dump.equal("after", copies(module))
+    assert "called its closure several times" in dump.of("first.weight")["absent"]["grad"]
+    assert "it is a list" in dump.of("first.weight")["absent"]["state.old_dirs"]
 
 
 def test_compiled_code_is_compiled_whole_and_gives_the_same_bits(tmp_path):
