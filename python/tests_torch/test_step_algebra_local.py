@@ -422,6 +422,24 @@ def test_reductions_by_hand_globs_of_names_and_models_with_equal_names(tmp_path)
     assert not any("second" in name for name in dump.names)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_of_plain_modules_on_several_ranks_the_job_says_how_gradients_are_reduced(tmp_path, told):
+    settings = {"world_size": 2, "mesh": {"data": 2}}
+    recorders = [recorder(tmp_path, rank=rank, **settings) for rank in range(2)]
+    reduce = {"*": [{"axis": "data", "op": "mean"}]} if told else None
+    for recording in recorders:
+        module = model()
+        with recording.step(0) as tape:
+            backtape.torch.step_algebra(tape, module, adamw(module), reduce=reduce)
+            loss(module, 0).backward()
+    for recording in reversed(recorders):
+        recording.close()
+    weight = Dump(tmp_path).of("first.weight")
+    assert ("say so in reduce=" in weight["absent"].get("reduce", "")) == (not told)
+    entry = {"axis": "data", "op": "mean", "ranks": [0, 1], "dtype": "float32"}
+    assert weight["reduce"] == ([entry] if told else [])
+
+
 class Doubled(torch.optim.SGD):
     """An optimizer that calls the step of its base class, and counts in its state."""
 
