@@ -200,6 +200,51 @@ def test_a_scaler_that_unscales_in_its_step_and_one_that_is_off(tmp_path):
         assert dump.declared["loss_scale"] == (8.0 if enabled else None)
 
 
+@pytest.mark.parametrize("infinite", [False, True])
+def test_a_fused_optimizer_takes_the_scale_out_itself_and_leaves_its_step_out(tmp_path, infinite):
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with recorder(tmp_path) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        scaler.scale(loss(module, 0) * (torch.inf if infinite else 1.0)).backward()
+        scaled, before = copies(module, lambda one: one.grad), copies(module)
+        scaler.step(optimizer)
+        scaler.update()
+    dump = Dump(tmp_path)
+    assert dump.equal("reduced", scaled) and not dump.has("unscaled") and not dump.has("clipped")
+    assert "takes the loss scale out itself" in dump.of("first.weight")["absent"]["unscaled"]
+    assert dump.declared["loss_scale"] == 16.0 and dump.declared["skipped"] == infinite
+    assert dump.equal("before", before) and dump.equal("after", copies(module))
+    assert (dump.tensor("before", "first.bias") == dump.tensor("after", "first.bias")).all() == infinite
+
+
+class Wrapper:
+    """What training libraries put around an optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_the_optimizer_in_a_wrapper_and_under_a_schedule_is_the_one_that_steps(tmp_path):
+    module = model()
+    inner = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.5))
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5**step)
+    optimizer = Wrapper(inner)
+    with recorder(tmp_path) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        loss(module, 0).backward()
+        optimizer.step()
+        schedule.step()
+    dump = Dump(tmp_path)
+    assert dump.declared["optimizers"][0]["name"] == "SGD"
+    assert dump.declared["optimizers"][0]["groups"][0]["lr"] == 0.5, "that of the step, not of the next"
+    assert dump.equal("after", copies(module)) and dump.of("first.bias")["absent"] == {}
+
+
 def test_norms_that_are_computed_and_applied_by_separate_calls_are_one_norm(tmp_path):
     module = model()
     optimizer = adamw(module)
@@ -315,6 +360,7 @@ def test_an_exception_in_the_body_goes_on_and_everything_is_undone(tmp_path, str
             optimizer.step()
     assert functions() == before and hooks(module, optimizer) == ([], {}, {})
     dump = Dump(tmp_path, 0)
+    assert dump.of("first.weight")["optimizer"] == 0
     assert "ended early with KeyError" in dump.of("first.weight")["absent"]["reduced"]
     assert dump.has("grad") and Dump(tmp_path, 1).has("after")
 
@@ -376,6 +422,24 @@ def test_reductions_by_hand_globs_of_names_and_models_with_equal_names(tmp_path)
     assert not any("second" in name for name in dump.names)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_of_plain_modules_on_several_ranks_the_job_says_how_gradients_are_reduced(tmp_path, told):
+    settings = {"world_size": 2, "mesh": {"data": 2}}
+    recorders = [recorder(tmp_path, rank=rank, **settings) for rank in range(2)]
+    reduce = {"*": [{"axis": "data", "op": "mean"}]} if told else None
+    for recording in recorders:
+        module = model()
+        with recording.step(0) as tape:
+            backtape.torch.step_algebra(tape, module, adamw(module), reduce=reduce)
+            loss(module, 0).backward()
+    for recording in reversed(recorders):
+        recording.close()
+    weight = Dump(tmp_path).of("first.weight")
+    assert ("say so in reduce=" in weight["absent"].get("reduce", "")) == (not told)
+    entry = {"axis": "data", "op": "mean", "ranks": [0, 1], "dtype": "float32"}
+    assert weight["reduce"] == ([entry] if told else [])
+
+
 class Doubled(torch.optim.SGD):
     """An optimizer that calls the step of its base class, and counts in its state."""
 
@@ -386,7 +450,7 @@ class Doubled(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_within_a_step_counts_once_and_a_closure_says_so(tmp_path):
+def test_a_step_within_a_step_counts_once_and_gradients_of_a_closure_are_recorded(tmp_path):
     module = model()
     optimizer = Doubled(module.parameters(), lr=0.1)
     with recorder(tmp_path) as recording, recording.step(0) as tape:
@@ -402,4 +466,55 @@ def test_a_step_within_a_step_counts_once_and_a_closure_says_so(tmp_path):
     assert dump.equal("before", before) and dump.equal("after", copies(module))
     assert dump.of("first.weight")["scalars"] == {"calls": [None, 1]}
     assert dump.declared["optimizers"][0]["steps"] == 1
-    assert "by a closure" in dump.of("first.weight")["absent"]["reduced"]
+    assert dump.equal("reduced", copies(module, lambda one: one.grad)) and dump.microbatches("first.bias") == [0]
+
+
+def test_an_optimizer_that_calls_its_closure_again_records_the_first_gradient_and_says_so(tmp_path):
+    module = model()
+    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=3)
+    gradients = []
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(module, 0)
+        value.backward()
+        gradients.append(copies(module, lambda one: one.grad))
+        return value
+
+    with recorder(tmp_path) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        optimizer.step(closure=closure)
+    dump = Dump(tmp_path)
+    assert len(gradients) > 1 and dump.equal("reduced", gradients[0]) and dump.equal("after", copies(module))
+    assert "called its closure several times" in dump.of("first.weight")["absent"]["grad"]
+    assert "it is a list" in dump.of("first.weight")["absent"]["state.old_dirs"]
+
+
+def test_compiled_code_is_compiled_whole_and_gives_the_same_bits(tmp_path):
+    """Goal: a job that forbids breaks of the graph runs, compiled models are recorded, and a clip in
+    compiled code can be told. Method: the same two steps with and without a tape."""
+
+    def trained(directory, steps):
+        module = model()
+        optimizer = adamw(module)
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        clip = torch.compile(clip_grad_norm_, backend="aot_eager", fullgraph=True)
+        with recorder(directory, steps=steps) as recording:
+            for step in range(2):
+                with recording.step(step) as tape:
+                    capture = backtape.torch.step_algebra(tape, compiled, optimizer)
+                    for i in range(2):
+                        loss(compiled, i).backward()
+                    capture.reduced()
+                    clip([*module.parameters()], 0.01)
+                    capture.clipped()
+                    optimizer.step()
+                optimizer.zero_grad()
+        return copies(module)
+
+    plain, recorded = trained(tmp_path / "plain", "none"), trained(tmp_path, "0-1")
+    assert all(torch.equal(plain[name], recorded[name]) for name in plain)
+    dump = Dump(tmp_path, 1)
+    assert dump.microbatches("first.weight") == [0, 1] and dump.equal("after", recorded)
+    assert dump.declared["norms"] == [] and Dump(tmp_path, 0).declared["norms"] == []
+    assert (dump.tensor("clipped", "first.weight") != dump.tensor("reduced", "first.weight")).any()

@@ -134,6 +134,7 @@ def named(tape: Tape) -> Iterator[None]:
 def finish(capture: Capture, ended_by: str | None) -> None:
     """Puts everything back and records the declaration. ended_by: the exception that ended the body."""
     capture.close()
+    waiting = capture.not_stepped()
     if ended_by is None:
-        capture.take("reduced", capture.parts)
+        capture.take("reduced", waiting)
     declaration.record(capture, ended_by)

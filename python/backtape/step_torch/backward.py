@@ -105,7 +105,7 @@ def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tenso
 def _watch_ddp(capture: Capture) -> None:
     """Under DDP a gradient that was summed over microbatches stands in `.grad` for a moment only: after
     the last backward has added to it, and before its bucket is reduced."""
-    for module in (one for model in capture.models for one in model.modules()):
+    for module in (module for model in capture.models for module in model.modules()):
         if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
             continue
         own = {
@@ -209,9 +209,9 @@ def _watch_sharded(capture: Capture, passes: Passes) -> None:
     def reduced(
         sharded: list[Any], gradients: list[torch.Tensor], *_: Any, **__: Any
     ) -> Generator[None, Any, None]:
-        for one, gradient in zip(sharded, gradients):
-            if part := parts.get(id(one)):
-                _reduced_from(capture, part, _placed(one, gradient), whole=True)
+        for parameter, gradient in zip(sharded, gradients):
+            if part := parts.get(id(parameter)):
+                _reduced_from(capture, part, _placed(parameter, gradient), whole=True)
             # FSDP frees the gradients by clearing its list.
             del gradient
         yield

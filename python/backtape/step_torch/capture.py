@@ -69,6 +69,16 @@ class Capture:
         """The parameters without the second names of tied ones."""
         return (part for part in self.parts if part.same_as is None)
 
+    def not_stepped(self) -> list[Part]:
+        """The parameters that no optimizer has stepped: their `.grad` is still what it was before."""
+        for step in self.steps:
+            step.parts()  # notes which optimizer has which
+        return [
+            part
+            for part in self.own
+            if part.place is None or self.steps[part.place[0]].count == 0
+        ]
+
     def take(self, stage: str, parts: Iterable[Part]) -> None:
         """Records `.grad` under the name of a stage, of the parameters of which it is not yet recorded."""
         for part in parts:

@@ -54,9 +54,9 @@ def _norm(capture: Capture) -> Any:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         parts, others = _parts_of_gradients(capture, gradients)
         capture.take("reduced", parts)
-        of = stage_of(parts)
+        stage = stage_of(parts)
         value = yield
-        add(capture, value, norm_type, parts, of, others=others)
+        add(capture, value, norm_type, parts, stage, others=others)
 
     return observe
 
@@ -84,9 +84,9 @@ def _norm_and_clip(capture: Capture) -> Any:
     ) -> Generator[None, Any, None]:
         parts = _parts_of_parameters(capture, parameters)
         capture.take("reduced", parts)
-        of = stage_of(parts)
+        stage = stage_of(parts)
         value = yield
-        entry = add(capture, value, norm_type, parts, of)
+        entry = add(capture, value, norm_type, parts, stage)
         entry |= {"max_norm": float(max_norm), "epsilon": EPSILON}
         capture.note_clipped(parts)
 
@@ -98,18 +98,18 @@ def _by_fsdp1(capture: Capture) -> Any:
         module: torch.nn.Module, max_norm: Any, norm_type: Any = 2.0
     ) -> Generator[None, Any, None]:
         own = set(map(id, module.parameters()))
-        flat = {id(one) for one in _flat_parameters(module)}
+        flat = {id(parameter) for parameter in _flat_parameters(module)}
         parts = [
             part
             for part in capture.own
             if id(part.holder()) in own or (part.flat is not None and id(part.flat[0]) in flat)
         ]
         capture.take("reduced", parts)
-        of, before = stage_of(parts), len(capture.norms)
+        stage, before = stage_of(parts), len(capture.norms)
         value = yield
         # Where nothing is sharded it has called torch's own function, which was observed.
         if len(capture.norms) == before:
-            entry = add(capture, value, norm_type, parts, of)
+            entry = add(capture, value, norm_type, parts, stage)
             entry |= {"max_norm": float(max_norm), "epsilon": EPSILON}
         capture.note_clipped(parts)
 
@@ -163,10 +163,11 @@ def declared(
 
 
 def add(
-    capture: Capture, value: Any, kind: Any, parts: list[Part], of: str, others: int = 0
+    capture: Capture, value: Any, kind: Any, parts: list[Part], stage: str, others: int = 0
 ) -> dict[str, Any]:
     """Adds a norm to those of the step. Its number is read when the step ends, so nothing waits here.
 
+    stage: what the gradients are now, which the norm is of.
     others: how many gradients it counts that are of no parameter of the models.
     """
     entry: dict[str, Any] = {
@@ -176,7 +177,7 @@ def add(
         "kind": None if kind is None else float(kind),
         "max_norm": None,
         "epsilon": None,
-        "of": of,
+        "of": stage,
         "parameters": [part.name for part in parts],
         "others": others,
     }
@@ -188,7 +189,7 @@ def kept(value: Any) -> Any:
     """A norm as it is now, or None for a DTensor that lies on several ranks."""
     if not isinstance(value, torch.Tensor):
         return float(value)
-    if is_dtensor(value) and not all(one.is_replicate() for one in value.placements):
+    if is_dtensor(value) and not all(axis.is_replicate() for axis in value.placements):
         return None
     return local(value).clone()
 

@@ -18,8 +18,6 @@ HOLDS_NOTHING = "this rank holds no element of it"
 
 def record(capture: Capture, ended_by: str | None) -> None:
     """Records the declaration of this rank. ended_by: the exception that ended the step's body."""
-    for step in capture.steps:
-        step.parts()
     for part in capture.own:
         _explain(capture, part, ended_by)
     text = json.dumps(declaration(capture), allow_nan=False)

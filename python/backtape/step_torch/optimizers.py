@@ -4,8 +4,10 @@ torch calls an optimizer's hooks around `step`, however it is called: by the job
 by a wrapper. Of an optimizer that calls the `step` of its base class, the outer call counts.
 """
 
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,11 @@ from backtape import frameworks
 from backtape.failopen import text_of
 from backtape.step_torch.capture import Capture, changed
 from backtape.step_torch.parts import Part, local
+
+ANEW = (
+    "the optimizer called its closure several times: the reduced gradient is that of the first call, "
+    "and gradients of microbatches are those of all calls"
+)
 
 # What torch keeps in a group beside hyper-parameters.
 NOT_HYPER = {"params", "param_names"}
@@ -68,32 +75,54 @@ class Step:
     def foreign(self) -> int:
         """How many tensors the optimizer has that are of no parameter of the models."""
         own = {id(part.in_groups()) for part in self.capture.own}
-        given = [one for group in self.optimizer.param_groups for one in group["params"]]
-        return sum(id(one) not in own for one in given)
+        listed = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
+        return sum(id(parameter) not in own for parameter in listed)
 
-    def _before(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _before(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Runs before the step. Returns other arguments of it where one is a closure."""
         with self.capture.guarded(type(self.optimizer).__name__):
             self.depth += 1
             if self.depth > 1:
-                return
+                return None
             self.count += 1
             if self.count > 1:
-                return
+                return None
             # What torch tells its fused optimizers, which take the scale out themselves.
             infinite = getattr(self.optimizer, "found_inf", None)
-            self.skipped = infinite is not None and bool(infinite)
+            self.skipped = infinite is not None and bool(local(infinite))
             parts = self.parts()
-            self._take_gradients(parts)
-            closure = next((one for one in (*args[1:], *options.values()) if callable(one)), None)
-            if closure is not None:
-                for part in parts:
-                    reason = "the optimizer has its gradients computed inside its step, by a closure"
-                    part.leave_out("reduced", reason)
             if getattr(self.optimizer, "grad_scale", None) is not None:
                 for part in parts:
                     part.leave_out("unscaled", "the optimizer takes the loss scale out itself")
             self.groups = self.hyper_parameters()
             self._take_values("before", parts)
+            if callable(options.get("closure")):
+                return args, options | {"closure": self._watched(options["closure"], parts)}
+            if len(args) > 1 and callable(args[1]):
+                return (args[0], self._watched(args[1], parts), *args[2:]), options
+            self._take_gradients(parts)
+        return None
+
+    def _watched(self, closure: Callable[[], Any], parts: list[Part]) -> Callable[[], Any]:
+        """A closure with which a job has its gradients computed inside of the step: they are recorded
+        when it has run for the first time."""
+        calls = 0
+
+        @functools.wraps(closure)
+        def watched() -> Any:
+            nonlocal calls
+            result = closure()
+            calls += 1
+            with self.capture.guarded(type(self.optimizer).__name__):
+                if calls == 1:
+                    self._take_gradients(parts)
+                for part in parts if calls == 2 else ():
+                    part.leave_out("grad", ANEW)
+            return result
+
+        return watched
 
     def _after(self, *_: Any) -> None:
         with self.capture.guarded(type(self.optimizer).__name__):
@@ -207,7 +236,7 @@ def as_json(value: Any) -> Any:
         number = float(value)
         return number if math.isfinite(number) else str(number)
     if isinstance(value, (list, tuple)):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     if isinstance(value, dict):
-        return {str(name): as_json(one) for name, one in value.items()}
+        return {str(name): as_json(item) for name, item in value.items()}
     return text_of(value)

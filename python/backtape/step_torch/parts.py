@@ -79,9 +79,10 @@ def parts_of(models: list[torch.nn.Module], wanted: Callable[[str], bool]) -> li
                 part.name = f"model{index}.{part.name}"
                 if part.same_as is not None:
                     part.same_as = f"model{index}.{part.same_as}"
-    for part in (parts := [part for of_one in listed for part in of_one]):
+    every = [part for parts in listed for part in parts]
+    for part in every:
         part.recorded = wanted(part.name)
-    return parts
+    return every
 
 
 def of_model(index: int, model: torch.nn.Module) -> Iterator[Part]:
@@ -148,13 +149,13 @@ def of_flat(
 
 def sharded_parameters(model: torch.nn.Module) -> dict[int, Any]:
     """The FSDPParam of FSDP2, by the id of the sharded parameter and by that of the whole one."""
-    found = {}
+    by_id = {}
     for group in parameter_groups(model):
         for parameter in group.fsdp_params:
-            found[id(parameter.sharded_param)] = parameter
+            by_id[id(parameter.sharded_param)] = parameter
             if hasattr(parameter, "_unsharded_param"):
-                found[id(parameter._unsharded_param)] = parameter
-    return found
+                by_id[id(parameter._unsharded_param)] = parameter
+    return by_id
 
 
 def parameter_groups(model: torch.nn.Module) -> Iterator[Any]:

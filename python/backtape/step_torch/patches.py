@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 # A function that looks at a call: it takes the arguments, runs up to its one `yield` before the
 # call, and gets the result there after the call. Where the call raises, its `finally` runs.
 Observer = Callable[..., Generator[None, Any, None]]
@@ -63,7 +65,9 @@ class Patches:
 
         @functools.wraps(original)
         def replacement(*args: Any, **options: Any) -> Any:
-            if self._closed:
+            # Compiled code is left as it is: to look into it would break its graph, which a job may
+            # have forbidden.
+            if torch.compiler.is_compiling() or self._closed:
                 return original(*args, **options)
             look: Generator[None, Any, None] | None = None
             with self._guarded(what), contextlib.suppress(StopIteration):
@@ -81,8 +85,6 @@ class Patches:
                     with self._guarded(what):
                         look.close()
 
-        # Dynamo does not trace into it.
-        replacement._torchdynamo_disable = True  # type: ignore[attr-defined]
         return replacement
 
 

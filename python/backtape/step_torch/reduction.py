@@ -27,7 +27,7 @@ def checked(
     cannot be."""
     if reduce is None:
         return None
-    return {glob: [_declared(dict(one), mesh) for one in listed] for glob, listed in reduce.items()}
+    return {glob: [_declared(dict(given), mesh) for given in listed] for glob, listed in reduce.items()}
 
 
 def _declared(given: Entry, mesh: Mesh | None) -> Entry:
@@ -76,7 +76,8 @@ def along(mesh: Mesh | None, axis: str) -> list[int] | None:
     if axis not in mesh.sizes or set(here) != set(mesh.sizes):
         return None
     strides = {
-        name: math.prod(size for _, size in sizes[at + 1 :]) for at, (name, _) in enumerate(sizes)
+        name: math.prod(size for _, size in sizes[index + 1 :])
+        for index, (name, _) in enumerate(sizes)
     }
     own = sum(here[name] * strides[name] for name in strides)
     if own != mesh.rank:
@@ -103,8 +104,10 @@ def of_parts(capture: Capture) -> dict[str, list[Entry]]:
     for part in capture.own:
         for glob, listed in (capture.reduce or {}).items():
             if fnmatch.fnmatchcase(part.name, glob):
-                own = dtype_of(part)
-                reductions[part.name] = [one | {"dtype": one["dtype"] or own} for one in listed]
+                dtype = dtype_of(part)
+                reductions[part.name] = [
+                    given | {"dtype": given["dtype"] or dtype} for given in listed
+                ]
                 break
     for part in capture.parts:
         if part.same_as is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from backtape.step_torch.capture import Capture
+from backtape.step_torch.optimizers import Step
 
 
 def start(capture: Capture) -> None:
@@ -20,13 +21,18 @@ def start(capture: Capture) -> None:
 def kinds(kind: type) -> Iterator[type]:
     """A class and all of its subclasses."""
     yield kind
-    for one in kind.__subclasses__():
-        yield from kinds(one)
+    for subclass in kind.__subclasses__():
+        yield from kinds(subclass)
+
+
+def step_of(capture: Capture, optimizer: Any) -> Step | None:
+    """The step of this optimizer, if it is one of those that are recorded."""
+    return next((step for step in capture.steps if step.is_of(optimizer)), None)
 
 
 def _unscale(capture: Capture) -> Any:
     def observe(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
-        step = next((one for one in capture.steps if one.is_of(optimizer)), None)
+        step = step_of(capture, optimizer)
         if step is None or not scaler.is_enabled():
             return
         parts = step.parts()
@@ -40,7 +46,7 @@ def _unscale(capture: Capture) -> Any:
 
 def _step(capture: Capture) -> Any:
     def observe(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
-        step = next((one for one in capture.steps if one.is_of(optimizer)), None)
+        step = step_of(capture, optimizer)
         if step is None or not scaler.is_enabled():
             return
         capture.loss_scale = float(scaler.get_scale())
