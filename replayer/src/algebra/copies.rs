@@ -6,9 +6,10 @@ use backtape::index_box::IndexBox;
 use backtape::part::Part;
 use backtape::shard::TensorKey;
 
+use super::causes;
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic, ranks};
-use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::outcome::{Divergence, Judged, Outcome, Stage};
 use crate::ops::table::op;
 
 /// A copy of a tensor.
@@ -75,12 +76,7 @@ impl Judge<'_> {
             error: f64::NAN,
             floor: 0.0,
             worst: None,
-            reading: Some(Reading {
-                cause: "data-parallel-copies-drift",
-                words: words.into(),
-                look: "what ranks do differently: the gradient that each one's optimizer takes, \
-                       and parameters that are not broadcast at the start",
-            }),
+            reading: Some(causes::COPIES_DRIFT.reads(words)),
         }
     }
 
@@ -104,7 +100,8 @@ impl Judge<'_> {
                 let tally = compared.into_iter().next().ok_or("it has no elements")?.1?;
                 Ok(match self.outcome(&tally, &piece.place, |_| None) {
                     Outcome::Diverged(mut divergence) => {
-                        divergence.reading = Some(stale_master());
+                        let words = "the working copy is not the master copy rounded";
+                        divergence.reading = Some(causes::MASTER_STALE.reads(words));
                         Outcome::Diverged(divergence)
                     }
                     other => other,
@@ -114,13 +111,5 @@ impl Judge<'_> {
         };
         let pieces = inventory.pieces(after, &|rank| inventory.hashes(master, rank));
         pieces.iter().map(judge).collect()
-    }
-}
-
-fn stale_master() -> Reading {
-    Reading {
-        cause: "master-stale",
-        words: "the working copy is not the master copy rounded".into(),
-        look: "when the master copy is written back, and what else writes to the parameter",
     }
 }

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use backtape::identity::{Microbatch, Rank};
 use backtape::part::Part;
 
+use super::causes;
 use super::coefficients::Coefficients;
 use super::domain::{Addend, Domain};
 use super::gradient::is_near;
@@ -79,13 +80,12 @@ impl Judge<'_> {
     /// What is told where the coefficients do not give the sum.
     fn partly(&self, solved: &Coefficients, divergence: &Divergence) -> Option<Reading> {
         let is_far = solved.left.sqrt() > 0.1 * divergence.error.min(1.0);
-        is_far.then(|| Reading {
-            cause: "unknown",
-            words: format!(
+        is_far.then(|| {
+            let words = format!(
                 "no sum of the recorded gradients gives it: {:.2} % of it is none of theirs",
                 100.0 * solved.left.sqrt()
-            ),
-            look: "what else writes to this gradient between the backward and here",
+            );
+            causes::UNKNOWN.reads(words)
         })
     }
 
@@ -94,15 +94,11 @@ impl Judge<'_> {
         for format in [Precision::Bf16, Precision::F16] {
             let lower = SumOf { sent: Some(format), ..*of };
             if self.sum(&lower)?.excess(&self.bound(of.place)).is_none() {
-                return Ok(Some(Reading {
-                    cause: "accumulate-low-precision",
-                    words: format!(
-                        "it errs as a sum in {} does, and is recorded and declared wider",
-                        format.name()
-                    ),
-                    look: "the dtype of the buffer that gradients are added up in, and of what \
-                           is sent",
-                }));
+                let words = format!(
+                    "it errs as a sum in {} does, and is recorded and declared wider",
+                    format.name()
+                );
+                return Ok(Some(causes::LOW_PRECISION.reads(words)));
             }
         }
         Ok(None)

@@ -8,6 +8,7 @@ use backtape::index_box::IndexBox;
 use backtape::part::Part;
 use backtape::shard::TensorKey;
 
+use super::causes;
 use super::declaration::Norm;
 use super::domain::Domain;
 use super::inventory::Piece;
@@ -334,33 +335,21 @@ pub(super) fn is_near(factor: f64, number: f64) -> bool {
 }
 
 fn unscaling(factor: f64, scale: f64) -> Option<Reading> {
-    let look = "where the loss scale is taken out: it must happen once, before the norm";
     if is_near(factor, scale) {
         let words = format!("the loss scale {scale} is still in it");
-        return Some(Reading { cause: "loss-scale-left-in", words, look });
+        return Some(causes::SCALE_LEFT.reads(words));
     }
-    is_near(factor, 1.0 / scale).then(|| Reading {
-        cause: "loss-scale-taken-out-twice",
-        words: format!("it was divided by the loss scale {scale} twice"),
-        look,
-    })
+    let words = format!("it was divided by the loss scale {scale} twice");
+    is_near(factor, 1.0 / scale).then(|| causes::SCALE_TWICE.reads(words))
 }
 
 fn clipping(factor: f64, coefficient: f64) -> Option<Reading> {
-    let look = "the code between the norm and the optimizer's step";
     if coefficient < 1.0 && is_near(factor, 1.0 / coefficient) {
-        return Some(Reading {
-            cause: "clip-recorded-not-applied",
-            words: format!(
-                "the gradient is not clipped: its coefficient would be {coefficient:.6}"
-            ),
-            look,
-        });
+        let words =
+            format!("the gradient is not clipped: its coefficient would be {coefficient:.6}");
+        return Some(causes::NOT_CLIPPED.reads(words));
     }
-    let twice = coefficient < 1.0 && is_near(factor, coefficient);
-    twice.then(|| Reading {
-        cause: "clip-twice",
-        words: format!("the coefficient {coefficient:.6} was applied twice"),
-        look,
-    })
+    let words = format!("the coefficient {coefficient:.6} was applied twice");
+    let is_twice = coefficient < 1.0 && is_near(factor, coefficient);
+    is_twice.then(|| causes::CLIP_TWICE.reads(words))
 }

@@ -8,6 +8,7 @@ use backtape::part::Part;
 use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
+use super::causes;
 use super::declaration::Norm;
 use super::domain::fewer_bits;
 use super::gradient::is_near;
@@ -162,19 +163,13 @@ impl Judge<'_> {
             shares.values().flat_map(|share| share.held.keys().copied()).collect();
         let local = held(&rank);
         if !is_near(local, total) && is(local) {
-            return Some(Reading {
-                cause: "norm-local-not-global",
-                words: format!("it is the norm of what rank {rank} holds alone"),
-                look: "the reduction of the squared norms over the ranks that hold other parts",
-            });
+            let words = format!("it is the norm of what rank {rank} holds alone");
+            return Some(causes::NORM_LOCAL.reads(words));
         }
         let all: f64 = ranks.iter().map(held).sum();
         if is(all) {
-            return Some(Reading {
-                cause: "norm-counts-copies",
-                words: "every copy of a gradient that several ranks hold is counted".into(),
-                look: "over which ranks the squared norms are added: copies must count once",
-            });
+            let words = "every copy of a gradient that several ranks hold is counted";
+            return Some(causes::NORM_COPIES.reads(words));
         }
         self.read_multiplicities(shares, total, is)
     }
@@ -199,14 +194,12 @@ impl Judge<'_> {
                 if times == 1.0 || names.len() == shares.len() || !is(total + (times - 1.0) * own) {
                     continue;
                 }
-                let (cause, words) = match times == 0.0 {
-                    true => ("norm-misses-group", format!("{group} are not in it")),
-                    false => ("norm-counts-copies", format!("{group} are in it {times:.4} times")),
-                };
-                return Some(Reading {
-                    cause,
-                    words,
-                    look: "which parameters, and which ranks' parts of them, the norm adds up",
+                return Some(match times == 0.0 {
+                    true => causes::NORM_MISSES.reads(format!("{group} are not in it")),
+                    false => {
+                        let words = format!("{group} are in it {times:.4} times");
+                        causes::NORM_COPIES.reads(words)
+                    }
                 });
             }
         }

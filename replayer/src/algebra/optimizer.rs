@@ -6,6 +6,7 @@ use backtape::index_box::IndexBox;
 use backtape::part::{OF_GRADIENT, Part};
 use backtape::shard::TensorKey;
 
+use super::causes;
 use super::declaration::{Hyper, Optimizer};
 use super::gradient::is_near;
 use super::inventory::Piece;
@@ -305,21 +306,17 @@ impl Judge<'_> {
         }
         for other in self.other_gradients(tensors, supposed) {
             if agrees(&other) {
-                return Some(Reading {
-                    cause: "update-from-other-gradient",
-                    words: format!("the optimizer took {}", other.gradient),
-                    look: "which gradient the optimizer reads: `.grad` was replaced after the \
-                           stage before, or a copy is read",
-                });
+                return Some(
+                    causes::OTHER_GRADIENT.reads(format!("the optimizer took {}", other.gradient)),
+                );
             }
         }
         let reset = Supposed { is_reset: true, ..supposed.clone() };
         if !tensors.is_first && agrees(&reset) {
-            return Some(Reading {
-                cause: "state-reset",
-                words: "the state before this step is not in the state after it".into(),
-                look: "what clears or reloads the optimizer's state",
-            });
+            return Some(
+                causes::STATE_RESET
+                    .reads("the state before this step is not in the state after it"),
+            );
         }
         for variation in supposed.rule.variations() {
             if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
@@ -336,12 +333,8 @@ impl Judge<'_> {
         let is_same = tensors.before != tensors.after
             && inventory.hashes(tensors.before, rank) == inventory.hashes(tensors.after, rank)
             && piece.place.elements() != Some(0);
-        is_same.then(|| Reading {
-            cause: "update-is-no-op",
-            words: "the parameter is the same bit for bit before and after the step".into(),
-            look: "whether the optimizer holds this parameter, or a copy of it that is not \
-                   written back",
-        })
+        let words = "the parameter is the same bit for bit before and after the step";
+        is_same.then(|| causes::NO_OP.reads(words))
     }
 
     /// The other gradients of the parameter that were recorded.
@@ -373,25 +366,20 @@ impl Judge<'_> {
         let scaled = Supposed { lr_factor, ..supposed.clone() };
         if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
             let lr = self.learning_rate(supposed)?;
-            return Some(Reading {
-                cause: "lr-scaled",
-                words: format!(
-                    "the change is {lr_factor:.6} x that of the declared learning rate {lr:e}: it \
+            let words = format!(
+                "the change is {lr_factor:.6} x that of the declared learning rate {lr:e}: it \
                      is that of {:e}",
-                    lr * lr_factor
-                ),
-                look: "the schedule, and what multiplies the learning rate",
-            });
+                lr * lr_factor
+            );
+            return Some(causes::LR_SCALED.reads(words));
         }
         let weight_decay = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };
         let decayed = Supposed { weight_decay: Some(weight_decay), ..supposed.clone() };
-        (weight_decay != declared && self.agrees(tensors, piece, &decayed)).then(|| Reading {
-            cause: if declared == 0.0 { "decay-on-excluded" } else { "decay-other" },
-            words: format!(
-                "the parameter decays by {weight_decay:.6}, and {declared:.6} is declared"
-            ),
-            look: "which parameters the optimizer's groups exclude from weight decay",
-        })
+        let cause = if declared == 0.0 { causes::DECAY_EXCLUDED } else { causes::DECAY_OTHER };
+        let words =
+            format!("the parameter decays by {weight_decay:.6}, and {declared:.6} is declared");
+        (weight_decay != declared && self.agrees(tensors, piece, &decayed))
+            .then(|| cause.reads(words))
     }
 
     fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {

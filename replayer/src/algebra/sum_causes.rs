@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
 
+use super::causes::{self, Cause};
 use super::declaration::ReduceOp;
 use super::domain::{Addend, Domain};
 use super::explain::{microbatch_words, rank_words};
@@ -32,11 +33,9 @@ pub struct Solved<'a> {
 pub fn named(solved: &Solved<'_>) -> Reading {
     let simple = solved.not_cleared().or_else(|| solved.factor()).or_else(|| solved.window());
     let known = simple.or_else(|| solved.doubled()).or_else(|| solved.group());
-    known.or_else(|| solved.unequal_ranks()).unwrap_or_else(|| Reading {
-        cause: "unknown",
-        words: format!("it is the sum {}", solved.terms()),
-        look: "the code that adds up this gradient",
-    })
+    known
+        .or_else(|| solved.unequal_ranks())
+        .unwrap_or_else(|| causes::UNKNOWN.reads(format!("it is the sum of {}", solved.terms())))
 }
 
 impl Solved<'_> {
@@ -63,11 +62,8 @@ impl Solved<'_> {
 
     fn not_cleared(&self) -> Option<Reading> {
         let is_right = self.own().iter().all(|(_, ratio)| is_near(*ratio, 1.0));
-        (self.has_stale() && is_right && self.is_of_domain_alone()).then(|| Reading {
-            cause: "not-cleared",
-            words: "the gradient that was there before the step is still in it".into(),
-            look: "zero_grad: it must run before the first backward of each step, for every \
-                   parameter",
+        (self.has_stale() && is_right && self.is_of_domain_alone()).then(|| {
+            causes::NOT_CLEARED.reads("the gradient that was there before the step is still in it")
         })
     }
 
@@ -80,16 +76,12 @@ impl Solved<'_> {
             return None;
         }
         let explanations = self.explanations(factor);
-        let (cause, look) = self.cause_of_factor(factor);
+        let cause = self.cause_of_factor(factor);
         let equals = match explanations.is_empty() {
             true => String::new(),
             false => format!(", which is {}", explanations.join(", or ")),
         };
-        Some(Reading {
-            cause,
-            words: format!("captured = {factor:.7} x reference on every element{equals}"),
-            look,
-        })
+        Some(cause.reads(format!("captured = {factor:.7} x reference on every element{equals}")))
     }
 
     /// The products of sizes that a factor equals.
@@ -122,37 +114,22 @@ impl Solved<'_> {
         found
     }
 
-    fn cause_of_factor(&self, factor: f64) -> (&'static str, &'static str) {
+    fn cause_of_factor(&self, factor: f64) -> Cause {
         let size_of = |op: ReduceOp| -> f64 {
             let axes = self.domain.axes.iter().filter(|axis| axis.op == op);
             axes.map(|axis| axis.size as f64).product()
         };
         let (averaged, summed) = (size_of(ReduceOp::Mean), size_of(ReduceOp::Sum));
+        let microbatches = self.microbatches as f64;
         let is = |number: f64| number != 1.0 && is_near(factor, number);
-        let one_axis = self.domain.axes.iter().any(|axis| is(axis.size as f64));
-        if is(averaged) {
-            (
-                "reduce-sum-for-mean",
-                "the division by the size of the group, which is missing, or a second reduction \
-                 that sums what was averaged",
-            )
-        } else if is(1.0 / summed) {
-            ("reduce-mean-for-sum", "the operation of the reduction: it averages")
-        } else if is(1.0 / averaged) {
-            ("reduced-mean-twice", "a second division by the size of the group")
-        } else if is(summed) || one_axis {
-            (
-                "reduced-twice",
-                "a second reduction of the same gradient, or a parameter that is replicated \
-                 along the axis and is summed over it",
-            )
-        } else if is(self.microbatches as f64) || is(1.0 / self.microbatches as f64) {
-            (
-                "microbatch-scale",
-                "the division of the loss, or of the gradient, by the number of microbatches",
-            )
-        } else {
-            ("gradient-scaled", "what multiplies this gradient between the backward and here")
+        let is_axis = self.domain.axes.iter().any(|axis| is(axis.size as f64));
+        match () {
+            () if is(averaged) => causes::SUM_FOR_MEAN,
+            () if is(1.0 / summed) => causes::MEAN_FOR_SUM,
+            () if is(1.0 / averaged) => causes::MEAN_TWICE,
+            () if is(summed) || is_axis => causes::REDUCED_TWICE,
+            () if is(microbatches) || is(1.0 / microbatches) => causes::MICROBATCH_SCALE,
+            () => causes::SCALED,
         }
     }
 
@@ -165,17 +142,15 @@ impl Solved<'_> {
         };
         let (taken, left) = (by(true), by(false));
         let is_window = !taken.is_empty() && !left.is_empty() && taken.is_disjoint(&left);
-        (is_window && self.is_of_domain_alone()).then(|| Reading {
-            cause: "accumulate-window",
-            words: format!(
+        (is_window && self.is_of_domain_alone()).then(|| {
+            causes::ACCUMULATE_WINDOW.reads(format!(
                 "it holds {} alone: {} left out",
                 microbatch_words(&taken),
                 match left.len() {
                     1 => format!("{} is", microbatch_words(&left)),
                     _ => format!("{} are", microbatch_words(&left)),
                 }
-            ),
-            look: "when gradients are cleared and when they are reduced, against the microbatches",
+            ))
         })
     }
 
@@ -192,12 +167,8 @@ impl Solved<'_> {
                 })
                 && of_rank.first().map(|x| x.1) != of_rank.last().map(|x| x.1)
         });
-        is_doubled.then(|| Reading {
-            cause: "accumulate-doubles",
-            words: "what was summed before is added once more with each microbatch".into(),
-            look: "where a buffer of gradients is added to itself: the copy between the \
-                   accumulator and `.grad`",
-        })
+        let words = "what was summed before is added once more with each microbatch";
+        is_doubled.then(|| causes::ACCUMULATE_DOUBLES.reads(words))
     }
 
     /// Other ranks than the declared ones.
@@ -218,15 +189,12 @@ impl Solved<'_> {
         );
         if taken.len() == 1 && taken.contains(&self.rank) {
             let axes: Vec<&str> = self.domain.axes.iter().map(|axis| axis.name.as_str()).collect();
-            return Some(Reading {
-                cause: "not-reduced-over-axis",
-                words: format!("{words}: it was not reduced over {}", axes.join(" and ")),
-                look: "whether this parameter is registered with the reduction",
-            });
+            let words = format!("{words}: it was not reduced over {}", axes.join(" and "));
+            return Some(causes::NOT_REDUCED.reads(words));
         }
-        let cause = if taken.is_subset(&declared) { "rank-left-out" } else { "wrong-group" };
-        let look = "the group of ranks that this reduction is called with";
-        Some(Reading { cause, words, look })
+        let is_subset = taken.is_subset(&declared);
+        let cause = if is_subset { causes::RANK_LEFT_OUT } else { causes::WRONG_GROUP };
+        Some(cause.reads(words))
     }
 
     /// The right ranks with other factors.
@@ -236,10 +204,9 @@ impl Solved<'_> {
             |a: &(&Addend, f64), b: &(&Addend, f64)| a.0.rank != b.0.rank || is_near(a.1, b.1);
         let by_rank = own.iter().all(|a| own.iter().all(|b| alike(a, b)));
         let differ = own.iter().any(|a| !is_near(a.1, own[0].1));
-        (by_rank && differ && self.is_unique).then(|| Reading {
-            cause: "ranks-weighted",
-            words: format!("ranks have other weights in it: {}", self.terms()),
-            look: "what each rank divides its loss by: ranks with fewer tokens must not weigh more",
+        (by_rank && differ && self.is_unique).then(|| {
+            causes::RANKS_WEIGHTED
+                .reads(format!("ranks have other weights in it: {}", self.terms()))
         })
     }
 
