@@ -8,9 +8,9 @@ use super::judge::Judge;
 use super::sums::SumOf;
 use crate::assemble::pieces;
 
-/// A coefficient within this distance of a simple number is taken for it, if the sum then agrees.
-/// It decides nothing by itself: the walker judges the sum with the simple numbers.
-const NEAR: f64 = 0.02;
+/// A coefficient within such a distance of a simple number is tried as that number, the nearest
+/// distance first. It decides nothing by itself: the walker judges the sum with the simple numbers.
+pub(super) const NEAR: [f64; 3] = [0.02, 0.1, 0.3];
 /// Addends whose scalar products leave less than this of their energy are not told apart.
 const SINGULAR: f64 = 1e-9;
 
@@ -27,7 +27,7 @@ pub struct Coefficients {
 
 /// Scalar products of the addends with each other and with the sum.
 #[derive(Clone, Default)]
-struct Products {
+pub(super) struct Products {
     /// `[addends, addends]`
     gram: Vec<f64>,
     /// `[addends]`
@@ -36,8 +36,8 @@ struct Products {
 }
 
 impl Judge<'_> {
-    /// Solves a sum for the coefficients of its addends; the weights of `of` are not used.
-    pub fn coefficients(&self, of: &SumOf<'_>) -> Result<Coefficients, String> {
+    /// The scalar products of a sum's addends; the weights of `of` are not used.
+    pub(super) fn scalar_products(&self, of: &SumOf<'_>) -> Result<Products, String> {
         let count = of.addends.len();
         let parts = pieces(of.place, 8);
         let products: Vec<Result<Products, String>> =
@@ -50,7 +50,7 @@ impl Judge<'_> {
             total.with_sum.iter_mut().zip(&part.with_sum).for_each(|(sum, x)| *sum += x);
             total.sum += part.sum;
         }
-        Ok(total.solve())
+        Ok(total)
     }
 
     fn products(&self, of: &SumOf<'_>, part: &IndexBox) -> Result<Products, String> {
@@ -68,6 +68,23 @@ impl Judge<'_> {
 }
 
 impl Products {
+    /// Solves for the coefficients, where addends of one group have the same: a group for each
+    /// addend, numbered from 0.
+    pub(super) fn solve_by(&self, groups: &[usize]) -> Coefficients {
+        let (count, all) = (groups.iter().max().map_or(0, |most| most + 1), groups.len());
+        let mut joined =
+            Products { gram: vec![0.0; count * count], with_sum: vec![0.0; count], sum: self.sum };
+        for (row, group) in groups.iter().enumerate() {
+            joined.with_sum[*group] += self.with_sum[row];
+            for (column, other) in groups.iter().enumerate() {
+                joined.gram[group * count + other] += self.gram[row * all + column];
+            }
+        }
+        let solved = joined.solve();
+        let values = groups.iter().map(|group| solved.values[*group]).collect();
+        Coefficients { values, ..solved }
+    }
+
     /// Gauss-Jordan elimination with the largest pivot that is left; an addend that the chosen ones
     /// already make gets the coefficient 0.
     fn solve(self) -> Coefficients {
@@ -105,14 +122,15 @@ impl Products {
 }
 
 impl Coefficients {
-    /// The coefficients with each that is near one of `simple`, or 0, replaced by it.
-    pub fn simplified(&self, simple: &[f64]) -> Vec<f64> {
+    /// The coefficients with each that is as near as this to one of `simple`, or to 0, replaced by
+    /// it.
+    pub(super) fn simplified(&self, simple: &[f64], distance: f64) -> Vec<f64> {
         let largest = self.values.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
         let nearest = |x: f64| {
-            if x.abs() <= NEAR * largest {
+            if x.abs() <= distance * largest {
                 return 0.0;
             }
-            let near = simple.iter().copied().filter(|s| (x - s).abs() <= NEAR * s.abs());
+            let near = simple.iter().copied().filter(|s| (x - s).abs() <= distance * s.abs());
             near.min_by(|a, b| (x - a).abs().total_cmp(&(x - b).abs())).unwrap_or(x)
         };
         self.values.iter().map(|x| nearest(*x)).collect()
@@ -124,8 +142,11 @@ mod tests {
     use super::*;
     use crate::draw::Draw;
 
+    fn dot(a: &[f64], b: &[f64]) -> f64 {
+        a.iter().zip(b).map(|(x, y)| x * y).sum()
+    }
+
     fn solved(addends: &[Vec<f64>], sum: &[f64]) -> Coefficients {
-        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
         let gram = addends.iter().flat_map(|a| addends.iter().map(move |b| dot(a, b)));
         let with_sum = addends.iter().map(|a| dot(a, sum)).collect();
         Products { gram: gram.collect(), with_sum, sum: dot(sum, sum) }.solve()
@@ -143,7 +164,20 @@ mod tests {
         assert!(found.is_unique && found.left < 1e-12, "{found:?}");
         let off = found.values.iter().zip(weights).map(|(x, w)| (x - w).abs());
         assert!(off.fold(0.0, f64::max) < 1e-9, "{found:?}");
-        assert_eq!(found.simplified(&[1.0, 2.0, 0.25]), weights);
+        assert_eq!(found.simplified(&[1.0, 2.0, 0.25], NEAR[0]), weights);
+        let of = |draw: &[Vec<f64>], sum: &[f64]| {
+            let gram = draw.iter().flat_map(|a| draw.iter().map(move |b| dot(a, b))).collect();
+            Products {
+                gram,
+                with_sum: draw.iter().map(|a| dot(a, sum)).collect(),
+                sum: dot(sum, sum),
+            }
+        };
+        let pairs: Vec<f64> = (0..200)
+            .map(|at| 3.0 * (addends[0][at] + addends[1][at]) + addends[2][at] + addends[3][at])
+            .collect();
+        let grouped = of(&addends, &pairs).solve_by(&[0, 0, 1, 1]).simplified(&[1.0, 3.0], NEAR[0]);
+        assert_eq!(grouped, [3.0, 3.0, 1.0, 1.0]);
         let other: Vec<f64> = (0..200).map(|_| draw.normal()).collect();
         assert!(solved(&addends, &other).left > 0.9);
     }

@@ -76,7 +76,8 @@ impl Judge<'_> {
             error: f64::NAN,
             floor: 0.0,
             worst: None,
-            reading: Some(causes::COPIES_DRIFT.reads(words)),
+            reading: None,
+            readings: vec![causes::COPIES_DRIFT.reads(words)],
         }
     }
 
@@ -101,7 +102,7 @@ impl Judge<'_> {
                 Ok(match self.outcome(&tally, &piece.place, |_| None) {
                     Outcome::Diverged(mut divergence) => {
                         let words = "the working copy is not the master copy rounded";
-                        divergence.reading = Some(causes::MASTER_STALE.reads(words));
+                        divergence.readings = vec![causes::MASTER_STALE.reads(words)];
                         Outcome::Diverged(divergence)
                     }
                     other => other,

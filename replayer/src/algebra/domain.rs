@@ -59,10 +59,21 @@ impl Domain {
 
     /// The domain of a parameter as a rank, and the ranks that it is reduced with, declare it.
     pub fn of(inventory: &Inventory<'_>, rank: Rank, parameter: &str) -> Domain {
+        Domain::without(inventory, rank, parameter, &[])
+    }
+
+    /// The same without the communications over some axes.
+    pub fn without(
+        inventory: &Inventory<'_>,
+        rank: Rank,
+        parameter: &str,
+        axes: &[&str],
+    ) -> Domain {
         let mut domain = Domain::alone(rank);
         let Some(declared) = inventory.declared_of(rank, parameter) else { return domain };
         domain.unknown = declared.absent.get("reduce").cloned();
-        for reduce in &declared.reduce {
+        let kept = declared.reduce.iter().filter(|own| !axes.contains(&own.axis.as_str()));
+        for reduce in kept {
             if let Some(hook) = &reduce.hook {
                 let why = format!("the function {hook} of the job stands for the communication");
                 domain.unknown = Some(why);

@@ -6,7 +6,7 @@ use backtape::identity::{Microbatch, Rank};
 use backtape::part::Part;
 
 use super::causes;
-use super::coefficients::Coefficients;
+use super::coefficients::{Coefficients, NEAR};
 use super::domain::{Addend, Domain};
 use super::gradient::is_near;
 use super::judge::{Judge, ranks};
@@ -35,58 +35,81 @@ impl Judge<'_> {
             return Ok((Outcome::Agreed { seen_from }, energies));
         };
         if tally.nonfinite == 0 {
-            divergence.reading = self.read_sum(of, (parameter, domain), &divergence)?;
+            divergence.readings = self.read_sum(of, (parameter, domain), &divergence)?;
         }
         Ok((Outcome::Diverged(Box::new(divergence)), energies))
     }
 
+    /// Everything that a sum may be in place of what it should be, the simplest first.
     fn read_sum(
         &self,
         of: &SumOf<'_>,
         (parameter, domain): (&str, &Domain),
         divergence: &Divergence,
-    ) -> Result<Option<Reading>, String> {
-        if let Some(reading) = self.low_precision(of)? {
-            return Ok(Some(reading));
-        }
-        let (addends, stale) = self.all_addends(of, parameter);
-        if addends.len() > MOST_ADDENDS {
-            return Ok(None);
-        }
-        let of = SumOf { addends: &addends, ..*of };
-        let solved = self.coefficients(&of)?;
-        let simple = simple_numbers(domain, self.microbatches(&of));
-        let candidates = [solved.simplified(&simple), solved.values.clone()];
-        for weights in candidates {
-            let explained = SumOf { weights: &weights, ..of };
-            let tally = self.sum(&explained)?;
-            if tally.excess(&self.bound(of.place)).is_some() {
+    ) -> Result<Vec<Reading>, String> {
+        let own = self.with_stale(of, parameter, domain);
+        let mut left = 0.0;
+        for candidates in [own, self.with_other_ranks(of, parameter)] {
+            let addends = &candidates.addends[..];
+            if addends.len() > MOST_ADDENDS || addends.is_empty() {
                 continue;
             }
-            let solved = Solved {
-                addends: &addends,
-                weights: &weights,
-                stale,
-                domain,
-                rank: of.rank,
-                is_unique: solved.is_unique,
-                microbatches: self.microbatches(&of),
-            };
-            return Ok(Some(named(&solved)));
+            let of = SumOf { addends, ..*of };
+            let products = self.scalar_products(&of)?;
+            let mut readings: Vec<Reading> = Vec::new();
+            for groups in candidates.families() {
+                let solved = products.solve_by(&groups);
+                left = solved.left;
+                let reading = self.verified(&of, &candidates, domain, &solved)?;
+                let known =
+                    |reading: &Reading| readings.iter().all(|other| other.cause != reading.cause);
+                readings.extend(reading.filter(known));
+            }
+            readings.sort_by_key(|reading| reading.cause == causes::UNKNOWN.name);
+            if !readings.is_empty() {
+                return Ok(readings);
+            }
         }
-        Ok(self.partly(&solved, divergence))
+        if let Some(reading) = self.low_precision(of)? {
+            return Ok(vec![reading]);
+        }
+        Ok(partly(left, divergence).into_iter().collect())
     }
 
-    /// What is told where the coefficients do not give the sum.
-    fn partly(&self, solved: &Coefficients, divergence: &Divergence) -> Option<Reading> {
-        let is_far = solved.left.sqrt() > 0.1 * divergence.error.min(1.0);
-        is_far.then(|| {
-            let words = format!(
-                "no sum of the recorded gradients gives it: {:.2} % of it is none of theirs",
-                100.0 * solved.left.sqrt()
-            );
-            causes::UNKNOWN.reads(words)
-        })
+    /// The reading of solved coefficients, if the sum is what they say.
+    fn verified(
+        &self,
+        of: &SumOf<'_>,
+        candidates: &Candidates,
+        domain: &Domain,
+        solved: &Coefficients,
+    ) -> Result<Option<Reading>, String> {
+        let microbatches = self.microbatches(of);
+        let simple = simple_numbers(domain, microbatches);
+        let mut tried: Vec<Vec<f64>> = Vec::new();
+        for distance in NEAR {
+            tried.push(solved.simplified(&simple, distance));
+        }
+        tried.insert(1, solved.values.clone());
+        tried.dedup();
+        for weights in tried {
+            let explained = SumOf { weights: &weights, ..*of };
+            if self.sum(&explained)?.excess(&self.bound(of.place)).is_some() {
+                continue;
+            }
+            return Ok(Some(named(&Solved {
+                addends: of.addends,
+                weights: &weights,
+                stale: &candidates.stale,
+                domain,
+                inventory: self.inventory,
+                parameter: &candidates.parameter,
+                rank: of.rank,
+                is_unique: solved.is_unique,
+                microbatches,
+            })));
+        }
+        Ok(None)
     }
 
     /// Whether it is right but for an accumulator of fewer bits than declared.
@@ -104,27 +127,38 @@ impl Judge<'_> {
         Ok(None)
     }
 
-    /// The gradients that may have become part of a sum: those of every rank that covers the box,
-    /// and what this rank held before the step; and where in the list the latter is.
-    fn all_addends(&self, of: &SumOf<'_>, parameter: &str) -> (Vec<Addend>, Option<usize>) {
-        let inventory = self.inventory;
-        let mut addends = of.addends.to_vec();
-        let known: BTreeSet<Rank> = addends.iter().map(|addend| addend.rank).collect();
-        let is_whole = |addend: &Addend| inventory.read_addend(addend, of.place).is_ok();
-        let by_device = of.addends.iter().any(|addend| addend.index.is_some());
-        let others = inventory.declared.keys().filter(|rank| !by_device && !known.contains(rank));
-        // A rank's own sum over microbatches has no part in it that another rank computed.
-        let is_of_ranks = of.key.tensor.as_str().starts_with("step.reduced:");
-        for rank in others.filter(|_| is_of_ranks) {
-            let theirs = inventory.addends_of(*rank, parameter).unwrap_or_default();
-            addends.extend(theirs.into_iter().filter(is_whole));
+    /// The declared addends of a sum, and what ranks held before the step.
+    fn with_stale(&self, of: &SumOf<'_>, parameter: &str, domain: &Domain) -> Candidates {
+        let mut candidates = Candidates::new(parameter, of.addends.to_vec());
+        let Some(key) = self.inventory.key(parameter, &Part::Stale) else { return candidates };
+        for rank in &domain.ranks {
+            let stale = Addend { rank: *rank, microbatch: None, key: key.clone(), index: None };
+            if self.inventory.read_addend(&stale, of.place).is_ok() {
+                candidates.stale.push(candidates.addends.len());
+                candidates.addends.push(stale);
+            }
         }
-        let stale = inventory.key(parameter, &Part::Stale).cloned();
-        let stale = stale.map(|key| Addend { rank: of.rank, microbatch: None, key, index: None });
-        let stale = stale.filter(is_whole);
-        let place = stale.is_some().then_some(addends.len());
-        addends.extend(stale);
-        (addends, place)
+        candidates
+    }
+
+    /// The gradients of every rank that covers the box, where others than the declared ones do. A
+    /// rank's own sum over microbatches has no part in it that another rank computed.
+    fn with_other_ranks(&self, of: &SumOf<'_>, parameter: &str) -> Candidates {
+        let inventory = self.inventory;
+        let by_device = of.addends.iter().any(|addend| addend.index.is_some());
+        let is_of_ranks = of.key.tensor.as_str().starts_with("step.reduced:");
+        let known: BTreeSet<Rank> = of.addends.iter().map(|addend| addend.rank).collect();
+        let others = inventory.declared.keys().filter(|rank| !known.contains(rank));
+        let mut more = Vec::new();
+        for rank in others.filter(|_| is_of_ranks && !by_device) {
+            let theirs = inventory.addends_of(*rank, parameter).unwrap_or_default();
+            let covers = |addend: &Addend| inventory.read_addend(addend, of.place).is_ok();
+            more.extend(theirs.into_iter().filter(covers));
+        }
+        match more.is_empty() {
+            true => Candidates::new(parameter, Vec::new()),
+            false => Candidates::new(parameter, [of.addends.to_vec(), more].concat()),
+        }
     }
 
     fn microbatches(&self, of: &SumOf<'_>) -> usize {
@@ -133,6 +167,64 @@ impl Judge<'_> {
         let declared = self.inventory.declared.get(&of.rank);
         own.len().max(declared.and_then(|own| own.microbatches).unwrap_or(1) as usize)
     }
+}
+
+/// The gradients that may have become part of a sum.
+struct Candidates {
+    parameter: String,
+    addends: Vec<Addend>,
+    /// Which of them ranks held before the step.
+    stale: Vec<usize>,
+}
+
+impl Candidates {
+    fn new(parameter: &str, addends: Vec<Addend>) -> Candidates {
+        Candidates { parameter: parameter.into(), addends, stale: Vec::new() }
+    }
+
+    /// Which addends have one coefficient, by how the fault may lie: alike for all, by rank, by
+    /// microbatch, each by itself. The fewer coefficients, the fewer elements tell them apart. What
+    /// was there before the step is a group of its own.
+    fn families(&self) -> Vec<Vec<usize>> {
+        let ranks = |addend: &Addend| (Some((addend.rank, addend.index)), None);
+        let by: [&dyn Fn(&Addend) -> Apart; 4] =
+            [&|_| (None, None), &ranks, &|addend| (None, Some(addend.microbatch)), &|addend| {
+                (Some((addend.rank, addend.index)), Some(addend.microbatch))
+            }];
+        let mut families: Vec<Vec<usize>> = Vec::new();
+        for apart in by {
+            let mut known: Vec<(bool, Apart)> = Vec::new();
+            let group = |(at, addend): (usize, &Addend)| {
+                let is_stale = self.stale.contains(&at);
+                let key = (is_stale, if is_stale { (None, None) } else { apart(addend) });
+                let place = known.iter().position(|other| *other == key);
+                place.unwrap_or_else(|| {
+                    known.push(key);
+                    known.len() - 1
+                })
+            };
+            let family: Vec<usize> = self.addends.iter().enumerate().map(group).collect();
+            if !families.contains(&family) {
+                families.push(family);
+            }
+        }
+        families
+    }
+}
+
+/// What tells addends of a family apart.
+type Apart = (Option<(Rank, Option<u64>)>, Option<Option<Microbatch>>);
+
+/// What is told where no coefficients give a sum.
+fn partly(left: f64, divergence: &Divergence) -> Option<Reading> {
+    let is_far = left.sqrt() > 0.1 * divergence.error.min(1.0);
+    is_far.then(|| {
+        let share = 100.0 * left.sqrt();
+        let words = format!(
+            "no sum of the recorded gradients gives it: {share:.2} % of it is none of theirs"
+        );
+        causes::UNKNOWN.reads(words)
+    })
 }
 
 /// The coefficients that sums have by mistake: products of the sizes of axes and of the count of

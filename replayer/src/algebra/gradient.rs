@@ -265,7 +265,7 @@ impl Judge<'_> {
                 Outcome::Agreed { seen_from }
             }
             Some(mut divergence) => {
-                divergence.reading = divergence.factor.and_then(read);
+                divergence.readings = divergence.factor.and_then(read).into_iter().collect();
                 Outcome::Diverged(Box::new(divergence))
             }
         }
@@ -278,7 +278,10 @@ impl Judge<'_> {
         let factor = 1.0 + tally.slope();
         // What a common factor leaves of the error.
         let left = tally.error_energy - tally.slope().powi(2) * tally.reference_energy;
-        let is_one = tally.nonfinite == 0 && left <= 2.0 * tally.budget.energy(bound.stage);
+        // A value that was multiplied once more was rounded once more.
+        let rounding = 4.0 * tally.budget.expected() * factor.powi(2).max(1.0);
+        let most = 2.0 * tally.budget.energy(bound.stage) + rounding;
+        let is_one = tally.nonfinite == 0 && left <= most;
         Some(Divergence {
             reason,
             factor: is_one.then_some(factor),
@@ -286,6 +289,7 @@ impl Judge<'_> {
             floor: tally.expected(),
             worst: worst.map(|at| (self.index(place, at.index), at.captured, at.reference)),
             reading: None,
+            readings: Vec::new(),
         })
     }
 

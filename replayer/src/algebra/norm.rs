@@ -138,10 +138,12 @@ impl Judge<'_> {
             floor: allowed / expected,
             worst: None,
             reading: None,
+            readings: Vec::new(),
         };
         let tolerance = (allowed / expected).max(1e-6);
         let is = |other: f64| (value / root(other) - 1.0).abs() <= 2.0 * tolerance;
-        divergence.reading = self.read_norm(&shares, (rank, total), &is);
+        let read = self.read_norm(&shares, (rank, total, is_max), &is);
+        divergence.readings = read.into_iter().collect();
         Ok(Outcome::Diverged(Box::new(divergence)))
     }
 
@@ -154,11 +156,13 @@ impl Judge<'_> {
     fn read_norm(
         &self,
         shares: &BTreeMap<&str, Share>,
-        (rank, total): (Rank, f64),
+        (rank, total, is_max): (Rank, f64, bool),
         is: &dyn Fn(f64) -> bool,
     ) -> Option<Reading> {
-        let held =
-            |rank: &Rank| -> f64 { shares.values().filter_map(|share| share.held.get(rank)).sum() };
+        let held = |rank: &Rank| -> f64 {
+            let own = shares.values().filter_map(|share| share.held.get(rank)).copied();
+            if is_max { own.fold(0.0, f64::max) } else { own.sum() }
+        };
         let ranks: BTreeSet<Rank> =
             shares.values().flat_map(|share| share.held.keys().copied()).collect();
         let local = held(&rank);
@@ -167,6 +171,9 @@ impl Judge<'_> {
             return Some(causes::NORM_LOCAL.reads(words));
         }
         let all: f64 = ranks.iter().map(held).sum();
+        if is_max {
+            return self.read_largest(shares, is);
+        }
         if is(all) {
             let words = "every copy of a gradient that several ranks hold is counted";
             return Some(causes::NORM_COPIES.reads(words));
@@ -174,52 +181,82 @@ impl Judge<'_> {
         self.read_multiplicities(shares, total, is)
     }
 
-    /// Groups of parameters that enter not at all, or as often as there are copies of them.
+    /// The parameter whose largest element it is, where that is not the largest of all.
+    fn read_largest(
+        &self,
+        shares: &BTreeMap<&str, Share>,
+        is: &dyn Fn(f64) -> bool,
+    ) -> Option<Reading> {
+        let (name, _) = shares.iter().find(|(_, share)| is(share.whole))?;
+        let words = format!("it is the largest element of {name}: larger ones are not in it");
+        Some(causes::NORM_MISSES.reads(words))
+    }
+
+    /// Groups of parameters that enter not at all, alone, or as often as there are copies of them.
     fn read_multiplicities(
         &self,
         shares: &BTreeMap<&str, Share>,
         total: f64,
         is: &dyn Fn(f64) -> bool,
     ) -> Option<Reading> {
-        let mut groups: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+        if is(0.0) {
+            return Some(causes::NORM_MISSES.reads("no gradient is in it"));
+        }
+        let mut groups: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
         for name in shares.keys() {
             for group in self.groups_of(name) {
-                groups.entry(group).or_default().push(name);
+                groups.entry(group).or_default().insert(name);
+            }
+        }
+        // Larger groups first: a fault is more often one of many parameters than of one.
+        let mut groups: Vec<(String, BTreeSet<&str>)> = groups.into_iter().collect();
+        groups.sort_by_key(|(_, names)| std::cmp::Reverse(names.len()));
+        let sum =
+            |names: &BTreeSet<&str>| names.iter().map(|name| shares[*name].whole).sum::<f64>();
+        for (group, names) in groups.iter().filter(|(_, names)| names.len() < shares.len()) {
+            if is(total - sum(names)) {
+                return Some(causes::NORM_MISSES.reads(format!("{group} are not in it")));
+            }
+            if is(sum(names)) {
+                return Some(causes::NORM_MISSES.reads(format!("{group} alone are in it")));
             }
         }
         for (group, names) in &groups {
-            let own: f64 = names.iter().map(|name| shares[name].whole).sum();
-            let copies = shares[names[0]].copies;
-            for times in [0.0, copies, 1.0 / copies] {
-                if times == 1.0 || names.len() == shares.len() || !is(total + (times - 1.0) * own) {
-                    continue;
+            let copies = names.iter().map(|name| shares[*name].copies).fold(1.0, f64::max);
+            for times in [copies, 1.0 / copies] {
+                if times != 1.0 && is(total + (times - 1.0) * sum(names)) {
+                    let words = format!("{group} are in it {times:.4} times");
+                    return Some(causes::NORM_COPIES.reads(words));
                 }
-                return Some(match times == 0.0 {
-                    true => causes::NORM_MISSES.reads(format!("{group} are not in it")),
-                    false => {
-                        let words = format!("{group} are in it {times:.4} times");
-                        causes::NORM_COPIES.reads(words)
-                    }
-                });
             }
         }
         None
     }
 
-    /// The groups that a parameter is in, in words: by optimizer group, by domain, and by itself.
+    /// The groups that a parameter is in, in words: by the words of its name, its shape, its
+    /// optimizer's group, the axes that it is reduced over, and by itself.
     fn groups_of(&self, parameter: &str) -> Vec<String> {
         let mut groups = vec![parameter.to_string()];
-        let declared = self.inventory.declared_of(Rank(0), parameter);
-        if let Some(declared) = declared {
-            if let (Some(optimizer), Some(group)) = (declared.optimizer, declared.group) {
-                groups.push(format!("the parameters of group {group} of optimizer {optimizer}"));
-            }
-            let axes: Vec<&str> = declared.reduce.iter().map(|own| own.axis.as_str()).collect();
-            groups.push(match axes.is_empty() {
-                true => "the parameters that are not reduced".into(),
-                false => format!("the parameters that are reduced over {}", axes.join(" and ")),
+        // `attention_norm` and `feed_norm` are norms.
+        let parts =
+            parameter.split('.').flat_map(|part| std::iter::once(part).chain(part.split('_')));
+        groups.extend(parts.map(|word| format!("the parameters with {word} in their name")));
+        let parts = [Part::Reduced, Part::Before];
+        if let Some(key) = parts.iter().find_map(|part| self.inventory.key(parameter, part)) {
+            groups.push(match self.inventory.dump.tensors()[key].shape.len() {
+                0 | 1 => "the parameters of one dimension".into(),
+                _ => "the parameters of several dimensions".into(),
             });
         }
+        let Some(declared) = self.inventory.declared_of(Rank(0), parameter) else { return groups };
+        if let (Some(optimizer), Some(group)) = (declared.optimizer, declared.group) {
+            groups.push(format!("the parameters of group {group} of optimizer {optimizer}"));
+        }
+        let axes: Vec<&str> = declared.reduce.iter().map(|own| own.axis.as_str()).collect();
+        groups.push(match axes.is_empty() {
+            true => "the parameters that are not reduced".into(),
+            false => format!("the parameters that are reduced over {}", axes.join(" and ")),
+        });
         groups
     }
 

@@ -57,11 +57,15 @@ impl Judge<'_> {
             let hashes = others.iter().map(|key| inventory.hashes(key, rank));
             (hashes.collect::<Vec<_>>(), self.hyper_words(rank, parameter))
         };
+        let has_state = tensors.keys().any(|(part, _)| matches!(part, Part::StateBefore(_)));
         let mut judged = Vec::new();
         for piece in inventory.pieces(after, &origin) {
             let rank = piece.ranks[0];
-            let step = self.step_of(rank, parameter);
-            let is_first = step.is_none_or(|step| step <= 1.0);
+            // Without a counter the step is the first one where there was no state before it.
+            let is_first = match self.step_of(rank, parameter) {
+                Some(step) => step <= 1.0,
+                None => !has_state,
+            };
             let tensors = Tensors { parameter, before, after, rank, is_first };
             judged.extend(self.optimized(&tensors, &piece));
         }
@@ -110,7 +114,8 @@ impl Judge<'_> {
         if optimizer.skipped {
             return unchecked("the job left the optimizer's step out".into());
         }
-        let step = self.step_of(rank, parameter).unwrap_or(1.0);
+        let unknown = if tensors.is_first { 1.0 } else { 2.0 };
+        let step = self.step_of(rank, parameter).unwrap_or(unknown);
         let Some(rule) = Rule::of(optimizer, hyper, step) else {
             return unchecked(unknown_rule(optimizer));
         };
@@ -150,10 +155,13 @@ impl Judge<'_> {
             judged.push(self.judged(stage, tensors.parameter, (key, piece), result));
         }
         let is_diverged = judged.iter().any(|one| one.result.divergence().is_some());
-        let reading = is_diverged.then(|| self.explained(tensors, piece, supposed)).flatten();
+        let readings = match is_diverged {
+            true => self.explained(tensors, piece, supposed),
+            false => Vec::new(),
+        };
         for one in &mut judged {
             if let Outcome::Diverged(divergence) = &mut one.result {
-                divergence.reading = reading.clone();
+                divergence.readings = readings.clone();
             }
         }
         judged
@@ -293,38 +301,39 @@ impl Judge<'_> {
         }) && any
     }
 
-    /// What the optimizer did in place of what it declares.
+    /// All that the optimizer may have done in place of what it declares. Several may give the
+    /// same bits in one parameter; other parameters tell them apart.
     fn explained(
         &self,
         tensors: &Tensors<'_>,
         piece: &Piece,
         supposed: &Supposed<'_>,
-    ) -> Option<Reading> {
+    ) -> Vec<Reading> {
         let agrees = |other: &Supposed<'_>| self.agrees(tensors, piece, other);
         if let Some(reading) = self.no_op(tensors, piece) {
-            return Some(reading);
+            return vec![reading];
         }
-        for other in self.other_gradients(tensors, supposed) {
-            if agrees(&other) {
-                return Some(
-                    causes::OTHER_GRADIENT.reads(format!("the optimizer took {}", other.gradient)),
-                );
-            }
-        }
+        let mut readings = Vec::new();
         let reset = Supposed { is_reset: true, ..supposed.clone() };
         if !tensors.is_first && agrees(&reset) {
-            return Some(
-                causes::STATE_RESET
-                    .reads("the state before this step is not in the state after it"),
-            );
+            let words = "the state before this step is not in the state after it";
+            readings.push(causes::STATE_RESET.reads(words));
         }
+        readings.extend(self.solved(tensors, piece, supposed));
         for variation in supposed.rule.variations() {
             if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
                 let (cause, look) = (variation.cause, variation.look);
-                return Some(Reading { cause, words: variation.words, look });
+                readings.push(Reading { cause, words: variation.words, look });
             }
         }
-        self.solved(tensors, piece, supposed)
+        let others = self.other_gradients(tensors, supposed);
+        if let Some(other) = others.iter().find(|other| agrees(other)) {
+            let part = Part::of_tensor(other.gradient.tensor.as_str()).map(|(part, _)| part);
+            let part = part.map(|part| part.to_string()).unwrap_or_default();
+            let words = format!("the optimizer took the gradient of the stage {part}");
+            readings.push(causes::OTHER_GRADIENT.reads(words));
+        }
+        readings
     }
 
     fn no_op(&self, tensors: &Tensors<'_>, piece: &Piece) -> Option<Reading> {
@@ -364,10 +373,13 @@ impl Judge<'_> {
         let declared = supposed.hyper.number("weight_decay").unwrap_or(0.0);
         let (lr_factor, decay) = self.fitted(tensors, piece, supposed)?;
         let scaled = Supposed { lr_factor, ..supposed.clone() };
+        if is_near(lr_factor, -1.0) && self.agrees(tensors, piece, &scaled) {
+            return Some(causes::ASCENDS.reads("the update has the wrong sign"));
+        }
         if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
             let lr = self.learning_rate(supposed)?;
             let words = format!(
-                "the change is {lr_factor:.6} x that of the declared learning rate {lr:e}: it \
+                "the change is {lr_factor:.4} x that of the declared learning rate {lr:e}: it \
                      is that of {:e}",
                 lr * lr_factor
             );

@@ -117,6 +117,10 @@ pub struct Divergence {
     pub worst: Option<(Vec<u64>, f64, f64)>,
     /// What reproduces it, where something does.
     pub reading: Option<Reading>,
+    /// Everything that reproduces it, the simplest first; `reading` is the one of them that
+    /// reproduces most parameters.
+    #[serde(skip)]
+    pub readings: Vec<Reading>,
 }
 
 /// What reproduces a divergence within what rounding explains.

@@ -9,6 +9,7 @@ use super::declaration::ReduceOp;
 use super::domain::{Addend, Domain};
 use super::explain::{microbatch_words, rank_words};
 use super::gradient::is_near;
+use super::inventory::Inventory;
 use super::outcome::Reading;
 
 /// A sum, solved.
@@ -17,10 +18,14 @@ pub struct Solved<'a> {
     pub addends: &'a [Addend],
     /// What each is multiplied by.
     pub weights: &'a [f64],
-    /// Which of them the rank held before the step.
-    pub stale: Option<usize>,
+    /// Which of them ranks held before the step.
+    pub stale: &'a [usize],
     /// What the job declares.
     pub domain: &'a Domain,
+    /// What the dump holds.
+    pub inventory: &'a Inventory<'a>,
+    /// Whose gradient it is.
+    pub parameter: &'a str,
     /// Whose sum it is.
     pub rank: Rank,
     /// Whether each addend can be told from the others.
@@ -42,7 +47,7 @@ impl Solved<'_> {
     /// Coefficients over the declared one, of all but what was there before the step.
     fn ratios(&self) -> impl Iterator<Item = (&Addend, f64)> {
         let all = self.addends.iter().zip(self.weights).enumerate();
-        let fresh = all.filter(|(at, _)| Some(*at) != self.stale);
+        let fresh = all.filter(|(at, _)| !self.stale.contains(at));
         fresh.map(|(_, (addend, weight))| (addend, weight / self.domain.scale))
     }
 
@@ -57,7 +62,7 @@ impl Solved<'_> {
     }
 
     fn has_stale(&self) -> bool {
-        self.stale.is_some_and(|at| self.weights[at] != 0.0)
+        self.stale.iter().any(|at| self.weights[*at] != 0.0)
     }
 
     fn not_cleared(&self) -> Option<Reading> {
@@ -122,11 +127,13 @@ impl Solved<'_> {
         let (averaged, summed) = (size_of(ReduceOp::Mean), size_of(ReduceOp::Sum));
         let microbatches = self.microbatches as f64;
         let is = |number: f64| number != 1.0 && is_near(factor, number);
+        let mut means = self.domain.axes.iter().filter(|axis| axis.op == ReduceOp::Mean);
+        let divided_axis = means.any(|axis| is(1.0 / axis.size as f64));
         let is_axis = self.domain.axes.iter().any(|axis| is(axis.size as f64));
         match () {
             () if is(averaged) => causes::SUM_FOR_MEAN,
             () if is(1.0 / summed) => causes::MEAN_FOR_SUM,
-            () if is(1.0 / averaged) => causes::MEAN_TWICE,
+            () if is(1.0 / averaged) || divided_axis => causes::MEAN_TWICE,
             () if is(summed) || is_axis => causes::REDUCED_TWICE,
             () if is(microbatches) || is(1.0 / microbatches) => causes::MICROBATCH_SCALE,
             () => causes::SCALED,
@@ -159,13 +166,13 @@ impl Solved<'_> {
         let mut own = self.own();
         own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
         let mut ranks = own.chunk_by(|a, b| a.0.rank == b.0.rank);
+        // The coefficients fall by powers of two to that of the last microbatch.
+        let is_power = |ratio: f64| is_near(ratio.log2().round().exp2(), ratio);
         let is_doubled = ranks.all(|of_rank| {
-            of_rank.len() > 1
-                && of_rank.windows(2).enumerate().all(|(at, pair)| {
-                    // The first two may have the same: what was doubled was nothing yet.
-                    is_near(pair[0].1, 2.0 * pair[1].1) || at == 0 && is_near(pair[0].1, pair[1].1)
-                })
-                && of_rank.first().map(|x| x.1) != of_rank.last().map(|x| x.1)
+            let last = of_rank.last().map_or(0.0, |addend| addend.1);
+            let falls = of_rank.windows(2).all(|pair| pair[0].1 > pair[1].1 * 0.999);
+            let powers = of_rank.iter().all(|addend| is_power(addend.1 / last));
+            is_near(last, 1.0) && falls && powers && !is_near(of_rank[0].1, last)
         });
         let words = "what was summed before is added once more with each microbatch";
         is_doubled.then(|| causes::ACCUMULATE_DOUBLES.reads(words))
@@ -187,14 +194,24 @@ impl Solved<'_> {
             rank_words(&taken),
             rank_words(&declared)
         );
-        if taken.len() == 1 && taken.contains(&self.rank) {
-            let axes: Vec<&str> = self.domain.axes.iter().map(|axis| axis.name.as_str()).collect();
+        if let Some(axes) = self.axes_without(&taken) {
             let words = format!("{words}: it was not reduced over {}", axes.join(" and "));
             return Some(causes::NOT_REDUCED.reads(words));
         }
         let is_subset = taken.is_subset(&declared);
         let cause = if is_subset { causes::RANK_LEFT_OUT } else { causes::WRONG_GROUP };
         Some(cause.reads(words))
+    }
+
+    /// The axes over which it was not reduced, where that gives these ranks.
+    fn axes_without(&self, taken: &BTreeSet<Rank>) -> Option<Vec<&str>> {
+        let names: Vec<&str> = self.domain.axes.iter().map(|axis| axis.name.as_str()).collect();
+        let each = names.iter().map(|name| vec![*name]);
+        let mut left_out = each.chain([names.clone()]);
+        left_out.find(|axes| {
+            let domain = Domain::without(self.inventory, self.rank, self.parameter, axes);
+            domain.ranks.iter().copied().collect::<BTreeSet<_>>() == *taken
+        })
     }
 
     /// The right ranks with other factors.

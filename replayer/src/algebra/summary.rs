@@ -87,7 +87,8 @@ pub struct Unchecked {
 
 impl StepReport {
     /// Brings together what was judged.
-    pub(super) fn of(inventory: &Inventory<'_>, judged: Vec<Judged>) -> StepReport {
+    pub(super) fn of(inventory: &Inventory<'_>, mut judged: Vec<Judged>) -> StepReport {
+        settle(&mut judged);
         let names: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
         let elements = |parameter: &str| {
             let values = [Part::Before, Part::Reduced, Part::After];
@@ -115,6 +116,27 @@ impl StepReport {
     pub fn compared(&self) -> usize {
         let made = |one: &&Judged| !matches!(one.result, Outcome::Unchecked { .. });
         self.judged.iter().filter(made).count()
+    }
+}
+
+/// Of all that reproduces a divergence takes what reproduces most parameters of the stage: what one
+/// small parameter cannot tell apart others can.
+fn settle(judged: &mut [Judged]) {
+    let mut counts: BTreeMap<(Stage, &'static str), BTreeSet<String>> = BTreeMap::new();
+    for one in judged.iter() {
+        let Some(divergence) = one.result.divergence() else { continue };
+        for reading in &divergence.readings {
+            let explained = counts.entry((one.stage, reading.cause)).or_default();
+            explained.insert(one.parameter.clone());
+        }
+    }
+    for one in judged {
+        let stage = one.stage;
+        let Outcome::Diverged(divergence) = &mut one.result else { continue };
+        let count = |reading: &Reading| counts[&(stage, reading.cause)].len();
+        // The first of equally frequent ones is the simplest.
+        let best = divergence.readings.iter().rev().max_by_key(|reading| count(reading));
+        divergence.reading = best.cloned();
     }
 }
 

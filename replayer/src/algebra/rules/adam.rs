@@ -69,7 +69,7 @@ impl Adam {
     /// The gradient that the moments take.
     fn gradient<N: Number>(&self, grad: N, before: N, weight_decay: N) -> N {
         let grad = if self.maximize { grad.times(-1.0) } else { grad };
-        if self.decoupled { grad } else { (grad + before * weight_decay).step() }
+        if self.decoupled { grad } else { (grad + (before * weight_decay).step()).step() }
     }
 
     /// `β x + (1 - β) y`
@@ -197,7 +197,9 @@ op! {
                 if op.decoupled { still - (before * weight_decay * lr).step() } else { still }
             },
             "what is added to the parameter";
-        after: Plane Forward Each |_op, before, update| before + update,
+        after: Plane Forward Each |op, before, update|
+            // A decoupled decay is applied to the parameter first.
+            if op.decoupled { (before + update).step() } else { before + update },
             "the parameter after the step";
     }
 }

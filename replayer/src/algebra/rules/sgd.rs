@@ -53,7 +53,7 @@ impl Sgd {
 
     fn gradient<N: Number>(&self, grad: N, before: N, weight_decay: N) -> N {
         let grad = if self.maximize { grad.times(-1.0) } else { grad };
-        if self.decoupled { grad } else { (grad + before * weight_decay).step() }
+        if self.decoupled { grad } else { (grad + (before * weight_decay).step()).step() }
     }
 
     pub(super) fn variations(&self) -> Vec<Variation> {
