@@ -79,7 +79,7 @@ mod present {
         point: String,
         action: Action,
         /// The number of the pass, from 1; `onwards`: every later pass too.
-        at: u64,
+        pass: u64,
         onwards: bool,
         passed: AtomicU64,
     }
@@ -127,7 +127,7 @@ mod present {
         };
         let pass = count.trim_end_matches('+').parse().ok()?;
         let onwards = count.ends_with('+');
-        Some(Rule { point: point.into(), action, at: pass, onwards, passed: AtomicU64::new(0) })
+        Some(Rule { point: point.into(), action, pass, onwards, passed: AtomicU64::new(0) })
     }
 
     /// The action of the rule that matches this pass of a point, if there is one.
@@ -139,7 +139,7 @@ mod present {
         let mut action = None;
         for rule in plan.rules.iter().filter(|rule| rule.point == "*" || rule.point == name) {
             let pass = rule.passed.fetch_add(1, Ordering::SeqCst) + 1;
-            if pass == rule.at || (rule.onwards && pass > rule.at) {
+            if pass == rule.pass || (rule.onwards && pass > rule.pass) {
                 action = Some(rule.action);
             }
         }

@@ -104,7 +104,7 @@ pub(super) trait Machine: Send + Sync + 'static {
     /// The range lies in live memory of the device until the stream has come there.
     unsafe fn fill(
         &self,
-        at: u64,
+        address: u64,
         byte: u8,
         bytes: usize,
         stream: Stream,

@@ -54,7 +54,8 @@ pub(super) enum Command {
     /// Measures the effect of finite precision on the dump's own data: on sums of exponentials, and
     /// on finite differences with steps of many sizes.
     Precision(PrecisionArguments),
-    /// Prints the completions for a shell, as in replay completions bash > ~/.local/share/bash-completion/completions/replay
+    /// Prints the completions for a shell, as in
+    /// replay completions bash > ~/.local/share/bash-completion/completions/replay
     Completions {
         /// The shell that the completions are for.
         shell: clap_complete::Shell,

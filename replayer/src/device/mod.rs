@@ -89,7 +89,7 @@ pub trait Device: Sync {
         &'a self,
         inputs: &HeadInputs,
         upstream: Upstream,
-        of: (PlaneStage, &dyn Progress),
+        stage_and_progress: (PlaneStage, &dyn Progress),
     ) -> Result<Box<dyn KeptPlane + 'a>, DeviceError>;
 
     /// `kernels::policy::forward`; sums that are not in f32, or in an order of their own, are the

@@ -339,8 +339,8 @@ fn found_by_trials(
     }
     if proof::is_marginal(evidence, failing) {
         let proof = proof::prove(search, catalogue, evidence);
-        let proof = proof.filter(|proof| proof.of.is_superset(failing));
-        return proof.map_or_else(|| vec![findings::unproved(evidence)], |proof| proof.found);
+        let proof = proof.filter(|proof| proof.keys.is_superset(failing));
+        return proof.map_or_else(|| vec![findings::unproved(evidence)], |proof| proof.causes);
     }
     let mut tried = search.all(catalogue, evidence);
     if let Some(causes) = one_cause(search, &mut tried, failing, evidence) {

@@ -84,11 +84,11 @@ pub enum PrecisionError {
     },
     /// The loss has no tokens.
     #[error(
-        "no token of {of} has both a label and a weight: its loss is empty, so there is nothing to differentiate; choose another one with --microbatch"
+        "no token of {microbatch} has both a label and a weight: its loss is empty, so there is nothing to differentiate; choose another one with --microbatch"
     )]
     NoTokens {
         /// The microbatch, in words.
-        of: String,
+        microbatch: String,
     },
 }
 
@@ -191,7 +191,7 @@ pub fn precision(step: &HeadStep<'_>, options: &Options) -> Result<Precision, Pr
     let sample = draw(DIFFERENCE_WORK / EVALUATIONS, 4);
     let loss = Loss::new(head, &sample.rows, &inputs.weights, stored, terms);
     if loss.tokens.is_empty() {
-        return Err(PrecisionError::NoTokens { of: replay::microbatch::words(microbatch) });
+        return Err(PrecisionError::NoTokens { microbatch: replay::microbatch::words(microbatch) });
     }
     let mut draw = Draw::new(seed);
     let (differences, check, skipped) = derivatives(&loss, &mut draw);

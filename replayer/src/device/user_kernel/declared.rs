@@ -70,7 +70,7 @@ pub(super) enum Type {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Argument {
     pub(super) name: Name,
-    pub(super) of: Type,
+    pub(super) dtype: Type,
 }
 
 /// A declaration.
@@ -263,7 +263,7 @@ fn argument(text: &str, stage: Stage) -> Result<Argument, String> {
         let wanted = if whole { "i32 or i64" } else { "a float" };
         return Err(format!("its argument {text:?} must be {wanted}"));
     }
-    Ok(Argument { name, of: dtype })
+    Ok(Argument { name, dtype })
 }
 
 fn extent(text: &str) -> Result<Extent, String> {

@@ -65,7 +65,7 @@ pub(super) unsafe fn run<M: Launches>(
     };
     let inputs = unit.inputs(declared).map_err(refused)?;
     let output = declared.arguments.iter().find(|argument| argument.name == Name::Output);
-    let dtype = output.expect("a declaration names its output").of;
+    let dtype = output.expect("a declaration names its output").dtype;
     let attempt = |guard: u8, poison: u8| {
         let given =
             Attempt { declared, sizes, inputs: &inputs, count: unit.count(), guard, poison };
@@ -103,13 +103,13 @@ impl Attempt<'_> {
         let mut passed = Vec::new();
         for (argument, input) in self.declared.arguments.iter().zip(self.inputs) {
             let bytes = match argument.name {
-                Name::Output => vec![self.poison; self.count * argument.of.bytes()],
+                Name::Output => vec![self.poison; self.count * argument.dtype.bytes()],
                 Name::Size(size) => {
-                    passed.push(whole(self.sizes.of(size), argument.of));
+                    passed.push(whole(self.sizes.of(size), argument.dtype));
                     continue;
                 }
                 Name::Constant(_) => {
-                    passed.push(number(values::floats(input, argument.of)[0], argument.of));
+                    passed.push(number(values::floats(input, argument.dtype)[0], argument.dtype));
                     continue;
                 }
                 _ => input.clone(),

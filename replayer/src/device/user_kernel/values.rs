@@ -63,7 +63,7 @@ impl Unit<'_> {
         declared
             .arguments
             .iter()
-            .map(|argument| input_bytes((argument.name, argument.of)))
+            .map(|argument| input_bytes((argument.name, argument.dtype)))
             .collect()
     }
 }

@@ -219,7 +219,7 @@ impl Reproduction<'_> {
             true => "the bound leaves room for as much",
             false => "undeclared roundings may be as large",
         };
-        Some(Proof { found: findings, of: keys, times, hidden })
+        Some(Proof { causes: findings, keys, times, hidden })
     }
 
     /// Comparisons of the forward pass that are ten times nearer to the head with the proved fault

@@ -91,9 +91,9 @@ fn errs_more(comparison: &Comparison) -> bool {
 /// A fault that was reproduced.
 pub(super) struct Proof {
     /// Its cause, or several tied.
-    pub(super) found: Vec<CauseReport>,
+    pub(super) causes: Vec<CauseReport>,
     /// The comparisons that pass by their bound, but whose errors only the fault reproduces.
-    pub(super) of: BTreeSet<Key>,
+    pub(super) keys: BTreeSet<Key>,
     /// How many times less energy it leaves in those than any policy without it.
     pub(super) times: f64,
     /// Why their bound lets the fault pass.
@@ -104,12 +104,12 @@ impl Proof {
     /// Turns the comparisons that it proves wrong into failures of the outcome, and returns the
     /// causes.
     pub(super) fn into_causes(self, outcome: &mut Outcome) -> Vec<CauseReport> {
-        let ids: Vec<&str> = self.found.iter().map(|cause| cause.id.as_str()).collect();
+        let ids: Vec<&str> = self.causes.iter().map(|cause| cause.id.as_str()).collect();
         let words = format!("{}, but with {} {}", self.hidden, ids.join(" or "), words(self.times));
-        for Key { stage, microbatch, rank } in self.of {
+        for Key { stage, microbatch, rank } in self.keys {
             outcome.reproduced(stage, (microbatch, rank), &words);
         }
-        self.found
+        self.causes
     }
 }
 

@@ -310,7 +310,7 @@ fn facts(step: &HeadStep<'_>, inputs: &MicrobatchInputs, start: Start, data: &Da
     let classes = inputs.valid_vocab.min(vocabulary);
     let leaves = ["q", "k", "logits", "logprobs", "bias"];
     Facts {
-        of: format!("run {}, attempt {}, step {}{part}", dump.run, dump.attempt, dump.step),
+        title: format!("run {}, attempt {}, step {}{part}", dump.run, dump.attempt, dump.step),
         start,
         leaves: leaves.into_iter().filter(|name| data.has(name)).collect(),
         transposed: options.transposed(),

@@ -22,7 +22,7 @@ pub(super) enum Start {
 /// What the script has to know of the microbatch.
 pub(super) struct Facts {
     /// Run, attempt, step and microbatch, in words.
-    pub(super) of: String,
+    pub(super) title: String,
     pub(super) start: Start,
     /// The tensors that the loss is differentiated with respect to: q, k and bias, or logits, or
     /// logprobs.
@@ -83,7 +83,7 @@ fn header(facts: &Facts, framework: Framework) -> String {
          errors against the same in f64: of what the job captured, and of this script in the job's\n\
          dtypes. Where the first is much larger than the second, the job's kernel is what differs.\n\n\
          Needs {needs}; about {:.1} GiB of memory for each copy of the logits in f64.\n\"\"\"\n\n",
-        facts.of,
+        facts.title,
         framework.name(),
         facts.memory as f64 / f64::from(1 << 30),
     )

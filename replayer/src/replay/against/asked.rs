@@ -28,12 +28,12 @@ pub struct Named {
 /// A word of `--compare` that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{word:?} is no pattern of tensor names: {why} at character {at}; `*`, `?` and `[...]` are known"
+    "{word:?} is no pattern of tensor names: {why} at character {position}; `*`, `?` and `[...]` are known"
 )]
 pub struct PatternError {
     word: String,
     why: &'static str,
-    at: usize,
+    position: usize,
 }
 
 impl Asked {
@@ -58,7 +58,7 @@ impl Asked {
         let wrong = |error: glob::PatternError| PatternError {
             word: word.into(),
             why: error.msg,
-            at: error.pos + 1,
+            position: error.pos + 1,
         };
         let pattern = Pattern::new(word).map_err(wrong)?;
         self.patterns.push(Named { text: word.into(), pattern });
