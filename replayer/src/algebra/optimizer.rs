@@ -410,9 +410,9 @@ fn unknown_rule(optimizer: &Optimizer) -> String {
 
 /// The hyper-parameters of a rule as numbers.
 fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, String> {
-    let number = |(name, declared, default): &(&'static str, &[&'static str], f64)| {
-        let value = declared.iter().find_map(|own| supposed.hyper.number(own));
-        let value = match (*name, value.unwrap_or(*default)) {
+    let names = supposed.rule.names();
+    let number = |(name, ..): &(&'static str, &'static [&'static str], f64)| {
+        let value = match (*name, names.number(supposed.hyper, name)) {
             ("lr", lr) => lr * supposed.lr_factor,
             ("weight_decay", decay) => supposed.weight_decay.unwrap_or(decay),
             (_, other) => other,
@@ -422,5 +422,5 @@ fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, St
             false => Ok((*name, value)),
         }
     };
-    supposed.rule.names().hyper.iter().map(number).collect()
+    names.hyper.iter().map(number).collect()
 }

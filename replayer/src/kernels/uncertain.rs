@@ -108,6 +108,12 @@ impl<'a> Uncertain<'a> {
         (sum(own_terms), sum(row))
     }
 
+    /// The largest error that its roundings can add up to: that of one rounding is √3 of its
+    /// standard deviations.
+    fn most(&self) -> f64 {
+        3f64.sqrt() * self.by.iter().map(|c| c.abs()).sum::<f64>()
+    }
+
     /// `value`, whose derivative by this number is `slope` and by another one as given.
     #[inline(always)]
     fn result(mut self, value: f64, slope: f64, other: Option<(&Uncertain<'a>, f64)>) -> Self {
@@ -184,6 +190,47 @@ impl Number for Uncertain<'_> {
         self
     }
 
+    /// Rounding may have brought a number near 0 to either side of it, or onto it.
+    fn sign(self) -> Self {
+        let is_certain = self.value.abs() > self.most();
+        let mut sign = self.roundings.exact(self.value.sign());
+        if !is_certain {
+            sign.err(1.0 + sign.value.abs());
+        }
+        sign
+    }
+
+    /// Of two numbers that lie nearer to each other than rounding may have moved them, the job may
+    /// have taken either: the larger of them errs by what it erred by, and by at most what the
+    /// other's error differs from that.
+    fn larger(self, other: Self) -> Self {
+        let is_other = other.value > self.value || other.value.is_nan();
+        if is_other && !self.value.is_nan() {
+            return other.larger(self);
+        }
+        let difference = Uncertain {
+            value: self.value - other.value,
+            by: std::array::from_fn(|at| self.by[at] - other.by[at]),
+            roundings: self.roundings,
+        };
+        let (is_near, (own, row)) = (difference.value <= difference.most(), difference.variances());
+        let mut larger = self;
+        if is_near {
+            larger.err((own + row).sqrt());
+        }
+        larger
+    }
+
+    /// Where the number is 0 its logarithm has no slope, and the power has: 1 for the first one,
+    /// else 0.
+    fn power(self, exponent: f64) -> Self {
+        if self.value == 0.0 {
+            let slope = if exponent == 1.0 { 1.0 } else { 0.0 };
+            return self.result(0.0, slope, None);
+        }
+        self.ln().times(exponent).exp()
+    }
+
     fn step(mut self) -> Self {
         if let Some(precision) = self.roundings.between {
             self.err(precision.deviation(self.value));
@@ -255,6 +302,35 @@ mod tests {
         let own_error = roundings.with_variance(1.0, 0.25);
         let (own_variance, row) = (own_error * x).variances();
         assert!((own_variance - 1.0).abs() < 1e-12 && (row - 0.01).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_choice_is_uncertain_only_where_rounding_can_turn_it() {
+        let roundings = Roundings::new(0.0, None);
+        let with_error = |value| roundings.with_variance(value, 1e-4);
+        assert_eq!(with_error(1.0).sign().variances().0, 0.0);
+        assert_eq!(with_error(-0.01).sign().variances().0, 4.0, "the other side is 2 away");
+        assert_eq!(with_error(0.0).sign().variances().0, 1.0);
+        assert_eq!(roundings.exact(0.0).sign().variances().0, 0.0);
+        let apart = with_error(2.0).larger(roundings.with_variance(1.0, 1e-2));
+        assert!((apart.variances().0 - 1e-4).abs() < 1e-12);
+        let near = roundings.with_variance(1.9, 1e-2).larger(with_error(2.0));
+        assert!(near.value == 2.0 && near.variances().0 >= 1e-2, "{near:?}");
+        assert!(roundings.exact(f64::NAN).larger(with_error(2.0)).value.is_nan());
+        assert!(with_error(2.0).larger(roundings.exact(f64::NAN)).value.is_nan());
+    }
+
+    #[test]
+    fn powers_of_zero_have_an_error_that_is_a_number() {
+        let roundings = Roundings::new(Precision::F32.unit_roundoff(), None);
+        let power = |exponent| {
+            let power = roundings.with_variance(0.0, 1e-90).power(exponent);
+            (power.value, power.variances().0)
+        };
+        assert_eq!(power(1.0), (0.0, 1e-90));
+        assert_eq!(power(3.0), (0.0, 0.0));
+        assert_eq!(0f64.power(3.0), 0.0);
+        assert_eq!(0f32.power(3.0), 0.0);
     }
 
     #[test]
