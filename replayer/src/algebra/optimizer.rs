@@ -60,7 +60,9 @@ impl Judge<'_> {
         for piece in inventory.pieces(after, &origin) {
             let rank = piece.ranks[0];
             let step = self.step_of(rank, parameter);
-            let is_first = step.is_none_or(|step| step <= 1.0);
+            // SGD counts no steps: its first one is that before which there is no state.
+            let has_state = tensors.keys().any(|(part, _)| matches!(part, Part::StateBefore(_)));
+            let is_first = step.map_or(!has_state, |step| step <= 1.0);
             let tensors = Tensors { parameter, before, after, rank, is_first };
             judged.extend(self.optimized(&tensors, &piece));
         }
@@ -109,10 +111,15 @@ impl Judge<'_> {
         if optimizer.skipped {
             return unchecked("the job left the optimizer's step out".into());
         }
-        let step = self.step_of(rank, parameter).unwrap_or(1.0);
+        let counted = self.step_of(rank, parameter);
+        let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });
         let Some(rule) = Rule::of(optimizer, hyper, step) else {
             return unchecked(unknown_rule(optimizer));
         };
+        if counted.is_none() && rule.names().counts_steps {
+            let name = rule.names().words;
+            return unchecked(format!("{name} counts its steps, and the count was not recorded"));
+        }
         let gradient = OF_GRADIENT.iter().rev().find_map(|part| inventory.key(parameter, part));
         let Some(gradient) = gradient else {
             return unchecked("the gradient that the optimizer took was not recorded".into());

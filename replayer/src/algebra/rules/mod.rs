@@ -26,7 +26,9 @@ use backtape::index_box::IndexBox;
 
 use super::declaration::{Hyper, Optimizer};
 use super::judge::{Compared, Judge, Operand};
-use crate::ops::{Declared, Span, tallies, values};
+use crate::ops::{Declared, values};
+#[cfg(test)]
+use crate::ops::{Span, tallies};
 
 pub use variation::Variation;
 

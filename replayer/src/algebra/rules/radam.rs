@@ -9,7 +9,7 @@
 
 use super::formulas::{Descent, class, corrected, correction, is_optax, moving, root, square};
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
-use super::{Names, Rule, State, Variation};
+use super::{Names, Rule, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::kernels::number::Number;
 use crate::ops::table::op;
