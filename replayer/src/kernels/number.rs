@@ -48,6 +48,19 @@ pub trait Number:
         self
     }
 
+    /// The same of a number that all elements share, as a hyper-parameter is: frameworks round it
+    /// to the format of the tensor that it multiplies.
+    fn scalar(self) -> Self {
+        self
+    }
+
+    /// This number, to which a change was added on the way to it. What it was before is in the
+    /// format in which a job keeps it, so that changes of less than half a spacing are lost in
+    /// all elements alike.
+    fn changed(self, _change: Self) -> Self {
+        self
+    }
+
     /// `1 - t²`, the derivative of tanh where tanh is t. As a product, since t² is near 1 where
     /// tanh bends most.
     fn one_minus_square(self) -> Self {

@@ -16,8 +16,11 @@ use super::round::Precision;
 
 /// Roundings that are told apart. All further ones share the last place, as if they erred
 /// together and nothing of them cancelled, which overstates the error.
-const SOURCES: usize = 24;
+const SOURCES: usize = 32;
 const LAST: usize = SOURCES - 1;
+
+/// Numbers that all elements share and a formula may round.
+const SCALARS: usize = 8;
 
 /// What the operations round, and the roundings so far.
 #[derive(Debug)]
@@ -29,6 +32,8 @@ pub struct Roundings {
     used: Cell<usize>,
     /// The roundings before are shared by all elements of a row.
     shared: Cell<usize>,
+    /// The places of numbers that all elements share: the first of them, and the next one.
+    scalars: Cell<(usize, usize)>,
 }
 
 /// A number with its error.
@@ -44,13 +49,23 @@ pub struct Uncertain<'a> {
 impl Roundings {
     /// Arithmetic of unit roundoff `unit`; the result of a whole step may be kept in `between`.
     pub fn new(unit: f64, between: Option<Precision>) -> Roundings {
-        Roundings { unit, between, used: Cell::new(0), shared: Cell::new(0) }
+        let [used, shared] = [0, 0].map(Cell::new);
+        Roundings { unit, between, used, shared, scalars: Cell::new((0, 0)) }
     }
 
     /// Forgets all roundings: those of the row before are not those of this one.
     pub fn begin_row(&self) {
         self.used.set(0);
         self.shared.set(0);
+    }
+
+    /// Leaves places for numbers of a formula that all elements of the row share.
+    pub fn reserve(&self) {
+        if self.between.is_some() {
+            let first = self.used.get();
+            self.scalars.set((first, first));
+            self.used.set(first + SCALARS);
+        }
     }
 
     /// What was rounded since the row began is shared by all of its elements.
@@ -61,6 +76,9 @@ impl Roundings {
     /// Forgets the roundings of the element before.
     pub fn begin_element(&self) {
         self.used.set(self.shared.get());
+        // A formula rounds the same numbers in the same order for each element.
+        let (first, _) = self.scalars.get();
+        self.scalars.set((first, first));
     }
 
     /// A number of which nothing was rounded.
@@ -89,6 +107,14 @@ impl<'a> Uncertain<'a> {
             let place = self.roundings.next();
             self.by[place] += deviation.abs();
         }
+    }
+
+    /// The same of an error that all elements share.
+    fn err_as_scalar(&mut self, deviation: f64) {
+        let (first, place) = self.roundings.scalars.get();
+        debug_assert!(place < first + SCALARS, "a formula rounds {SCALARS} shared numbers at most");
+        self.roundings.scalars.set((first, place + 1));
+        self.by[place.min(LAST)] += deviation;
     }
 
     /// The standard deviations that the roundings shared by its row give it, with their signs.
@@ -125,7 +151,14 @@ impl<'a> Uncertain<'a> {
             self.by.iter_mut().zip(&other.by).for_each(|(c, d)| *c += d * slope);
             self.by[LAST] = last.abs() + (other.by[LAST] * slope).abs();
         }
-        self.err(self.roundings.unit * value.abs() / 3f64.sqrt());
+        let deviation = self.roundings.unit * value.abs() / 3f64.sqrt();
+        match self.roundings.between {
+            // Nothing beside the roundings of whole steps, which the places are for.
+            Some(precision) if self.roundings.unit < precision.unit_roundoff() / 1024.0 => {
+                self.by[LAST] += deviation;
+            }
+            _ => self.err(deviation),
+        }
         self
     }
 }
@@ -192,7 +225,7 @@ impl Number for Uncertain<'_> {
 
     /// Rounding may have brought a number near 0 to either side of it, or onto it.
     fn sign(self) -> Self {
-        let is_certain = self.value.abs() > self.most();
+        let is_certain = self.most() == 0.0 || self.value.abs() > self.most();
         let mut sign = self.roundings.exact(self.value.sign());
         if !is_certain {
             sign.err(1.0 + sign.value.abs());
@@ -234,6 +267,24 @@ impl Number for Uncertain<'_> {
     fn step(mut self) -> Self {
         if let Some(precision) = self.roundings.between {
             self.err(precision.deviation(self.value));
+        }
+        self
+    }
+
+    /// Its value is known, and so is what rounding changes of it, if the job rounds it.
+    fn scalar(mut self) -> Self {
+        if let Some(precision) = self.roundings.between {
+            let error = precision.round64(self.value) - self.value;
+            self.err_as_scalar(error.abs() / 3f64.sqrt());
+        }
+        self
+    }
+
+    fn changed(mut self, change: Self) -> Self {
+        if let Some(precision) = self.roundings.between {
+            let rounding = precision.deviation(self.value);
+            self.err_as_scalar(rounding.min(change.value.abs() / 3f64.sqrt()));
+            self.err(rounding);
         }
         self
     }

@@ -93,11 +93,12 @@ op! {
                 let gradient = op.descent.gradient(grad, before.clone(), weight_decay.clone());
                 let decay = lr_decay.times(op.step - 1.0).plus(1.0);
                 let moved = (gradient / root(sum, eps, op.eps_inside)).step();
-                let moved = (moved * (lr.clone() / decay)).step();
+                let moved = (moved * (lr.clone() / decay).scalar()).step();
                 op.descent.subtracted(moved, before, weight_decay, lr)
             },
             "what is added to the parameter";
-        after: Plane Forward Each |op, before, update| op.descent.after(before, update),
+        after: Plane Forward Each |op, before, update, lr, weight_decay|
+            op.descent.after(before, update, weight_decay, lr),
             "the parameter after the step";
     }
 }

@@ -14,7 +14,7 @@ pub const CLASSES: &[&str] = &["Adam", "AdamW", "adam", "adamw", "FusedAdam"];
 /// How frameworks call its tensors and hyper-parameters.
 pub const NAMES: Names = Names {
     words: "Adam, AdamW, AMSGrad",
-    source: "Kingma and Ba 2015; Loshchilov and Hutter 2019; Reddi, Kale and Kumar 2018",
+    source: "Kingma and Ba 2015; Reddi et al. 2018",
     counts_steps: true,
     states: &[
         State { after: "exp_avg", before: "exp_avg_before", recorded: &["exp_avg", "mu", "m"] },
@@ -119,7 +119,8 @@ op! {
                 op.descent.update(moved, before, weight_decay, lr)
             },
             "what is added to the parameter";
-        after: Plane Forward Each |op, before, update| op.descent.after(before, update),
+        after: Plane Forward Each |op, before, update, lr, weight_decay|
+            op.descent.after(before, update, weight_decay, lr),
             "the parameter after the step";
     }
 }

@@ -91,19 +91,20 @@ op! {
         exp_inf: Plane Forward Each
             |op, grad, before, exp_inf_before, beta2, eps, weight_decay| {
                 let size = op.descent.gradient(grad, before, weight_decay).abs();
-                let size = if op.eps_divides { size } else { (size + eps).step() };
-                (exp_inf_before * beta2).step().larger(size)
+                let size = if op.eps_divides { size } else { (size + eps.scalar()).step() };
+                (exp_inf_before * beta2.scalar()).step().larger(size)
             },
             "the largest gradient";
         update: Plane Forward Each
             |op, before, exp_avg, exp_inf, lr, beta1, eps, weight_decay| {
                 let first = corrected(exp_avg, correction(beta1, op.step), op.corrections);
-                let largest = if op.eps_divides { (exp_inf + eps).step() } else { exp_inf };
+                let largest = if op.eps_divides { (exp_inf + eps.scalar()).step() } else { exp_inf };
                 let direction = (first / largest).step();
                 op.descent.update(direction, before, weight_decay, lr)
             },
             "what is added to the parameter";
-        after: Plane Forward Each |op, before, update| op.descent.after(before, update),
+        after: Plane Forward Each |op, before, update, lr, weight_decay|
+            op.descent.after(before, update, weight_decay, lr),
             "the parameter after the step";
     }
 }

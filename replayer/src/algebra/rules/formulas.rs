@@ -30,34 +30,34 @@ impl Descent {
     /// The gradient that the rest of the rule takes.
     pub fn gradient<N: Number>(&self, grad: N, before: N, weight_decay: N) -> N {
         let grad = if self.maximize { grad.times(-1.0) } else { grad };
-        if self.decoupled { grad } else { (grad + (before * weight_decay).step()).step() }
+        if self.decoupled { grad } else { (grad + (before * weight_decay.scalar()).step()).step() }
     }
 
     /// What is added to a parameter that is moved by `lr direction`.
     pub fn update<N: Number>(&self, direction: N, before: N, weight_decay: N, lr: N) -> N {
-        self.subtracted((direction * lr.clone()).step(), before, weight_decay, lr)
+        self.subtracted((direction * lr.clone().scalar()).step(), before, weight_decay, lr)
     }
 
     /// What is added to a parameter from which `moved` is subtracted.
     pub fn subtracted<N: Number>(&self, moved: N, before: N, weight_decay: N, lr: N) -> N {
         let still = moved.times(-1.0);
         match self.decoupled {
-            true => still - ((before * weight_decay).step() * lr).step(),
+            true => still - ((before * weight_decay.scalar()).step() * lr).step(),
             false => still,
         }
     }
 
     /// The parameter after the step. One that decays by itself may be stored in between.
-    pub fn after<N: Number>(&self, before: N, update: N) -> N {
-        let after = before + update;
-        if self.decoupled { after.step() } else { after }
+    pub fn after<N: Number>(&self, before: N, update: N, weight_decay: N, lr: N) -> N {
+        let after = before.clone() + update;
+        if self.decoupled { after.changed(before * weight_decay * lr) } else { after }
     }
 }
 
 /// `β x + (1 - β) y`
 pub fn moving<N: Number>(moment: N, addend: N, beta: N) -> N {
     let rest = beta.constant(1.0) - beta.clone();
-    (moment * beta).step() + (addend * rest).step()
+    (moment * beta.scalar()).step() + (addend * rest.scalar()).step()
 }
 
 /// `y²`
@@ -73,11 +73,13 @@ pub fn correction<N: Number>(beta: N, step: f64) -> N {
 
 /// A moment that is divided by its correction so often.
 pub fn corrected<N: Number>(moment: N, correction: N, times: u32) -> N {
+    let correction = if times > 0 { correction.scalar() } else { correction };
     (0..times).fold(moment, |moment, _| (moment / correction.clone()).step())
 }
 
 /// The root of a second moment with what keeps it from 0.
 pub fn root<N: Number>(second: N, eps: N, is_inside: bool) -> N {
+    let eps = eps.scalar();
     match is_inside {
         true => (second + eps).step().sqrt(),
         false => second.sqrt().step() + eps,

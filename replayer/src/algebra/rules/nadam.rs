@@ -104,9 +104,9 @@ impl Nadam {
         if !self.looks_ahead {
             return corrected(exp_avg, unit() - product, self.corrections);
         }
-        let own = (gradient * (unit() - momentum)).step();
+        let own = (gradient * (unit() - momentum).scalar()).step();
         let own = corrected(own, unit() - product.clone(), self.corrections);
-        let moment = (exp_avg * next.clone()).step();
+        let moment = (exp_avg * next.clone().scalar()).step();
         own + corrected(moment, unit() - product.clone() * next, self.corrections)
     }
 
@@ -175,8 +175,8 @@ op! {
             },
             "what is added to the parameter";
         // torch adds the part of the gradient and that of the moment one after the other.
-        after: Plane Forward Each |op, before, update|
-            op.descent.after(before, update).times(1.0).step(),
+        after: Plane Forward Each |op, before, update, lr, weight_decay|
+            op.descent.after(before, update, weight_decay, lr).times(1.0).step(),
             "the parameter after the step";
     }
 }

@@ -119,7 +119,7 @@ impl Radam {
             }
         };
         match self.rectifies {
-            true => (adapted.step() * self.rectification(beta2)).step(),
+            true => (adapted.step() * self.rectification(beta2).scalar()).step(),
             false => adapted.step(),
         }
     }
@@ -191,7 +191,8 @@ op! {
                 op.descent.update(direction, before, weight_decay, lr)
             },
             "what is added to the parameter";
-        after: Plane Forward Each |op, before, update| op.descent.after(before, update),
+        after: Plane Forward Each |op, before, update, lr, weight_decay|
+            op.descent.after(before, update, weight_decay, lr),
             "the parameter after the step";
     }
 }

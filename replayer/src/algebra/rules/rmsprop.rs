@@ -91,7 +91,7 @@ impl Rmsprop {
 
     /// What is added to the momentum.
     fn addend<N: Number>(&self, normed: N, lr: N) -> N {
-        if self.holds_changes { (normed * lr).step().times(-1.0) } else { normed }
+        if self.holds_changes { (normed * lr.scalar()).step().times(-1.0) } else { normed }
     }
 
     pub(super) fn variations(&self) -> Vec<Variation> {
@@ -123,7 +123,10 @@ impl Rmsprop {
         }
         let corrections = |corrections| Rmsprop { corrections, ..own() };
         if self.step.is_finite() {
-            all.extend(of_corrections(Rule::Rmsprop, self.corrections, corrections));
+            let mut corrected = of_corrections(Rule::Rmsprop, self.corrections, corrections);
+            // Twice corrected, the square of the mean is larger than that from which it is taken.
+            corrected.retain(|own| !self.centered || own.cause != "bias-correction-twice");
+            all.extend(corrected);
         }
         all.extend(of_descent(Rule::Rmsprop, self.descent, |descent| Rmsprop { descent, ..own() }));
         all
@@ -159,7 +162,7 @@ op! {
              eps, weight_decay| {
                 let gradient = op.descent.gradient(grad, before, weight_decay);
                 let normed = op.normed(gradient, square_avg, grad_avg, alpha, eps);
-                (momentum_buffer_before * momentum).step() + op.addend(normed, lr)
+                (momentum_buffer_before * momentum.scalar()).step() + op.addend(normed, lr)
             },
             "the momentum";
         update: Plane Forward Each
@@ -173,7 +176,7 @@ op! {
                 let ahead = match op.nesterov {
                     true => {
                         let addend = op.addend(normed, lr.clone());
-                        ((momentum_buffer * momentum).step() + addend).step()
+                        ((momentum_buffer * momentum.scalar()).step() + addend).step()
                     }
                     false => momentum_buffer,
                 };
@@ -185,7 +188,8 @@ op! {
                 }
             },
             "what is added to the parameter";
-        after: Plane Forward Each |op, before, update| op.descent.after(before, update),
+        after: Plane Forward Each |op, before, update, lr, weight_decay|
+            op.descent.after(before, update, weight_decay, lr),
             "the parameter after the step";
     }
 }

@@ -99,21 +99,22 @@ op! {
                     return gradient;
                 }
                 let share = dampening.constant(1.0) - dampening;
-                (momentum_buffer_before * momentum).step() + (gradient * share).step()
+                (momentum_buffer_before * momentum.scalar()).step() + (gradient * share.scalar()).step()
             },
             "the momentum";
         update: Plane Forward Each
             |op, grad, before, momentum_buffer, lr, momentum, weight_decay| {
                 let gradient = op.descent.gradient(grad, before.clone(), weight_decay.clone());
                 let direction = match (op.has_momentum, op.nesterov) {
-                    (true, true) => (gradient + (momentum_buffer * momentum).step()).step(),
+                    (true, true) => (gradient + (momentum_buffer * momentum.scalar()).step()).step(),
                     (true, false) => momentum_buffer,
                     (false, _) => gradient,
                 };
                 op.descent.update(direction, before, weight_decay, lr)
             },
             "what is added to the parameter";
-        after: Plane Forward Each |op, before, update| op.descent.after(before, update),
+        after: Plane Forward Each |op, before, update, lr, weight_decay|
+            op.descent.after(before, update, weight_decay, lr),
             "the parameter after the step";
     }
 }

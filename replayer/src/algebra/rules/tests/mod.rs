@@ -85,7 +85,9 @@ fn excess(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Option<String> {
     let recorded = compared.into_iter().filter_map(|(name, tally)| match tally {
         Err(why) if why == format!("{name} was not recorded") => None,
         Err(why) => panic!("{}: {name}: {why}", job.class),
-        Ok(tally) => tally.excess(&span.bound).map(|why| format!("{name}: {why}")),
+        Ok(tally) => {
+            tally.excess(&span.bound).map(|why| format!("{name}: {why} {:?}", tally.worst))
+        }
     });
     recorded.collect::<Vec<_>>().into_iter().next()
 }
@@ -126,7 +128,7 @@ fn drawn(kind: &'static naive::Kind, rounding: [Precision; 2], draw: &mut Draw) 
         "alpha",
         one_of(draw, if switches.contains("centered") { &betas[2..] } else { &betas }),
     );
-    Job::new(kind, rounding, hyper, switches, draw.bits() & 1 == 1)
+    Job::new(kind, rounding, hyper, switches, [(); 2].map(|()| draw.bits() & 1 == 1))
 }
 
 /// Goal: no false alarm. Method: a table of jobs, precisions and draws, each of 1 to 20 steps.
@@ -175,7 +177,7 @@ fn a_planted_variation_diverges_and_is_explained_by_itself() {
             ]);
             for steps in [4, 8] {
                 let rounding = [Precision::F32, Precision::F32];
-                let job = || Job::new(kind, rounding, hyper.clone(), switches.clone(), false);
+                let job = || Job::new(kind, rounding, hyper.clone(), switches.clone(), [false; 2]);
                 let (rule, hyper) = rule(&job(), steps);
                 for (at, variation) in rule.variations().into_iter().enumerate() {
                     let mut job = job();

@@ -97,13 +97,16 @@ pub struct Job {
     pub fault: Option<&'static str>,
     /// Whether the update takes states before they are rounded to what they are stored in.
     keeps: bool,
+    /// Whether numbers that all elements share are rounded to what parameters are stored in.
+    rounds_scalars: bool,
     kind: &'static Kind,
 }
 
 impl std::fmt::Debug for Job {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Job { class, parameters, states, hyper, switches, keeps, .. } = self;
-        write!(f, "{class} in {parameters:?}, {states:?} ({keeps}) {switches:?} {hyper:?}")
+        let Job { class, parameters, states, hyper, switches, keeps, rounds_scalars, .. } = self;
+        let ways = (keeps, rounds_scalars);
+        write!(f, "{class} in {parameters:?}, {states:?} {ways:?} {switches:?} {hyper:?}")
     }
 }
 
@@ -113,7 +116,7 @@ impl Job {
         [parameters, states]: [Precision; 2],
         hyper: BTreeMap<&'static str, f64>,
         switches: BTreeSet<&'static str>,
-        keeps: bool,
+        [keeps, rounds_scalars]: [bool; 2],
     ) -> Job {
         let (class, parameter, state) = (kind.class, Vec::new(), State::new());
         let (step, counts_as, fault) = (0, None, None);
@@ -129,6 +132,7 @@ impl Job {
             counts_as,
             fault,
             keeps,
+            rounds_scalars,
             kind,
         }
     }
@@ -177,6 +181,11 @@ impl Job {
         self.parameters.round(x)
     }
 
+    /// Rounds a number that all elements share.
+    fn c(&self, x: f64) -> f32 {
+        if self.rounds_scalars { self.r(x as f32) } else { x as f32 }
+    }
+
     /// Stores a state, and hands on what the update takes of it.
     fn kept(&self, x: f32) -> f32 {
         if self.keeps { x } else { self.states.round(x) }
@@ -184,7 +193,7 @@ impl Job {
 
     /// `β x + (1 - β) y`
     fn moving(&self, x: f32, y: f32, beta: f64) -> f32 {
-        self.r(self.r(beta as f32 * x) + self.r((1.0 - beta) as f32 * y))
+        self.r(self.r(self.c(beta) * x) + self.r(self.c(1.0 - beta) * y))
     }
 
     fn is_decoupled(&self) -> bool {
@@ -198,8 +207,8 @@ impl Job {
         let g = if self.is_on("maximize", "update-ascends") { -g } else { g };
         let decay = self.number("weight_decay");
         match self.is_decoupled() {
-            true => (g, self.r(p * (1.0 - self.number("lr") * decay) as f32)),
-            false => (self.r(g + self.r(decay as f32 * p)), p),
+            true => (g, self.r(p * self.c(1.0 - self.number("lr") * decay))),
+            false => (self.r(g + self.r(self.c(decay) * p)), p),
         }
     }
 
@@ -218,7 +227,7 @@ impl Job {
 
     /// The root of a second moment, with ε.
     fn root(&self, second: f32, is_inside: bool) -> f32 {
-        let eps = self.number("eps") as f32;
+        let eps = self.c(self.number("eps"));
         match is_inside != self.has("eps-inside-sqrt") {
             true => self.r(self.r(second + eps).sqrt()),
             false => self.r(self.r(second.sqrt()) + eps),
@@ -227,19 +236,19 @@ impl Job {
 
     fn sgd(&self, element: Element) -> Element {
         let (g, p) = self.begun(element);
-        let (momentum, lr) = (self.number("momentum"), self.number("lr") as f32);
+        let (momentum, lr) = (self.number("momentum"), self.c(self.number("lr")));
         let [mut buffer, ..] = element.s;
         buffer = match momentum == 0.0 || self.step == 1 || self.has("state-reset") {
             true => g,
             false => {
-                let share = (1.0 - self.number("dampening")) as f32;
-                self.r(self.r(momentum as f32 * buffer) + self.r(share * g))
+                let share = self.c(1.0 - self.number("dampening"));
+                self.r(self.r(self.c(momentum) * buffer) + self.r(share * g))
             }
         };
         let used = self.kept(buffer);
         let moved = match (momentum != 0.0, self.is_on("nesterov", "nesterov")) {
             (false, _) => g,
-            (true, true) => self.r(g + self.r(momentum as f32 * used)),
+            (true, true) => self.r(g + self.r(self.c(momentum) * used)),
             (true, false) => used,
         };
         Element { p: self.r(p - self.r(lr * moved)), s: [buffer, 0.0, 0.0], ..element }
@@ -253,10 +262,10 @@ impl Job {
         let v = self.moving(v, self.r(g * g), beta2);
         let most = if self.switches.contains("amsgrad") { most.max(self.kept(v)) } else { v };
         let [first, second] = [m, most].map(|x| self.kept(x));
-        let first = self.r(first / self.correction(beta1, 1) as f32);
-        let second = self.r(second / self.correction(beta2, 1) as f32);
+        let first = self.r(first / self.c(self.correction(beta1, 1)));
+        let second = self.r(second / self.c(self.correction(beta2, 1)));
         let moved = self.r(first / self.root(second, false));
-        let p = self.r(p - self.r(self.number("lr") as f32 * moved));
+        let p = self.r(p - self.r(self.c(self.number("lr")) * moved));
         Element { p, s: [m, v, most], ..element }
     }
 
@@ -266,19 +275,19 @@ impl Job {
         let sum = self.r(before + self.r(g * g));
         let lr = self.number("lr") / (1.0 + (self.t() - 1.0) * self.number("lr_decay"));
         let root = self.root(self.kept(sum), self.is_optax());
-        let p = self.r(p - self.r(self.r(g * lr as f32) / root));
+        let p = self.r(p - self.r(self.r(g * self.c(lr)) / root));
         Element { p, s: [sum, 0.0, 0.0], ..element }
     }
 
     fn rmsprop(&self, element: Element) -> Element {
         let (g, p) = self.begun(element);
-        let (alpha, lr) = (self.number("alpha"), self.number("lr") as f32);
-        let momentum = self.number("momentum") as f32;
+        let (alpha, lr) = (self.number("alpha"), self.c(self.number("lr")));
+        let momentum = self.c(self.number("momentum"));
         let [v, m, buffer] = element.s;
         let v = self.moving(v, self.r(g * g), alpha);
         let m = self.moving(m, g, alpha);
         let own = i32::from(self.switches.contains("bias_correction"));
-        let correction = self.correction(alpha, own) as f32;
+        let correction = self.c(self.correction(alpha, own));
         let [mut second, first] = [v, m].map(|x| self.r(self.kept(x) / correction));
         if self.is_on("centered", "not-centered") {
             second = self.r(second - self.r(first * first));
@@ -314,7 +323,7 @@ impl Job {
             Some("update-from-new-moment") => sign(self.kept(m)),
             _ => sign(mixed),
         };
-        let p = self.r(p - self.r(self.number("lr") as f32 * moved));
+        let p = self.r(p - self.r(self.c(self.number("lr")) * moved));
         Element { p, s: [m, 0.0, 0.0], ..element }
     }
 
@@ -340,7 +349,7 @@ impl Job {
         }
         let (this, next) = (self.momentum_of(t), self.momentum_of(t + 1.0));
         let times = self.corrections(1);
-        let second = self.r(self.kept(v) / self.correction(beta2, 1) as f32);
+        let second = self.r(self.kept(v) / self.c(self.correction(beta2, 1)));
         let (lr, product) = (self.number("lr"), f64::from(product));
         let root = self.root(second, false);
         let (of_grad, of_moment) = match self.has("nesterov") {
@@ -350,8 +359,8 @@ impl Job {
                 next / (1.0 - product * next).powi(times),
             ),
         };
-        let p = self.r(p - self.r(self.r((lr * of_grad) as f32 * g) / root));
-        let p = self.r(p - self.r(self.r((lr * of_moment) as f32 * self.kept(m)) / root));
+        let p = self.r(p - self.r(self.r(self.c(lr * of_grad) * g) / root));
+        let p = self.r(p - self.r(self.r(self.c(lr * of_moment) * self.kept(m)) / root));
         Element { p, s: [m, v, 0.0], ..element }
     }
 
@@ -360,38 +369,38 @@ impl Job {
         let (beta1, beta2, t) = (self.number("beta1"), self.number("beta2"), self.t());
         let m = self.moving(element.s[0], g, beta1);
         let v = self.moving(element.s[1], self.r(g * g), beta2);
-        let first = self.r(self.kept(m) / self.correction(beta1, 1) as f32);
+        let first = self.r(self.kept(m) / self.c(self.correction(beta1, 1)));
         let longest = 2.0 / (1.0 - beta2) - 1.0;
         let length = longest - 2.0 * t * beta2.powf(t) / (1.0 - beta2.powf(t));
         let mut moved = first;
         if (length > 5.0) != self.has("rectification-threshold") {
             let second = self.correction(beta2, 1);
             let scale = match self.is_optax() {
-                true => self.r(1.0 / self.root(self.r(self.kept(v) / second as f32), false)),
-                false => self.r(second.sqrt() as f32 / self.root(self.kept(v), false)),
+                true => self.r(1.0 / self.root(self.r(self.kept(v) / self.c(second)), false)),
+                false => self.r(self.c(second.sqrt()) / self.root(self.kept(v), false)),
             };
             moved = self.r(first * scale);
             if !self.has("rectification-missing") {
                 let own = (length - 4.0) * (length - 2.0) * longest;
                 let most = (longest - 4.0) * (longest - 2.0) * length;
-                moved = self.r(moved * (own / most).sqrt() as f32);
+                moved = self.r(moved * self.c((own / most).sqrt()));
             }
         }
-        let p = self.r(p - self.r(self.number("lr") as f32 * moved));
+        let p = self.r(p - self.r(self.c(self.number("lr")) * moved));
         Element { p, s: [m, v, 0.0], ..element }
     }
 
     fn adamax(&self, element: Element) -> Element {
         let (g, p) = self.begun(element);
-        let (beta1, eps) = (self.number("beta1"), self.number("eps") as f32);
+        let (beta1, eps) = (self.number("beta1"), self.c(self.number("eps")));
         let m = self.moving(element.s[0], g, beta1);
         let is_elsewhere = self.has("eps-elsewhere");
         let size = if is_elsewhere { g.abs() } else { self.r(g.abs() + eps) };
-        let most = self.r(self.number("beta2") as f32 * element.s[1]).max(size);
+        let most = self.r(self.c(self.number("beta2")) * element.s[1]).max(size);
         let divisor = if is_elsewhere { self.r(self.kept(most) + eps) } else { self.kept(most) };
-        let first = self.r(self.kept(m) / self.correction(beta1, 1) as f32);
+        let first = self.r(self.kept(m) / self.c(self.correction(beta1, 1)));
         let moved = self.r(first / divisor);
-        let p = self.r(p - self.r(self.number("lr") as f32 * moved));
+        let p = self.r(p - self.r(self.c(self.number("lr")) * moved));
         Element { p, s: [m, most, 0.0], ..element }
     }
 }
