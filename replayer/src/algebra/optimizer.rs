@@ -61,11 +61,10 @@ impl Judge<'_> {
         let mut judged = Vec::new();
         for piece in inventory.pieces(after, &origin) {
             let rank = piece.ranks[0];
-            // Without a counter the step is the first one where there was no state before it.
-            let is_first = match self.step_of(rank, parameter) {
-                Some(step) => step <= 1.0,
-                None => !has_state,
-            };
+            let step = self.step_of(rank, parameter);
+            // SGD counts no steps: its first one is that before which there is no state.
+            let has_state = tensors.keys().any(|(part, _)| matches!(part, Part::StateBefore(_)));
+            let is_first = step.map_or(!has_state, |step| step <= 1.0);
             let tensors = Tensors { parameter, before, after, rank, is_first };
             judged.extend(self.optimized(&tensors, &piece));
         }
@@ -114,11 +113,15 @@ impl Judge<'_> {
         if optimizer.skipped {
             return unchecked("the job left the optimizer's step out".into());
         }
-        let unknown = if tensors.is_first { 1.0 } else { 2.0 };
-        let step = self.step_of(rank, parameter).unwrap_or(unknown);
+        let counted = self.step_of(rank, parameter);
+        let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });
         let Some(rule) = Rule::of(optimizer, hyper, step) else {
             return unchecked(unknown_rule(optimizer));
         };
+        if counted.is_none() && rule.names().counts_steps {
+            let name = rule.names().words;
+            return unchecked(format!("{name} counts its steps, and the count was not recorded"));
+        }
         let gradient = OF_GRADIENT.iter().rev().find_map(|part| inventory.key(parameter, part));
         let Some(gradient) = gradient else {
             return unchecked("the gradient that the optimizer took was not recorded".into());
@@ -410,9 +413,9 @@ fn unknown_rule(optimizer: &Optimizer) -> String {
 
 /// The hyper-parameters of a rule as numbers.
 fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, String> {
-    let number = |(name, declared, default): &(&'static str, &[&'static str], f64)| {
-        let value = declared.iter().find_map(|own| supposed.hyper.number(own));
-        let value = match (*name, value.unwrap_or(*default)) {
+    let names = supposed.rule.names();
+    let number = |(name, ..): &(&'static str, &'static [&'static str], f64)| {
+        let value = match (*name, names.number(supposed.hyper, name)) {
             ("lr", lr) => lr * supposed.lr_factor,
             ("weight_decay", decay) => supposed.weight_decay.unwrap_or(decay),
             (_, other) => other,
@@ -422,5 +425,5 @@ fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, St
             false => Ok((*name, value)),
         }
     };
-    supposed.rule.names().hyper.iter().map(number).collect()
+    names.hyper.iter().map(number).collect()
 }

@@ -32,10 +32,32 @@ pub trait Number:
     fn sqrt(self) -> Self;
     /// Its absolute value.
     fn abs(self) -> Self;
+    /// Its sign: -1, 0 or 1.
+    fn sign(self) -> Self;
+    /// The larger of two; NaN where one is.
+    fn larger(self, other: Self) -> Self;
+
+    /// It to the power of a positive exponent. It is not negative itself; that of 0 is 0.
+    fn power(self, exponent: f64) -> Self {
+        self.ln().times(exponent).exp()
+    }
 
     /// The result of a whole step, which a job may keep in fewer bits than it computes in: a
     /// policy rounds it here, exact numbers stay as they are.
     fn step(self) -> Self {
+        self
+    }
+
+    /// The same of a number that all elements share, as a hyper-parameter is: frameworks round it
+    /// to the format of the tensor that it multiplies.
+    fn scalar(self) -> Self {
+        self
+    }
+
+    /// This number, to which a change was added on the way to it. What it was before is in the
+    /// format in which a job keeps it, so that changes of less than half a spacing are lost in
+    /// all elements alike.
+    fn changed(self, _change: Self) -> Self {
         self
     }
 
@@ -101,6 +123,16 @@ impl Number for f64 {
     fn abs(self) -> f64 {
         libm::fabs(self)
     }
+
+    #[inline(always)]
+    fn sign(self) -> f64 {
+        if self == 0.0 { self } else { self.signum() }
+    }
+
+    #[inline(always)]
+    fn larger(self, other: f64) -> f64 {
+        if self > other || self.is_nan() { self } else { other }
+    }
 }
 
 impl Number for f32 {
@@ -132,5 +164,15 @@ impl Number for f32 {
     #[inline(always)]
     fn abs(self) -> f32 {
         libm::fabsf(self)
+    }
+
+    #[inline(always)]
+    fn sign(self) -> f32 {
+        if self == 0.0 { self } else { self.signum() }
+    }
+
+    #[inline(always)]
+    fn larger(self, other: f32) -> f32 {
+        if self > other || self.is_nan() { self } else { other }
     }
 }

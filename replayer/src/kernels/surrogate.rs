@@ -13,8 +13,6 @@ pub trait Choices: Number {
     fn exp_m1(self) -> Self;
     /// The smaller of two; NaN where one is.
     fn smaller(self, other: Self) -> Self;
-    /// The larger of two; NaN where one is.
-    fn larger(self, other: Self) -> Self;
     /// Within two bounds.
     fn clipped(self, low: f64, high: f64) -> Self;
     /// One of two: the first where this number is negative.
@@ -120,6 +118,14 @@ impl Number for Differentiated {
     fn abs(self) -> Differentiated {
         self.of(self.value.abs(), self.value.signum())
     }
+
+    fn sign(self) -> Differentiated {
+        self.of(self.value.sign(), 0.0)
+    }
+
+    fn larger(self, other: Differentiated) -> Differentiated {
+        self.times(-1.0).smaller(other.times(-1.0)).times(-1.0)
+    }
 }
 
 impl Choices for Differentiated {
@@ -134,10 +140,6 @@ impl Choices for Differentiated {
             Some(std::cmp::Ordering::Equal) => self.mean(other),
             None => Differentiated { value: f64::NAN, slope: f64::NAN },
         }
-    }
-
-    fn larger(self, other: Differentiated) -> Differentiated {
-        self.times(-1.0).smaller(other.times(-1.0)).times(-1.0)
     }
 
     fn clipped(self, low: f64, high: f64) -> Differentiated {

@@ -19,19 +19,28 @@ pub struct Language {
     pub suffix: &'static str,
     /// Its function for the absolute value.
     pub abs: &'static str,
+    /// Whether it chooses by `condition ? a : b`, and has no functions for the larger of two
+    /// numbers and for the sign.
+    pub has_ternary: bool,
     /// Whether `1 - t²` is a subtraction, as in the f32 rows of the policies.
     pub subtracts_square: bool,
 }
 
 impl Language {
-    const PLAIN: Language =
-        Language { before: "", behind: "", suffix: "", abs: "abs", subtracts_square: false };
+    const PLAIN: Language = Language {
+        before: "",
+        behind: "",
+        suffix: "",
+        abs: "abs",
+        has_ternary: false,
+        subtracts_square: false,
+    };
     /// Python on `jax.numpy`.
     pub const JAX: Language = Language { before: "jnp.", ..Language::PLAIN };
     /// Python on torch.
     pub const TORCH: Language = Language { before: "torch.", ..Language::PLAIN };
     /// C in double precision.
-    pub const C: Language = Language { abs: "fabs", ..Language::PLAIN };
+    pub const C: Language = Language { abs: "fabs", has_ternary: true, ..Language::PLAIN };
     /// C in single precision, with the functions of `device/kernels/prelude.cuh`.
     pub const C_F32: Language =
         Language { behind: "_of", suffix: "f", subtracts_square: true, ..Language::C };
@@ -157,6 +166,27 @@ impl Number for Text<'_> {
         self.call(function)
     }
 
+    fn sign(self) -> Self {
+        if self.program.language.has_ternary {
+            let operand = self.within(Binds::Name);
+            // As a product: C takes the difference of two comparisons for an integer.
+            let unit = self.constant(1.0);
+            let code = format!("(({operand} > 0) - ({operand} < 0))");
+            return unit * Text { code, binds: Binds::Name, ..self };
+        }
+        self.call("sign")
+    }
+
+    fn larger(self, other: Self) -> Self {
+        if self.program.language.has_ternary {
+            let [a, b] = [&self, &other].map(|operand| operand.within(Binds::Name));
+            // What is no number is unlike itself, and stays.
+            let code = format!("({a} > {b} || {a} != {a} ? {a} : {b})");
+            return Text { code, binds: Binds::Name, ..self };
+        }
+        self.call_with("maximum", &other.code)
+    }
+
     fn one_minus_square(self) -> Self {
         let unit = self.constant(1.0);
         if self.program.language.subtracts_square {
@@ -192,10 +222,6 @@ impl Choices for Text<'_> {
         self.call_with("minimum", &other.code)
     }
 
-    fn larger(self, other: Self) -> Self {
-        self.call_with("maximum", &other.code)
-    }
-
     fn clipped(self, low: f64, high: f64) -> Self {
         self.call_with("clip", &format!("{}, {}", number(low), number(high)))
     }
@@ -221,7 +247,21 @@ mod tests {
         assert_eq!((x.clone() * (y.clone() / x.clone())).to_string(), "x * (y / x)");
         assert_eq!(((x.clone() + y).exp() * x.clone()).to_string(), "torch.exp(x + y) * x");
         assert_eq!(x.clone().times(-2.0).to_string(), "x * (-2.0)");
+        assert_eq!(x.clone().sign().to_string(), "torch.sign(x)");
+        assert_eq!(x.clone().larger(x.clone().times(2.0)).to_string(), "torch.maximum(x, x * 2.0)");
         Transform::new(0.5, Some(30.0)).value(program.name("z"));
         assert_eq!(program.lines(), ["z = z * 0.5", "z = torch.tanh(z / 30.0) * 30.0"]);
+    }
+
+    #[test]
+    fn a_formula_read_as_text_is_c_where_there_are_no_functions_for_its_choices() {
+        let program = Program::new(Language::C_F32, "");
+        let [x, y] = ["x", "y"].map(|name| program.name(name));
+        let difference = x.clone() - y.clone();
+        let sign = difference.clone().sign().to_string();
+        assert_eq!(sign, "1.0f * (((x - y) > 0) - ((x - y) < 0))");
+        let larger = difference.larger(y).to_string();
+        assert_eq!(larger, "((x - y) > y || (x - y) != (x - y) ? (x - y) : y)");
+        assert_eq!(x.power(3.0).to_string(), "exp_of(log_of(x) * 3.0f)");
     }
 }

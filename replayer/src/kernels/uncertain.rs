@@ -16,8 +16,11 @@ use super::round::Precision;
 
 /// Roundings that are told apart. All further ones share the last place, as if they erred
 /// together and nothing of them cancelled, which overstates the error.
-const SOURCES: usize = 24;
+const SOURCES: usize = 32;
 const LAST: usize = SOURCES - 1;
+
+/// Numbers that all elements share and a formula may round.
+const SCALARS: usize = 8;
 
 /// What the operations round, and the roundings so far.
 #[derive(Debug)]
@@ -29,6 +32,8 @@ pub struct Roundings {
     used: Cell<usize>,
     /// The roundings before are shared by all elements of a row.
     shared: Cell<usize>,
+    /// The places of numbers that all elements share: the first of them, and the next one.
+    scalars: Cell<(usize, usize)>,
 }
 
 /// A number with its error.
@@ -44,13 +49,23 @@ pub struct Uncertain<'a> {
 impl Roundings {
     /// Arithmetic of unit roundoff `unit`; the result of a whole step may be kept in `between`.
     pub fn new(unit: f64, between: Option<Precision>) -> Roundings {
-        Roundings { unit, between, used: Cell::new(0), shared: Cell::new(0) }
+        let [used, shared] = [0, 0].map(Cell::new);
+        Roundings { unit, between, used, shared, scalars: Cell::new((0, 0)) }
     }
 
     /// Forgets all roundings: those of the row before are not those of this one.
     pub fn begin_row(&self) {
         self.used.set(0);
         self.shared.set(0);
+    }
+
+    /// Leaves places for numbers of a formula that all elements of the row share.
+    pub fn reserve(&self) {
+        if self.between.is_some() {
+            let first = self.used.get();
+            self.scalars.set((first, first));
+            self.used.set(first + SCALARS);
+        }
     }
 
     /// What was rounded since the row began is shared by all of its elements.
@@ -61,6 +76,9 @@ impl Roundings {
     /// Forgets the roundings of the element before.
     pub fn begin_element(&self) {
         self.used.set(self.shared.get());
+        // A formula rounds the same numbers in the same order for each element.
+        let (first, _) = self.scalars.get();
+        self.scalars.set((first, first));
     }
 
     /// A number of which nothing was rounded.
@@ -91,6 +109,14 @@ impl<'a> Uncertain<'a> {
         }
     }
 
+    /// The same of an error that all elements share.
+    fn err_as_scalar(&mut self, deviation: f64) {
+        let (first, place) = self.roundings.scalars.get();
+        debug_assert!(place < first + SCALARS, "a formula rounds {SCALARS} shared numbers at most");
+        self.roundings.scalars.set((first, place + 1));
+        self.by[place.min(LAST)] += deviation;
+    }
+
     /// The standard deviations that the roundings shared by its row give it, with their signs.
     pub fn shared(&self) -> &[f64] {
         &self.by[..self.roundings.shared.get()]
@@ -108,6 +134,12 @@ impl<'a> Uncertain<'a> {
         (sum(own_terms), sum(row))
     }
 
+    /// The largest error that its roundings can add up to: that of one rounding is √3 of its
+    /// standard deviations.
+    fn most(&self) -> f64 {
+        3f64.sqrt() * self.by.iter().map(|c| c.abs()).sum::<f64>()
+    }
+
     /// `value`, whose derivative by this number is `slope` and by another one as given.
     #[inline(always)]
     fn result(mut self, value: f64, slope: f64, other: Option<(&Uncertain<'a>, f64)>) -> Self {
@@ -119,7 +151,14 @@ impl<'a> Uncertain<'a> {
             self.by.iter_mut().zip(&other.by).for_each(|(c, d)| *c += d * slope);
             self.by[LAST] = last.abs() + (other.by[LAST] * slope).abs();
         }
-        self.err(self.roundings.unit * value.abs() / 3f64.sqrt());
+        let deviation = self.roundings.unit * value.abs() / 3f64.sqrt();
+        match self.roundings.between {
+            // Nothing beside the roundings of whole steps, which the places are for.
+            Some(precision) if self.roundings.unit < precision.unit_roundoff() / 1024.0 => {
+                self.by[LAST] += deviation;
+            }
+            _ => self.err(deviation),
+        }
         self
     }
 }
@@ -184,9 +223,68 @@ impl Number for Uncertain<'_> {
         self
     }
 
+    /// Rounding may have brought a number near 0 to either side of it, or onto it.
+    fn sign(self) -> Self {
+        let is_certain = self.most() == 0.0 || self.value.abs() > self.most();
+        let mut sign = self.roundings.exact(self.value.sign());
+        if !is_certain {
+            sign.err(1.0 + sign.value.abs());
+        }
+        sign
+    }
+
+    /// Of two numbers that lie nearer to each other than rounding may have moved them, the job may
+    /// have taken either: the larger of them errs by what it erred by, and by at most what the
+    /// other's error differs from that.
+    fn larger(self, other: Self) -> Self {
+        let is_other = other.value > self.value || other.value.is_nan();
+        if is_other && !self.value.is_nan() {
+            return other.larger(self);
+        }
+        let difference = Uncertain {
+            value: self.value - other.value,
+            by: std::array::from_fn(|at| self.by[at] - other.by[at]),
+            roundings: self.roundings,
+        };
+        let (is_near, (own, row)) = (difference.value <= difference.most(), difference.variances());
+        let mut larger = self;
+        if is_near {
+            larger.err((own + row).sqrt());
+        }
+        larger
+    }
+
+    /// Where the number is 0 its logarithm has no slope, and the power has: 1 for the first one,
+    /// else 0.
+    fn power(self, exponent: f64) -> Self {
+        if self.value == 0.0 {
+            let slope = if exponent == 1.0 { 1.0 } else { 0.0 };
+            return self.result(0.0, slope, None);
+        }
+        self.ln().times(exponent).exp()
+    }
+
     fn step(mut self) -> Self {
         if let Some(precision) = self.roundings.between {
             self.err(precision.deviation(self.value));
+        }
+        self
+    }
+
+    /// Its value is known, and so is what rounding changes of it, if the job rounds it.
+    fn scalar(mut self) -> Self {
+        if let Some(precision) = self.roundings.between {
+            let error = precision.round64(self.value) - self.value;
+            self.err_as_scalar(error.abs() / 3f64.sqrt());
+        }
+        self
+    }
+
+    fn changed(mut self, change: Self) -> Self {
+        if let Some(precision) = self.roundings.between {
+            let rounding = precision.deviation(self.value);
+            self.err_as_scalar(rounding.min(change.value.abs() / 3f64.sqrt()));
+            self.err(rounding);
         }
         self
     }
@@ -255,6 +353,35 @@ mod tests {
         let own_error = roundings.with_variance(1.0, 0.25);
         let (own_variance, row) = (own_error * x).variances();
         assert!((own_variance - 1.0).abs() < 1e-12 && (row - 0.01).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_choice_is_uncertain_only_where_rounding_can_turn_it() {
+        let roundings = Roundings::new(0.0, None);
+        let with_error = |value| roundings.with_variance(value, 1e-4);
+        assert_eq!(with_error(1.0).sign().variances().0, 0.0);
+        assert_eq!(with_error(-0.01).sign().variances().0, 4.0, "the other side is 2 away");
+        assert_eq!(with_error(0.0).sign().variances().0, 1.0);
+        assert_eq!(roundings.exact(0.0).sign().variances().0, 0.0);
+        let apart = with_error(2.0).larger(roundings.with_variance(1.0, 1e-2));
+        assert!((apart.variances().0 - 1e-4).abs() < 1e-12);
+        let near = roundings.with_variance(1.9, 1e-2).larger(with_error(2.0));
+        assert!(near.value == 2.0 && near.variances().0 >= 1e-2, "{near:?}");
+        assert!(roundings.exact(f64::NAN).larger(with_error(2.0)).value.is_nan());
+        assert!(with_error(2.0).larger(roundings.exact(f64::NAN)).value.is_nan());
+    }
+
+    #[test]
+    fn powers_of_zero_have_an_error_that_is_a_number() {
+        let roundings = Roundings::new(Precision::F32.unit_roundoff(), None);
+        let power = |exponent| {
+            let power = roundings.with_variance(0.0, 1e-90).power(exponent);
+            (power.value, power.variances().0)
+        };
+        assert_eq!(power(1.0), (0.0, 1e-90));
+        assert_eq!(power(3.0), (0.0, 0.0));
+        assert_eq!(0f64.power(3.0), 0.0);
+        assert_eq!(0f32.power(3.0), 0.0);
     }
 
     #[test]

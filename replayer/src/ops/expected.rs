@@ -133,6 +133,7 @@ impl<O: Op> Evaluation<'_, O> {
                 *number = input.number(at(input, 0), roundings);
             }
         }
+        roundings.reserve();
         roundings.share();
         for column in columns.clone() {
             roundings.begin_element();

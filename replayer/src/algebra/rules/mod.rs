@@ -4,18 +4,42 @@
 //! `update`, each tensor of the state by one name (with `_before` for its value before the step),
 //! and the hyper-parameters. Nothing here is taken from a framework's code: references and the
 //! frameworks that they judge share the published formula alone.
+//!
+//! A table has stages that are computed element by element. Rules that take a norm or a product of
+//! a whole matrix (LAMB, Adafactor, Muon) are no such tables, and are not known here: the steps of
+//! these optimizers are unchecked.
 
+pub mod adagrad;
 pub mod adam;
+pub mod adamax;
+mod formulas;
+pub mod lion;
+pub mod nadam;
+pub mod radam;
+pub mod rmsprop;
 pub mod sgd;
+#[cfg(test)]
+mod tests;
+mod variation;
 
 use backtape::index_box::IndexBox;
 
 use super::declaration::{Hyper, Optimizer};
 use super::judge::{Compared, Judge, Operand};
 use crate::ops::{Declared, values};
+#[cfg(test)]
+use crate::ops::{Span, tallies};
+
+pub use variation::Variation;
 
 /// How frameworks call what a rule's table names.
 pub struct Names {
+    /// What people call the rule.
+    pub words: &'static str,
+    /// Where it was published.
+    pub source: &'static str,
+    /// Whether it depends on which step it is, however it is switched.
+    pub counts_steps: bool,
     /// Tensors of the state.
     pub states: &'static [State],
     /// Hyper-parameters: the name in the table, those that are declared, and the value where none
@@ -33,16 +57,16 @@ pub struct State {
     pub recorded: &'static [&'static str],
 }
 
-/// A rule that was changed as a faulty optimizer might be.
-pub struct Variation {
-    /// The cause's name in docs/causes.md.
-    pub cause: &'static str,
-    /// What is supposed, in words.
-    pub words: String,
-    /// What to look at.
-    pub look: &'static str,
-    /// The rule.
-    pub rule: Rule,
+impl Names {
+    /// A declared hyper-parameter, by its name in the table; NaN where neither the job nor all
+    /// frameworks alike say it.
+    pub fn number(&self, hyper: &Hyper, name: &str) -> f64 {
+        let row = self.hyper.iter().find(|(own, ..)| *own == name);
+        let declared = |(_, declared, default): &(_, &[&str], f64)| {
+            declared.iter().find_map(|own| hyper.number(own)).unwrap_or(*default)
+        };
+        row.map_or(f64::NAN, declared)
+    }
 }
 
 macro_rules! rules {
@@ -64,6 +88,12 @@ macro_rules! rules {
                 [$($module::CLASSES,)*].concat()
             }
 
+            /// Every known rule: how frameworks call its tensors, and its optimizers.
+            #[cfg(test)]
+            pub fn list() -> Vec<(&'static Names, &'static [&'static str])> {
+                vec![$((&$module::NAMES, $module::CLASSES),)*]
+            }
+
             /// How frameworks call its tensors and hyper-parameters.
             pub fn names(&self) -> &'static Names {
                 match self { $(Rule::$rule(_) => &$module::NAMES,)* }
@@ -72,6 +102,23 @@ macro_rules! rules {
             /// How it may have been implemented wrongly.
             pub fn variations(&self) -> Vec<Variation> {
                 match self { $(Rule::$rule(rule) => rule.variations(),)* }
+            }
+
+            /// Compares its stages with what was recorded of them.
+            #[cfg(test)]
+            pub fn tallies(
+                &self,
+                operands: &[Operand],
+                declared: &Declared,
+                span: Span,
+            ) -> Vec<Compared> {
+                let columns = operands.iter().map(|operand| operand.values.len()).max();
+                let columns = columns.unwrap_or(0);
+                let tensors = operands.iter().map(|operand| operand.recorded(columns)).collect();
+                let compared = match self {
+                    $(Rule::$rule(rule) => tallies(rule, &tensors, declared, span),)*
+                };
+                compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
             }
 
             /// Compares its stages over a box.
@@ -101,6 +148,12 @@ macro_rules! rules {
 }
 
 rules! {
+    Adagrad in adagrad,
     Adam in adam,
+    Adamax in adamax,
+    Lion in lion,
+    Nadam in nadam,
+    Radam in radam,
+    Rmsprop in rmsprop,
     Sgd in sgd,
 }

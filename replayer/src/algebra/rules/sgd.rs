@@ -1,6 +1,8 @@
 //! Stochastic gradient descent with momentum (Polyak 1964), dampening and Nesterov's variant
 //! (Sutskever et al. 2013).
 
+use super::formulas::{Descent, class};
+use super::variation::{of_descent, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::kernels::number::Number;
@@ -11,6 +13,9 @@ pub const CLASSES: &[&str] = &["SGD", "sgd", "FusedSGD"];
 
 /// How frameworks call its tensors and hyper-parameters.
 pub const NAMES: Names = Names {
+    words: "SGD with momentum, dampening, Nesterov",
+    source: "Polyak 1964; Sutskever et al. 2013",
+    counts_steps: false,
     states: &[State {
         after: "momentum_buffer",
         before: "momentum_buffer_before",
@@ -33,39 +38,27 @@ pub struct Sgd {
     pub has_momentum: bool,
     /// Whether the gradient is looked up ahead.
     pub nesterov: bool,
-    /// Whether it ascends.
-    pub maximize: bool,
-    /// Whether the parameter decays by itself, and not through the gradient.
-    pub decoupled: bool,
+    /// Weight decay and sign.
+    pub descent: Descent,
 }
 
 impl Sgd {
     pub(super) fn of(optimizer: &Optimizer, hyper: &Hyper, step: f64) -> Option<Sgd> {
         let momentum = hyper.number("momentum").or_else(|| hyper.number("decay"));
-        CLASSES.contains(&optimizer.name.as_deref()?).then(|| Sgd {
+        CLASSES.contains(&class(optimizer)?).then(|| Sgd {
             is_first: step <= 1.0,
             has_momentum: momentum.is_some_and(|momentum| momentum != 0.0),
             nesterov: hyper.is_on("nesterov"),
-            maximize: hyper.is_on("maximize"),
-            decoupled: false,
+            descent: Descent { maximize: hyper.is_on("maximize"), decoupled: false },
         })
     }
 
-    fn gradient<N: Number>(&self, grad: N, before: N, weight_decay: N) -> N {
-        let grad = if self.maximize { grad.times(-1.0) } else { grad };
-        if self.decoupled { grad } else { (grad + (before * weight_decay).step()).step() }
-    }
-
     pub(super) fn variations(&self) -> Vec<Variation> {
-        let vary = |cause, words: &str, look, rule: Sgd| Variation {
-            cause,
-            words: words.to_string(),
-            look,
-            rule: Rule::Sgd(rule),
-        };
         let own = || self.clone();
-        vec![
-            vary(
+        let mut all = Vec::new();
+        if self.has_momentum {
+            all.push(vary(
+                Rule::Sgd,
                 "nesterov",
                 match self.nesterov {
                     true => "the update is that of plain momentum, and is declared as Nesterov's",
@@ -73,26 +66,17 @@ impl Sgd {
                 },
                 "the optimizer's switch nesterov",
                 Sgd { nesterov: !self.nesterov, ..own() },
-            ),
-            vary(
+            ));
+            all.push(vary(
+                Rule::Sgd,
                 "state-reset",
                 "the momentum before this step is not in it",
                 "what clears or reloads the optimizer's state",
                 Sgd { is_first: true, ..own() },
-            ),
-            vary(
-                "decay-coupled",
-                "the weight decay does not go through the gradient and the momentum",
-                "where the optimizer applies weight decay",
-                Sgd { decoupled: !self.decoupled, ..own() },
-            ),
-            vary(
-                "update-ascends",
-                "the parameter moves along the gradient, not against it",
-                "the sign of the update, and maximize",
-                Sgd { maximize: !self.maximize, ..own() },
-            ),
-        ]
+            ));
+        }
+        all.extend(of_descent(Rule::Sgd, self.descent, |descent| Sgd { descent, ..own() }));
+        all
     }
 }
 
@@ -110,31 +94,27 @@ op! {
     stages {
         momentum_buffer: Plane Forward Each
             |op, grad, before, momentum_buffer_before, momentum, dampening, weight_decay| {
-                let gradient = op.gradient(grad, before, weight_decay);
+                let gradient = op.descent.gradient(grad, before, weight_decay);
                 if op.is_first || !op.has_momentum {
                     return gradient;
                 }
                 let share = dampening.constant(1.0) - dampening;
-                (momentum_buffer_before * momentum).step() + gradient * share
+                (momentum_buffer_before * momentum.scalar()).step() + (gradient * share.scalar()).step()
             },
             "the momentum";
         update: Plane Forward Each
             |op, grad, before, momentum_buffer, lr, momentum, weight_decay| {
-                let decay = (before.clone() * weight_decay.clone() * lr.clone()).step();
+                let gradient = op.descent.gradient(grad, before.clone(), weight_decay.clone());
                 let direction = match (op.has_momentum, op.nesterov) {
-                    (true, true) => {
-                        let gradient = op.gradient(grad, before, weight_decay);
-                        gradient + (momentum_buffer * momentum).step()
-                    }
+                    (true, true) => (gradient + (momentum_buffer * momentum.scalar()).step()).step(),
                     (true, false) => momentum_buffer,
-                    (false, _) => op.gradient(grad, before, weight_decay),
+                    (false, _) => gradient,
                 };
-                let moved = (direction.step() * lr).step();
-                let still = moved.constant(0.0) - moved;
-                if op.decoupled { still - decay } else { still }
+                op.descent.update(direction, before, weight_decay, lr)
             },
             "what is added to the parameter";
-        after: Plane Forward Each |_op, before, update| before + update,
+        after: Plane Forward Each |op, before, update, lr, weight_decay|
+            op.descent.after(before, update, weight_decay, lr),
             "the parameter after the step";
     }
 }

@@ -68,6 +68,16 @@ impl Number for Rounded {
         Rounded { value: self.value.abs(), ..self }
     }
 
+    #[inline(always)]
+    fn sign(self) -> Rounded {
+        Rounded { value: self.value.sign(), ..self }
+    }
+
+    #[inline(always)]
+    fn larger(self, other: Rounded) -> Rounded {
+        Rounded { value: self.value.larger(other.value), ..self }
+    }
+
     fn step(self) -> Rounded {
         Rounded { value: self.between.round64(self.value), ..self }
     }

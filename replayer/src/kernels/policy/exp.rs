@@ -121,6 +121,16 @@ impl Number for Fast {
         Fast(self.0.abs())
     }
 
+    #[inline(always)]
+    fn sign(self) -> Fast {
+        Fast(self.0.sign())
+    }
+
+    #[inline(always)]
+    fn larger(self, other: Fast) -> Fast {
+        Fast(Number::larger(self.0, other.0))
+    }
+
     /// By subtraction, as jobs have it.
     #[inline(always)]
     fn one_minus_square(self) -> Fast {

@@ -1,0 +1,232 @@
+//! Each rule against an implementation that shares nothing with it (`naive`): no false alarm where
+//! they do the same, and an alarm with the right explanation where a fault is planted.
+
+mod naive;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::json;
+
+use self::naive::{JOBS, Job, ROUNDING, State};
+use super::*;
+use crate::algebra::judge::arithmetic;
+use crate::compare::Bound;
+use crate::draw::Draw;
+use crate::kernels::round::Precision;
+
+const ELEMENTS: usize = 257;
+
+/// What one step of a job took and made.
+struct Recorded {
+    job: Job,
+    grad: Vec<f32>,
+    before: Vec<f32>,
+    state_before: State,
+}
+
+/// Runs a job to its last step, in which the fault is.
+fn run(mut job: Job, steps: u32, fault: Option<&'static str>, draw: &mut Draw) -> Recorded {
+    let scale = 10f64.powf(3.0 * draw.unit() - 2.0);
+    let normal = |draw: &mut Draw, precision: Precision| {
+        // Some elements have no gradient, as rows of an embedding do.
+        let all = (0..ELEMENTS).map(|at| if at % 16 == 0 { 0.0 } else { draw.normal() });
+        all.map(|x| precision.round((scale * x) as f32)).collect::<Vec<f32>>()
+    };
+    job.parameter = (0..ELEMENTS).map(|_| job.parameters.round(draw.normal() as f32)).collect();
+    let mut last = None;
+    for step in 1..=steps {
+        let grad = normal(draw, job.parameters);
+        job.step = step;
+        job.fault = if step == steps { fault } else { None };
+        let (before, state_before) = (job.parameter.clone(), job.state.clone());
+        job.run(&grad);
+        last = Some((grad, before, state_before));
+    }
+    let (grad, before, state_before) = last.expect("a job takes a step");
+    Recorded { job, grad, before, state_before }
+}
+
+fn declared(job: &Job) -> (Optimizer, Hyper) {
+    let mut hyper: BTreeMap<String, serde_json::Value> =
+        job.hyper.iter().map(|(name, value)| (name.to_string(), json!(value))).collect();
+    hyper.extend(job.switches.iter().map(|name| (name.to_string(), json!(true))));
+    if job.is_optax() && !job.switches.contains("eps_in_sqrt") {
+        hyper.insert("eps_in_sqrt".into(), json!(false));
+    }
+    let (name, module) = (Some(job.class.to_string()), String::new());
+    let hyper = Hyper(hyper);
+    (Optimizer { name, module, skipped: false, groups: vec![hyper.clone()] }, hyper)
+}
+
+/// Why a rule does not give what the job made; `None` where it does.
+fn excess(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Option<String> {
+    let job = &recorded.job;
+    let widened = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();
+    let zeros = vec![0.0; ELEMENTS];
+    let mut operands = vec![
+        Operand::row("grad", widened(&recorded.grad), None),
+        Operand::row("before", widened(&recorded.before), None),
+        Operand::row("after", widened(&job.parameter), Some(job.parameters)),
+    ];
+    for state in rule.names().states {
+        let find = |values: &State| state.recorded.iter().find_map(|own| values.get(own).cloned());
+        let before = find(&recorded.state_before).unwrap_or(zeros.clone());
+        operands.push(Operand::row(state.before, widened(&before), None));
+        if let Some(after) = find(&job.state) {
+            operands.push(Operand::row(state.after, widened(&after), Some(job.states)));
+        }
+    }
+    for (name, ..) in rule.names().hyper {
+        let value = rule.names().number(hyper, name);
+        operands.push(Operand::row(name, vec![value], Some(Precision::F32)));
+    }
+    let span = Span { bound: Bound::new(100, 1, ELEMENTS), first_row: 0 };
+    let compared = rule.tallies(&operands, &arithmetic(Some(job.parameters), None), span);
+    let recorded = compared.into_iter().filter_map(|(name, tally)| match tally {
+        Err(why) if why == format!("{name} was not recorded") => None,
+        Err(why) => panic!("{}: {name}: {why}", job.class),
+        Ok(tally) => {
+            tally.excess(&span.bound).map(|why| format!("{name}: {why} {:?}", tally.worst))
+        }
+    });
+    recorded.collect::<Vec<_>>().into_iter().next()
+}
+
+fn rule(job: &Job, steps: u32) -> (Rule, Hyper) {
+    let (optimizer, hyper) = declared(job);
+    let rule = Rule::of(&optimizer, &hyper, steps.into());
+    (rule.unwrap_or_else(|| panic!("a rule of {}", job.class)), hyper)
+}
+
+/// A number of a list.
+fn one_of<T: Copy>(draw: &mut Draw, all: &[T]) -> T {
+    all[draw.below(all.len())]
+}
+
+/// A job of a class with hyper-parameters and switches by chance.
+fn drawn(kind: &'static naive::Kind, rounding: [Precision; 2], draw: &mut Draw) -> Job {
+    let mut switches = BTreeSet::new();
+    for &switch in kind.switches {
+        if draw.bits() & 1 == 1 {
+            switches.insert(switch);
+        }
+    }
+    let betas = [0.0, 0.5, 0.9, 0.95, 0.99, 0.999];
+    let mut hyper = BTreeMap::from([
+        ("lr", 10f64.powf(-4.0 * draw.unit())),
+        ("beta1", one_of(draw, &betas)),
+        ("beta2", one_of(draw, &betas)),
+        ("eps", one_of(draw, &[1e-8, 1e-5, 1e-2])),
+        ("weight_decay", one_of(draw, &[0.0, 1e-4, 0.1])),
+        ("momentum", one_of(draw, &[0.0, 0.5, 0.9])),
+        ("dampening", one_of(draw, &[0.0, 0.3])),
+        ("lr_decay", one_of(draw, &[0.0, 0.1])),
+        ("momentum_decay", one_of(draw, &[4e-3, 0.1])),
+    ]);
+    // With a mean that forgets at once nothing is left of a centered second moment.
+    hyper.insert(
+        "alpha",
+        one_of(draw, if switches.contains("centered") { &betas[2..] } else { &betas }),
+    );
+    Job::new(kind, rounding, hyper, switches, [(); 2].map(|()| draw.bits() & 1 == 1))
+}
+
+/// Goal: no false alarm. Method: a table of jobs, precisions and draws, each of 1 to 20 steps.
+#[test]
+fn a_rule_gives_what_an_independent_implementation_of_it_does() {
+    let mut draw = Draw::new(11);
+    let mut draws = 0;
+    for kind in JOBS {
+        for rounding in ROUNDING {
+            for _ in 0..12 {
+                let job = drawn(kind, rounding, &mut draw);
+                let steps = 1 + draw.below(20) as u32;
+                let words = format!("{job:?}");
+                let recorded = run(job, steps, None, &mut draw);
+                let (rule, hyper) = rule(&recorded.job, steps);
+                let excess = excess(&rule, &hyper, &recorded);
+                assert_eq!(excess, None, "step {steps} of {words}");
+                draws += 1;
+            }
+        }
+    }
+    assert!(draws >= 300, "{draws} draws");
+}
+
+/// Goal: each variation is a divergence from its rule, and explains it. Method: it is planted in
+/// the independent implementation.
+#[test]
+fn a_planted_variation_diverges_and_is_explained_by_itself() {
+    let mut draw = Draw::new(5);
+    let mut planted = 0;
+    for kind in JOBS {
+        for on in [false, true] {
+            let switches =
+                if on { kind.switches.iter().copied().collect() } else { BTreeSet::new() };
+            let hyper = BTreeMap::from([
+                ("lr", 0.1),
+                ("beta1", 0.8),
+                ("beta2", 0.95),
+                ("alpha", 0.9),
+                ("eps", 1e-2),
+                ("weight_decay", 0.1),
+                ("momentum", 0.9),
+                ("dampening", 0.3),
+                ("lr_decay", 0.1),
+                ("momentum_decay", 0.1),
+            ]);
+            for steps in [4, 8] {
+                let rounding = [Precision::F32, Precision::F32];
+                let job = || Job::new(kind, rounding, hyper.clone(), switches.clone(), [false; 2]);
+                let (rule, hyper) = rule(&job(), steps);
+                for (at, variation) in rule.variations().into_iter().enumerate() {
+                    let mut job = job();
+                    if variation.cause == "step-counter" {
+                        let digits = variation.words.split_whitespace().nth(5).unwrap();
+                        job.counts_as = digits.trim_end_matches(',').parse().ok();
+                    }
+                    let recorded = run(job, steps, Some(variation.cause), &mut draw);
+                    let words = format!("{}, step {steps}, {at}: {}", kind.class, variation.words);
+                    assert!(excess(&rule, &hyper, &recorded).is_some(), "not seen: {words}");
+                    let left = excess(&variation.rule, &hyper, &recorded);
+                    assert_eq!(left, None, "not explained: {words}");
+                    planted += 1;
+                }
+            }
+        }
+    }
+    assert!(planted > 200, "{planted} planted");
+}
+
+#[test]
+fn rules_of_whole_matrices_and_unknown_modes_are_unknown() {
+    let of = |name: &str, hyper: serde_json::Value| {
+        let hyper: Hyper = serde_json::from_value(hyper).unwrap();
+        let (name, module) = (Some(name.to_string()), String::new());
+        let optimizer = Optimizer { name, module, skipped: false, groups: vec![hyper.clone()] };
+        Rule::of(&optimizer, &hyper, 2.0)
+    };
+    for name in ["LAMB", "Muon", "Adafactor", "optax.lamb", "muon", "adafactor"] {
+        assert_eq!(of(name, json!({"lr": 0.1})), None, "{name}");
+    }
+    assert_eq!(of("lion", json!({"lr": 0.1, "mode": "smooth"})), None);
+    assert_eq!(of("radam", json!({"lr": 0.1, "nesterov": true})), None);
+    assert_eq!(of("optax.lion", json!({})), of("lion", json!({"mode": "hard"})));
+    assert!(of("optax.adagrad", json!({})).is_some());
+}
+
+/// The table of docs/step.md, as it should be.
+fn page() -> String {
+    let mut page = String::from("| rule | optimizers | published by |\n|---|---|---|\n");
+    for (names, classes) in Rule::list() {
+        let classes: Vec<String> = classes.iter().map(|class| format!("`{class}`")).collect();
+        page += &format!("| {} | {} | {} |\n", names.words, classes.join(", "), names.source);
+    }
+    page
+}
+
+#[test]
+fn the_page_of_the_step_lists_the_known_rules() {
+    let docs = include_str!("../../../../../docs/step.md");
+    assert!(docs.contains(&page()), "docs/step.md should have this table:\n{}", page());
+}
