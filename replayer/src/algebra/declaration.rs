@@ -216,6 +216,11 @@ impl Hyper {
 }
 
 impl ParameterDeclaration {
+    /// A number of the optimizer's state before its step.
+    pub fn scalar_before(&self, name: &str) -> Option<f64> {
+        number_of(&self.scalars.get(name)?.0)
+    }
+
     /// A number of the optimizer's state after its step.
     pub fn scalar_after(&self, name: &str) -> Option<f64> {
         number_of(&self.scalars.get(name)?.1)

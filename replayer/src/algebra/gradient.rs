@@ -189,7 +189,7 @@ impl Judge<'_> {
             };
         };
         let coefficient = limit.coefficient();
-        let read = |factor: f64| clipping(factor, coefficient);
+        let read = |factor: Factor| clipping(factor, coefficient);
         if coefficient >= 1.0 {
             let tally = self.scaled((before, key), piece, 1.0)?;
             return Ok(self.outcome(&tally, &piece.place, read));
@@ -256,7 +256,7 @@ impl Judge<'_> {
         &self,
         tally: &Tally,
         place: &IndexBox,
-        read: impl Fn(f64) -> Option<Reading>,
+        read: impl Fn(Factor) -> Option<Reading>,
     ) -> Outcome {
         let bound = self.bound(place);
         match self.divergence(tally, place, &bound) {
@@ -265,7 +265,9 @@ impl Judge<'_> {
                 Outcome::Agreed { seen_from }
             }
             Some(mut divergence) => {
-                divergence.readings = divergence.factor.and_then(read).into_iter().collect();
+                let tolerance = (4.0 * tally.expected()).max(NEAR);
+                let factor = divergence.factor.map(|value| Factor { value, tolerance });
+                divergence.readings = factor.and_then(read).into_iter().collect();
                 Outcome::Diverged(Box::new(divergence))
             }
         }
@@ -333,27 +335,43 @@ fn only(compared: Vec<super::judge::Compared>) -> Result<Tally, String> {
     compared.into_iter().next().ok_or("it has no elements")?.1
 }
 
+/// How near a factor must be to a number to be taken for it, at the least.
+const NEAR: f64 = 1e-3;
+
 /// Whether a factor is this number to rounding.
 pub(super) fn is_near(factor: f64, number: f64) -> bool {
-    (factor / number - 1.0).abs() < 1e-3
+    (factor / number - 1.0).abs() < NEAR
 }
 
-fn unscaling(factor: f64, scale: f64) -> Option<Reading> {
-    if is_near(factor, scale) {
+/// A factor of all values of a tensor, and how far rounding may bring it from its number.
+#[derive(Clone, Copy)]
+pub(super) struct Factor {
+    value: f64,
+    tolerance: f64,
+}
+
+impl Factor {
+    fn is(self, number: f64) -> bool {
+        (self.value / number - 1.0).abs() < self.tolerance
+    }
+}
+
+fn unscaling(factor: Factor, scale: f64) -> Option<Reading> {
+    if factor.is(scale) {
         let words = format!("the loss scale {scale} is still in it");
         return Some(causes::SCALE_LEFT.reads(words));
     }
     let words = format!("it was divided by the loss scale {scale} twice");
-    is_near(factor, 1.0 / scale).then(|| causes::SCALE_TWICE.reads(words))
+    factor.is(1.0 / scale).then(|| causes::SCALE_TWICE.reads(words))
 }
 
-fn clipping(factor: f64, coefficient: f64) -> Option<Reading> {
-    if coefficient < 1.0 && is_near(factor, 1.0 / coefficient) {
+fn clipping(factor: Factor, coefficient: f64) -> Option<Reading> {
+    if coefficient < 1.0 && factor.is(1.0 / coefficient) {
         let words =
             format!("the gradient is not clipped: its coefficient would be {coefficient:.6}");
         return Some(causes::NOT_CLIPPED.reads(words));
     }
     let words = format!("the coefficient {coefficient:.6} was applied twice");
-    let is_twice = coefficient < 1.0 && is_near(factor, coefficient);
+    let is_twice = coefficient < 1.0 && factor.is(coefficient);
     is_twice.then(|| causes::CLIP_TWICE.reads(words))
 }

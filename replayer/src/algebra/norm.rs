@@ -141,7 +141,10 @@ impl Judge<'_> {
             readings: Vec::new(),
         };
         let tolerance = (allowed / expected).max(1e-6);
-        let is = |other: f64| (value / root(other) - 1.0).abs() <= 2.0 * tolerance;
+        let is = |other: f64| {
+            let other = root(other);
+            (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
+        };
         let read = self.read_norm(&shares, (rank, total, is_max), &is);
         divergence.readings = read.into_iter().collect();
         Ok(Outcome::Diverged(Box::new(divergence)))

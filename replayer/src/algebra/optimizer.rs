@@ -11,7 +11,7 @@ use super::declaration::{Hyper, Optimizer};
 use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic};
-use super::outcome::{Judged, Outcome, Reading, Stage};
+use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
 use super::rules::Rule;
 use crate::kernels::round::Precision;
 
@@ -58,13 +58,13 @@ impl Judge<'_> {
             (hashes.collect::<Vec<_>>(), self.hyper_words(rank, parameter))
         };
         let has_state = tensors.keys().any(|(part, _)| matches!(part, Part::StateBefore(_)));
-        let mut judged = Vec::new();
+        let mut judged = self.counters(parameter);
         for piece in inventory.pieces(after, &origin) {
             let rank = piece.ranks[0];
-            let step = self.step_of(rank, parameter);
-            // SGD counts no steps: its first one is that before which there is no state.
-            let has_state = tensors.keys().any(|(part, _)| matches!(part, Part::StateBefore(_)));
-            let is_first = step.map_or(!has_state, |step| step <= 1.0);
+            // A state that was reset counts from 1 again: the first step is that before which there
+            // is no state.
+            let counted = self.step_of(rank, parameter);
+            let is_first = !has_state && counted.is_none_or(|step| step <= 1.0);
             let tensors = Tensors { parameter, before, after, rank, is_first };
             judged.extend(self.optimized(&tensors, &piece));
         }
@@ -94,7 +94,41 @@ impl Judge<'_> {
     /// Which step of the optimizer this is, from 1, as its state counts.
     fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
         let declared = self.inventory.declared_of(rank, parameter)?;
-        ["step", "count"].iter().find_map(|name| declared.scalar_after(name))
+        COUNTERS.iter().find_map(|name| declared.scalar_after(name))
+    }
+
+    /// The counters of steps in the optimizer's state, which count one more each.
+    fn counters(&self, parameter: &str) -> Vec<Judged> {
+        let Some(after) = self.inventory.key(parameter, &Part::After) else { return Vec::new() };
+        let mut judged = Vec::new();
+        for piece in self.inventory.pieces(after, &|_| ()) {
+            let rank = piece.ranks[0];
+            let Some(declared) = self.inventory.declared_of(rank, parameter) else { continue };
+            let Some(name) = COUNTERS.iter().find(|name| declared.scalars.contains_key(**name))
+            else {
+                continue;
+            };
+            let (before, after_step) =
+                (declared.scalar_before(name).unwrap_or(0.0), declared.scalar_after(name));
+            let Some(count) = after_step.filter(|count| *count != before + 1.0) else { continue };
+            let words = format!("{name} was {before} before the step and is {count} after it");
+            let mut readings = vec![causes::STEP_COUNTER.reads(words.clone())];
+            if count <= 1.0 && before > 1.0 {
+                readings.insert(0, causes::STATE_RESET.reads(RESET));
+            }
+            let divergence = Divergence {
+                reason: words,
+                factor: None,
+                error: (count - before - 1.0).abs() / (before + 1.0),
+                floor: 0.0,
+                worst: None,
+                reading: None,
+                readings,
+            };
+            let result = Ok(Outcome::Diverged(Box::new(divergence)));
+            judged.push(self.judged(Stage::State, parameter, (after, &piece), result));
+        }
+        judged
     }
 
     fn optimized(&self, tensors: &Tensors<'_>, piece: &Piece) -> Vec<Judged> {
@@ -319,8 +353,7 @@ impl Judge<'_> {
         let mut readings = Vec::new();
         let reset = Supposed { is_reset: true, ..supposed.clone() };
         if !tensors.is_first && agrees(&reset) {
-            let words = "the state before this step is not in the state after it";
-            readings.push(causes::STATE_RESET.reads(words));
+            readings.push(causes::STATE_RESET.reads(RESET));
         }
         readings.extend(self.solved(tensors, piece, supposed));
         for variation in supposed.rule.variations() {
@@ -388,13 +421,25 @@ impl Judge<'_> {
             );
             return Some(causes::LR_SCALED.reads(words));
         }
-        let weight_decay = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };
-        let decayed = Supposed { weight_decay: Some(weight_decay), ..supposed.clone() };
+        // The weight decays of the optimizer's other groups are likelier than any other.
+        let fitted = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };
+        let others = self.other_decays(tensors).into_iter().chain([0.0, fitted]);
+        let decayed =
+            |weight_decay: &f64| Supposed { weight_decay: Some(*weight_decay), ..supposed.clone() };
+        let mut others = others.filter(|weight_decay| *weight_decay != declared);
+        let weight_decay = others.find(|other| self.agrees(tensors, piece, &decayed(other)))?;
         let cause = if declared == 0.0 { causes::DECAY_EXCLUDED } else { causes::DECAY_OTHER };
         let words =
             format!("the parameter decays by {weight_decay:.6}, and {declared:.6} is declared");
-        (weight_decay != declared && self.agrees(tensors, piece, &decayed))
-            .then(|| cause.reads(words))
+        Some(cause.reads(words))
+    }
+
+    /// The weight decays that the optimizer declares for its groups.
+    fn other_decays(&self, tensors: &Tensors<'_>) -> Vec<f64> {
+        let declared = self.inventory.declared.get(&tensors.rank);
+        let optimizer = declared.and_then(|own| own.optimizer_of(tensors.parameter));
+        let groups = optimizer.map(|(optimizer, _)| &optimizer.groups[..]).unwrap_or_default();
+        groups.iter().filter_map(|group| group.number("weight_decay")).collect()
     }
 
     fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
@@ -402,6 +447,11 @@ impl Judge<'_> {
         numbers.iter().find(|(name, _)| *name == "lr").map(|(_, value)| *value)
     }
 }
+
+/// Counters of steps in the state of optimizers, as frameworks call them.
+const COUNTERS: [&str; 2] = ["step", "count"];
+/// What a reset of the state is, in words.
+const RESET: &str = "the state before this step is not in the state after it";
 
 fn unknown_rule(optimizer: &Optimizer) -> String {
     let known = Rule::known().join(", ");

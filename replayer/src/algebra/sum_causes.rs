@@ -194,7 +194,12 @@ impl Solved<'_> {
             rank_words(&taken),
             rank_words(&declared)
         );
-        if let Some(axes) = self.axes_without(&taken) {
+        // A rank that keeps its own gradient does not divide it by the size of the group.
+        let mut weights = self.ratios().filter(|(_, ratio)| *ratio != 0.0);
+        let is_divided = weights.all(|(_, ratio)| is_near(ratio, 1.0));
+        let is_averaged = !is_near(self.domain.scale, 1.0);
+        let axes = self.axes_without(&taken).filter(|_| !(is_divided && is_averaged));
+        if let Some(axes) = axes {
             let words = format!("{words}: it was not reduced over {}", axes.join(" and "));
             return Some(causes::NOT_REDUCED.reads(words));
         }

@@ -2,7 +2,7 @@
 //! Kumar 2018).
 
 use super::formulas::{Descent, class, corrected, correction, moving, root, square};
-use super::variation::{of_corrections, of_descent, of_eps, of_step};
+use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::kernels::number::Number;
@@ -48,8 +48,8 @@ pub struct Adam {
     pub descent: Descent,
     /// Whether the largest second moment divides.
     pub amsgrad: bool,
-    /// How often the moments are divided by `1 - β^step`.
-    pub corrections: u32,
+    /// How often the first and the second moment are divided by `1 - β^step`.
+    pub corrections: [u32; 2],
     /// Whether ε is added to the second moment, and not to its root.
     pub eps_inside: bool,
 }
@@ -66,15 +66,21 @@ impl Adam {
                     || hyper.is_on("adam_w_mode"),
             },
             amsgrad: hyper.is_on("amsgrad"),
-            corrections: 1,
+            corrections: [1, 1],
             eps_inside: false,
         })
     }
 
     pub(super) fn variations(&self) -> Vec<Variation> {
         let own = || self.clone();
-        let corrections = |corrections| Adam { corrections, ..own() };
-        let mut all = of_corrections(Rule::Adam, self.corrections, corrections);
+        let corrections = |both| Adam { corrections: [both, both], ..own() };
+        let mut all = of_corrections(Rule::Adam, self.corrections[0], corrections);
+        for (moment, corrections) in [("first", [0, 1]), ("second", [1, 0])] {
+            let words = format!("the {moment} moment is used without bias correction");
+            let rule = Adam { corrections, ..own() };
+            let look = "the division of the moments by 1 - β^step";
+            all.push(vary(Rule::Adam, "bias-correction-missing", &words, look, rule));
+        }
         let eps_inside = !self.eps_inside;
         all.push(of_eps(Rule::Adam, self.eps_inside, Adam { eps_inside, ..own() }));
         all.extend(of_descent(Rule::Adam, self.descent, |descent| Adam { descent, ..own() }));
@@ -112,9 +118,9 @@ op! {
             "the second moment that divides";
         update: Plane Forward Each
             |op, before, exp_avg, max_exp_avg_sq, lr, beta1, beta2, eps, eps_root, weight_decay| {
-                let first = corrected(exp_avg, correction(beta1, op.step), op.corrections);
+                let first = corrected(exp_avg, correction(beta1, op.step), op.corrections[0]);
                 let second = correction(beta2, op.step);
-                let second = corrected(max_exp_avg_sq, second, op.corrections) + eps_root;
+                let second = corrected(max_exp_avg_sq, second, op.corrections[1]) + eps_root;
                 let moved = (first / root(second, eps, op.eps_inside)).step();
                 op.descent.update(moved, before, weight_decay, lr)
             },
