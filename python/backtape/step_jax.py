@@ -97,6 +97,8 @@ def step_algebra(
         norm=, max_norm=: the gradient norm that the job computed, and by which it clips; or norm=
             a list of {"value", "max_norm", "kind", "epsilon", "of", "names"};
         clip_value=, loss_scale=, skipped=, microbatches=: numbers of the step;
+        accumulation="sum" or "mean": what becomes of the gradients of microbatches; without it
+            either is taken for right;
         reduce={"*": [{"axis": "data", "op": "mean"}]}: by glob, the communications that bring the
             addends together, with "dtype" and "ranks" where the shardings do not tell them.
 

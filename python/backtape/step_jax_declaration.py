@@ -41,6 +41,7 @@ class Options:
     loss_scale: Any = None
     skipped: Any = False
     microbatches: int | None = None
+    accumulation: Any = None
     reduce: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
 
 
@@ -79,6 +80,10 @@ class Declaration:
             self.contents["loss_scale"] = number_of(options.loss_scale)
             self.contents["clip_value"] = number_of(options.clip_value)
             self.contents["skipped"] = bool(number_of(options.skipped))
+            if options.accumulation is not None:
+                if options.accumulation not in ("sum", "mean"):
+                    raise ValueError(f"accumulation={options.accumulation!r}: it is 'sum' or 'mean'")
+                self.contents["accumulation"] = options.accumulation
 
         def norms() -> None:
             stage = "unscaled" if unscaled else "reduced"

@@ -13,6 +13,12 @@ pub const VERSION: u32 = 1;
 pub struct Declaration {
     /// Of the declaration's own form.
     pub version: u32,
+    /// The framework and its version.
+    #[serde(default)]
+    pub framework: String,
+    /// What becomes of the gradients of microbatches; `None` where the job has not said it.
+    #[serde(default)]
+    pub accumulation: Option<ReduceOp>,
     /// Backward passes that the rank ran in the step; `None` where it does not know.
     #[serde(default)]
     pub microbatches: Option<u32>,

@@ -1,7 +1,7 @@
 //! The stages of a gradient: the sum over microbatches, the reduction over ranks, the loss scale and
 //! the clipping.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
@@ -9,8 +9,8 @@ use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::causes;
-use super::declaration::Norm;
-use super::domain::Domain;
+use super::declaration::{Norm, ReduceOp};
+use super::domain::{Addend, Domain};
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
 use super::outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
@@ -93,41 +93,59 @@ impl Judge<'_> {
         let judge = |piece: &Piece| {
             let rank = piece.ranks[0];
             if inventory.grads_are_reduced(parameter) {
-                let result = self.sum_of_reduced(parameter, key, piece);
+                let addends = inventory.grads_of(rank, parameter);
+                let (at, alone) = ((parameter, key, piece), Domain::alone(rank));
+                let result = addends.and_then(|addends| self.sum_of_addends(at, &addends, &alone));
                 return self.judged_as_sum(Stage::Accumulate, parameter, (key, piece), result);
             }
             let domain = &domains[&rank];
             let is_alone = domain.axes.iter().all(|axis| axis.size < 2);
             let stage = if is_alone { Stage::Accumulate } else { Stage::Reduce };
-            let result = inventory.addends(domain, parameter).and_then(|addends| {
-                let weights = vec![domain.scale; addends.len()];
-                let (place, sent) = (&piece.place, domain.sent);
-                let of = SumOf { key, rank, place, addends: &addends, weights: &weights, sent };
-                self.judged_sum(&of, parameter, domain)
-            });
+            let addends = inventory.addends(domain, parameter);
+            let at = (parameter, key, piece);
+            let result = addends.and_then(|addends| self.sum_of_addends(at, &addends, domain));
             self.judged_as_sum(stage, parameter, (key, piece), result)
         };
         let pieces = inventory.pieces(key, &|rank| domains[&rank].ranks.clone());
         pieces.iter().map(judge).collect()
     }
 
-    /// The gradient as the sum or the mean of microbatches that were each reduced by themselves,
-    /// inside a compiled step; which of both is not declared.
-    fn sum_of_reduced(
+    /// The sum or the mean over microbatches of what a domain brings together. Where the job has
+    /// not said which, either is right.
+    fn sum_of_addends(
         &self,
-        parameter: &str,
-        key: &TensorKey,
-        piece: &Piece,
+        (parameter, key, piece): (&str, &TensorKey, &Piece),
+        addends: &[Addend],
+        domain: &Domain,
     ) -> Result<(Outcome, Energies), String> {
-        let (rank, place) = (piece.ranks[0], &piece.place);
-        let addends = self.inventory.grads_of(rank, parameter)?;
-        let sum = |weight: f64| {
-            let weights = vec![weight; addends.len()];
-            let of = SumOf { key, rank, place, addends: &addends, weights: &weights, sent: None };
-            self.judged_sum(&of, parameter, &Domain::alone(rank))
-        };
-        let mean = sum(1.0 / addends.len() as f64)?;
-        if addends.len() > 1 && mean.0.divergence().is_some() { sum(1.0) } else { Ok(mean) }
+        let (rank, place, sent) = (piece.ranks[0], &piece.place, domain.sent);
+        let mut first = None;
+        for accumulation in self.accumulations(rank, addends) {
+            let scale = domain.scale * accumulation;
+            let (domain, weights) =
+                (Domain { scale, ..domain.clone() }, vec![scale; addends.len()]);
+            let of = SumOf { key, rank, place, addends, weights: &weights, sent };
+            let sum = self.judged_sum(&of, parameter, &domain)?;
+            if sum.0.divergence().is_none() {
+                return Ok(sum);
+            }
+            first.get_or_insert(sum);
+        }
+        first.ok_or_else(|| "it has no addends".into())
+    }
+
+    /// What the sum over a rank's microbatches may be multiplied by: in torch gradients are summed;
+    /// a function of jax may average them.
+    fn accumulations(&self, rank: Rank, addends: &[Addend]) -> Vec<f64> {
+        let microbatches: BTreeSet<_> = addends.iter().map(|addend| addend.microbatch).collect();
+        let mean = 1.0 / microbatches.len().max(1) as f64;
+        let declared = self.inventory.declared.get(&rank);
+        let is_jax = declared.is_some_and(|own| own.framework.starts_with("jax"));
+        match declared.and_then(|own| own.accumulation) {
+            Some(ReduceOp::Mean) => vec![mean],
+            None if is_jax && mean < 1.0 => vec![mean, 1.0],
+            _ => vec![1.0],
+        }
     }
 
     /// The gradient after the loss scale was taken out.
