@@ -127,12 +127,14 @@ impl Solved<'_> {
         let (averaged, summed) = (size_of(ReduceOp::Mean), size_of(ReduceOp::Sum));
         let microbatches = self.microbatches as f64;
         let is = |number: f64| number != 1.0 && is_near(factor, number);
+        let mut sums = self.domain.axes.iter().filter(|axis| axis.op == ReduceOp::Sum);
+        let averaged_axis = sums.any(|axis| is(1.0 / axis.size as f64));
         let mut means = self.domain.axes.iter().filter(|axis| axis.op == ReduceOp::Mean);
         let divided_axis = means.any(|axis| is(1.0 / axis.size as f64));
         let is_axis = self.domain.axes.iter().any(|axis| is(axis.size as f64));
         match () {
             () if is(averaged) => causes::SUM_FOR_MEAN,
-            () if is(1.0 / summed) => causes::MEAN_FOR_SUM,
+            () if is(1.0 / summed) || averaged_axis => causes::MEAN_FOR_SUM,
             () if is(1.0 / averaged) || divided_axis => causes::MEAN_TWICE,
             () if is(summed) || is_axis => causes::REDUCED_TWICE,
             () if is(microbatches) || is(1.0 / microbatches) => causes::MICROBATCH_SCALE,
