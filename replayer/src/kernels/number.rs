@@ -54,6 +54,22 @@ pub trait Number:
         self
     }
 
+    /// The result of a whole step that was taken of one tensor, and of numbers that all elements
+    /// share. A tensor of few bits has few different elements, and equal ones are rounded alike.
+    fn step_alike(self) -> Self {
+        self.step()
+    }
+
+    /// Its product with a number that all elements share.
+    fn scaled(self, scalar: Self) -> Self {
+        (self * scalar.scalar()).step_alike()
+    }
+
+    /// Its square.
+    fn squared(self) -> Self {
+        self.clone() * self
+    }
+
     /// This number, to which a change was added on the way to it. What it was before is in the
     /// format in which a job keeps it, so that changes of less than half a spacing are lost in
     /// all elements alike.

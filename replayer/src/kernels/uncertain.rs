@@ -19,8 +19,10 @@ use super::round::Precision;
 const SOURCES: usize = 32;
 const LAST: usize = SOURCES - 1;
 
-/// Numbers that all elements share and a formula may round.
+/// Roundings of a formula that all elements may share: those of its scalars, and in a job that
+/// keeps results of few bits those of steps that round equal elements alike.
 const SCALARS: usize = 8;
+const ALIKE: usize = 12;
 
 /// What the operations round, and the roundings so far.
 #[derive(Debug)]
@@ -61,11 +63,10 @@ impl Roundings {
 
     /// Leaves places for numbers of a formula that all elements of the row share.
     pub fn reserve(&self) {
-        if self.between.is_some() {
-            let first = self.used.get();
-            self.scalars.set((first, first));
-            self.used.set(first + SCALARS);
-        }
+        let first = self.used.get();
+        self.scalars.set((first, first));
+        let places = if self.between.is_some() { ALIKE } else { SCALARS };
+        self.used.set(first + places);
     }
 
     /// What was rounded since the row began is shared by all of its elements.
@@ -112,7 +113,7 @@ impl<'a> Uncertain<'a> {
     /// The same of an error that all elements share.
     fn err_as_scalar(&mut self, deviation: f64) {
         let (first, place) = self.roundings.scalars.get();
-        debug_assert!(place < first + SCALARS, "a formula rounds {SCALARS} shared numbers at most");
+        debug_assert!(place < first + ALIKE, "a formula has {ALIKE} shared roundings at most");
         self.roundings.scalars.set((first, place + 1));
         self.by[place.min(LAST)] += deviation;
     }
@@ -254,14 +255,19 @@ impl Number for Uncertain<'_> {
         larger
     }
 
-    /// Where the number is 0 its logarithm has no slope, and the power has: 1 for the first one,
-    /// else 0.
+    /// By a logarithm or not: the logarithm and its product with the exponent are rounded too. At
+    /// 0 a logarithm has no slope, and the power has: 1 for the first one, else 0.
     fn power(self, exponent: f64) -> Self {
         if self.value == 0.0 {
             let slope = if exponent == 1.0 { 1.0 } else { 0.0 };
             return self.result(0.0, slope, None);
         }
-        self.ln().times(exponent).exp()
+        let product = exponent * libm::log(self.value);
+        let (value, unit) = (libm::exp(product), self.roundings.unit);
+        let slope = exponent * value / self.value;
+        let mut power = self.result(value, slope, None);
+        power.err(2.0 * unit * (product * value).abs() / 3f64.sqrt());
+        power
     }
 
     fn step(mut self) -> Self {
@@ -271,13 +277,33 @@ impl Number for Uncertain<'_> {
         self
     }
 
-    /// Its value is known, and so is what rounding changes of it, if the job rounds it.
+    /// What was rounded on the way to it is in all elements alike, and adds up at most. Its value
+    /// is known, and so is what rounding changes of it, if the job rounds it.
     fn scalar(mut self) -> Self {
+        let own = &mut self.by[self.roundings.shared.get()..];
+        let mut deviation: f64 = own.iter().map(|c| c.abs()).sum();
+        own.fill(0.0);
         if let Some(precision) = self.roundings.between {
             let error = precision.round64(self.value) - self.value;
-            self.err_as_scalar(error.abs() / 3f64.sqrt());
+            deviation += error.abs() / 3f64.sqrt();
+        }
+        self.err_as_scalar(deviation);
+        self
+    }
+
+    fn step_alike(mut self) -> Self {
+        if let Some(precision) = self.roundings.between {
+            self.err_as_scalar(precision.deviation(self.value));
         }
         self
+    }
+
+    /// Near 0 the square of the error is more than its product with the number.
+    fn squared(self) -> Self {
+        let (own, row) = self.variances();
+        let mut square = self.clone() * self;
+        square.err(own + row);
+        square
     }
 
     fn changed(mut self, change: Self) -> Self {
@@ -369,6 +395,27 @@ mod tests {
         assert!(near.value == 2.0 && near.variances().0 >= 1e-2, "{near:?}");
         assert!(roundings.exact(f64::NAN).larger(with_error(2.0)).value.is_nan());
         assert!(with_error(2.0).larger(roundings.exact(f64::NAN)).value.is_nan());
+    }
+
+    #[test]
+    fn numbers_that_all_elements_share_err_in_all_of_them_alike() {
+        let roundings = Roundings::new(Precision::F32.unit_roundoff(), Some(Precision::Bf16));
+        roundings.begin_row();
+        roundings.reserve();
+        roundings.share();
+        for _ in 0..100 {
+            roundings.begin_element();
+            let (own, shared) = roundings.exact(0.99).scalar().variances();
+            let most = (0.99 - Precision::Bf16.round64(0.99)).abs();
+            assert!(own == 0.0 && ((3.0 * shared).sqrt() - most).abs() < 1e-12);
+            let (own, shared) = roundings.exact(0.5).scalar().variances();
+            assert!(own == 0.0 && shared == 0.0, "0.5 is not rounded");
+            let product = roundings.exact(3.0).scaled(roundings.exact(0.5));
+            let most = 1.5 * Precision::Bf16.unit_roundoff();
+            assert!(((3.0 * product.variances().1).sqrt() - most).abs() < 1e-12);
+            let small = roundings.exact(1.0).changed(roundings.exact(1e-3));
+            assert!(((3.0 * small.variances().1).sqrt() - 1e-3).abs() < 1e-12);
+        }
     }
 
     #[test]

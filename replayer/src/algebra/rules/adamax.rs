@@ -92,7 +92,7 @@ op! {
             |op, grad, before, exp_inf_before, beta2, eps, weight_decay| {
                 let size = op.descent.gradient(grad, before, weight_decay).abs();
                 let size = if op.eps_divides { size } else { (size + eps.scalar()).step() };
-                (exp_inf_before * beta2.scalar()).step().larger(size)
+                exp_inf_before.scaled(beta2).larger(size)
             },
             "the largest gradient";
         update: Plane Forward Each

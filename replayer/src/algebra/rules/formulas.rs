@@ -35,7 +35,7 @@ impl Descent {
 
     /// What is added to a parameter that is moved by `lr direction`.
     pub fn update<N: Number>(&self, direction: N, before: N, weight_decay: N, lr: N) -> N {
-        self.subtracted((direction * lr.clone().scalar()).step(), before, weight_decay, lr)
+        self.subtracted(direction.scaled(lr.clone()), before, weight_decay, lr)
     }
 
     /// What is added to a parameter from which `moved` is subtracted.
@@ -57,12 +57,12 @@ impl Descent {
 /// `β x + (1 - β) y`
 pub fn moving<N: Number>(moment: N, addend: N, beta: N) -> N {
     let rest = beta.constant(1.0) - beta.clone();
-    (moment * beta.scalar()).step() + (addend * rest.scalar()).step()
+    moment.scaled(beta) + (addend * rest.scalar()).step()
 }
 
 /// `y²`
 pub fn square<N: Number>(y: N) -> N {
-    (y.clone() * y).step()
+    y.squared().step()
 }
 
 /// `1 - β^step`
@@ -81,8 +81,8 @@ pub fn corrected<N: Number>(moment: N, correction: N, times: u32) -> N {
 pub fn root<N: Number>(second: N, eps: N, is_inside: bool) -> N {
     let eps = eps.scalar();
     match is_inside {
-        true => (second + eps).step().sqrt(),
-        false => second.sqrt().step() + eps,
+        true => (second + eps).step_alike().sqrt(),
+        false => second.sqrt().step_alike() + eps,
     }
-    .step()
+    .step_alike()
 }

@@ -74,8 +74,8 @@ impl Radam {
 
     /// The longest average, and that of the step.
     fn lengths<N: Number>(&self, beta2: N) -> (N, N) {
-        let longest = beta2.constant(2.0) / (beta2.constant(1.0) - beta2.clone());
-        let longest = longest.plus(-1.0);
+        // optax has the longest one of β2 as it is declared, and the power of it as it is rounded.
+        let longest = beta2.constant(2.0 / (1.0 - self.beta2) - 1.0).times(1.0);
         let power = beta2.clone().power(self.step);
         let lost = power.clone().times(2.0 * self.step) / (power.constant(1.0) - power);
         (longest.clone(), longest - lost)

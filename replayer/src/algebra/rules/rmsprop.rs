@@ -91,7 +91,7 @@ impl Rmsprop {
 
     /// What is added to the momentum.
     fn addend<N: Number>(&self, normed: N, lr: N) -> N {
-        if self.holds_changes { (normed * lr.scalar()).step().times(-1.0) } else { normed }
+        if self.holds_changes { normed.scaled(lr).times(-1.0) } else { normed }
     }
 
     pub(super) fn variations(&self) -> Vec<Variation> {
@@ -162,7 +162,7 @@ op! {
              eps, weight_decay| {
                 let gradient = op.descent.gradient(grad, before, weight_decay);
                 let normed = op.normed(gradient, square_avg, grad_avg, alpha, eps);
-                (momentum_buffer_before * momentum.scalar()).step() + op.addend(normed, lr)
+                momentum_buffer_before.scaled(momentum) + op.addend(normed, lr)
             },
             "the momentum";
         update: Plane Forward Each
@@ -176,7 +176,7 @@ op! {
                 let ahead = match op.nesterov {
                     true => {
                         let addend = op.addend(normed, lr.clone());
-                        ((momentum_buffer * momentum.scalar()).step() + addend).step()
+                        (momentum_buffer.scaled(momentum) + addend).step()
                     }
                     false => momentum_buffer,
                 };

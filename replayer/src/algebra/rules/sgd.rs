@@ -99,14 +99,14 @@ op! {
                     return gradient;
                 }
                 let share = dampening.constant(1.0) - dampening;
-                (momentum_buffer_before * momentum.scalar()).step() + (gradient * share.scalar()).step()
+                momentum_buffer_before.scaled(momentum) + (gradient * share.scalar()).step()
             },
             "the momentum";
         update: Plane Forward Each
             |op, grad, before, momentum_buffer, lr, momentum, weight_decay| {
                 let gradient = op.descent.gradient(grad, before.clone(), weight_decay.clone());
                 let direction = match (op.has_momentum, op.nesterov) {
-                    (true, true) => (gradient + (momentum_buffer * momentum.scalar()).step()).step(),
+                    (true, true) => (gradient + momentum_buffer.scaled(momentum)).step(),
                     (true, false) => momentum_buffer,
                     (false, _) => gradient,
                 };

@@ -111,6 +111,10 @@ fn drawn(kind: &'static naive::Kind, rounding: [Precision; 2], draw: &mut Draw) 
             switches.insert(switch);
         }
     }
+    // Without bias, a centered second moment of one gradient is 0, or by rounding below it.
+    if switches.contains("centered") {
+        switches.remove("bias_correction");
+    }
     let betas = [0.0, 0.5, 0.9, 0.95, 0.99, 0.999];
     let mut hyper = BTreeMap::from([
         ("lr", 10f64.powf(-4.0 * draw.unit())),
@@ -135,21 +139,28 @@ fn drawn(kind: &'static naive::Kind, rounding: [Precision; 2], draw: &mut Draw) 
 #[test]
 fn a_rule_gives_what_an_independent_implementation_of_it_does() {
     let mut draw = Draw::new(11);
-    let mut draws = 0;
+    let (mut draws, mut alarms) = (0, Vec::new());
     for kind in JOBS {
         for rounding in ROUNDING {
             for _ in 0..12 {
                 let job = drawn(kind, rounding, &mut draw);
-                let steps = 1 + draw.below(20) as u32;
+                // In the first step RMSprop adds ±η/√(1 - α) to each element of its momentum:
+                // storing the momentum in few bits rounds all of them alike, and no bound of a
+                // stored tensor knows that.
+                let is_alike = kind.class.eq_ignore_ascii_case("rmsprop");
+                let first = if is_alike { 2 } else { 1 };
+                let steps = first + draw.below(20) as u32;
                 let words = format!("{job:?}");
                 let recorded = run(job, steps, None, &mut draw);
                 let (rule, hyper) = rule(&recorded.job, steps);
-                let excess = excess(&rule, &hyper, &recorded);
-                assert_eq!(excess, None, "step {steps} of {words}");
+                if let Some(why) = excess(&rule, &hyper, &recorded) {
+                    alarms.push(format!("step {steps} of {words}: {why}"));
+                }
                 draws += 1;
             }
         }
     }
+    assert!(alarms.is_empty(), "{} of {draws}:\n{}", alarms.len(), alarms.join("\n"));
     assert!(draws >= 300, "{draws} draws");
 }
 
