@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::index_box::IndexBox;
 use backtape::part::Part;
 use backtape::shard::TensorKey;
 
@@ -49,6 +50,16 @@ pub struct Addend {
     /// Its index in the first dimension of the tensor, where the tensor holds the addends of
     /// several devices (`grad_by`).
     pub index: Option<u64>,
+    /// The box that it is read at, and the box of the sum: of a gradient that has no place in the
+    /// sum, as that of another expert.
+    pub elsewhere: Option<(IndexBox, IndexBox)>,
+}
+
+impl Addend {
+    /// A gradient at its place.
+    pub fn new(rank: Rank, microbatch: Option<Microbatch>, key: TensorKey) -> Addend {
+        Addend { rank, microbatch, key, index: None, elsewhere: None }
+    }
 }
 
 impl Domain {
@@ -131,8 +142,10 @@ impl Inventory<'_> {
                 let size = self.dump.tensors()[key].shape.first().copied().unwrap_or(0);
                 let rank = self.holders(key).first().copied().unwrap_or(Rank(0));
                 let (microbatch, key) = (*microbatch, key.clone());
-                let addend =
-                    move |index| Addend { rank, microbatch, key: key.clone(), index: Some(index) };
+                let addend = move |index| Addend {
+                    index: Some(index),
+                    ..Addend::new(rank, microbatch, key.clone())
+                };
                 (0..size).map(addend).collect::<Vec<_>>()
             };
             keys.flat_map(each).collect::<Vec<_>>()
@@ -147,7 +160,7 @@ impl Inventory<'_> {
         if let Some(key) = self.key(parameter, &Part::Accumulated)
             && self.holders(key).contains(&rank)
         {
-            return Ok(vec![Addend { rank, microbatch: None, key: key.clone(), index: None }]);
+            return Ok(vec![Addend::new(rank, None, key.clone())]);
         }
         self.grads_of(rank, parameter)
     }
@@ -160,7 +173,7 @@ impl Inventory<'_> {
             let tensors = &self.parameters[parameter].tensors;
             let key = tensors[&(Part::Grad, microbatch)].clone();
             if self.holders(&key).contains(&rank) {
-                addends.push(Addend { rank, microbatch, key, index: None });
+                addends.push(Addend::new(rank, microbatch, key));
             }
         }
         let absent = self.declared_of(rank, parameter).and_then(|own| own.absent.get("grad"));

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::index_box::IndexBox;
 use backtape::part::Part;
 
 use super::causes;
@@ -132,13 +133,22 @@ impl Judge<'_> {
         let mut candidates = Candidates::new(parameter, of.addends.to_vec());
         let Some(key) = self.inventory.key(parameter, &Part::Stale) else { return candidates };
         for rank in &domain.ranks {
-            let stale = Addend { rank: *rank, microbatch: None, key: key.clone(), index: None };
+            let stale = Addend::new(*rank, None, key.clone());
             if self.inventory.read_addend(&stale, of.place).is_ok() {
                 candidates.stale.push(candidates.addends.len());
                 candidates.addends.push(stale);
             }
         }
         candidates
+    }
+
+    /// A gradient of another box of the same extent, which a wrong group adds all the same.
+    fn elsewhere(&self, addend: Addend, place: &IndexBox) -> Option<Addend> {
+        let pieces = self.inventory.pieces(&addend.key, &|rank| rank);
+        let own = pieces.into_iter().find(|piece| {
+            piece.ranks.contains(&addend.rank) && piece.place.extent() == place.extent()
+        })?;
+        Some(Addend { elsewhere: Some((own.place, place.clone())), ..addend })
     }
 
     /// The gradients of every rank that covers the box, where others than the declared ones do. A
@@ -152,8 +162,11 @@ impl Judge<'_> {
         let mut more = Vec::new();
         for rank in others.filter(|_| is_of_ranks && !by_device) {
             let theirs = inventory.addends_of(*rank, parameter).unwrap_or_default();
-            let covers = |addend: &Addend| inventory.read_addend(addend, of.place).is_ok();
-            more.extend(theirs.into_iter().filter(covers));
+            let placed = |addend: Addend| match inventory.read_addend(&addend, of.place) {
+                Ok(_) => Some(addend),
+                Err(_) => self.elsewhere(addend, of.place),
+            };
+            more.extend(theirs.into_iter().filter_map(placed));
         }
         match more.is_empty() {
             true => Candidates::new(parameter, Vec::new()),

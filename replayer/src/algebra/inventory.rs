@@ -165,6 +165,12 @@ impl<'a> Inventory<'a> {
 
     /// An addend's elements of a box, widened, row-major in the box.
     pub fn read_addend(&self, addend: &Addend, place: &IndexBox) -> Result<Vec<f64>, String> {
+        if let Some((own, sum)) = &addend.elsewhere {
+            let moved = place.0.iter().zip(own.0.iter().zip(&sum.0));
+            let moved =
+                moved.map(|((low, high), (own, sum))| (low - sum.0 + own.0, high - sum.0 + own.0));
+            return self.read_box(&addend.key, addend.rank, &IndexBox(moved.collect()));
+        }
         let Some(index) = addend.index else {
             return self.read_box(&addend.key, addend.rank, place);
         };
