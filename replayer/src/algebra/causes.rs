@@ -4,7 +4,7 @@ use super::outcome::Reading;
 
 /// A known cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cause {
+pub(crate) struct Cause {
     /// Its name in every output.
     pub name: &'static str,
     /// What the job does, in one clause.
@@ -17,12 +17,12 @@ macro_rules! causes {
     ($($constant:ident = $name:literal, $meaning:literal, $look:literal;)*) => {
         $(
             #[doc = $meaning]
-            pub const $constant: Cause =
+            pub(crate) const $constant: Cause =
                 Cause { name: $name, meaning: $meaning, look: $look };
         )*
 
         /// Every cause, in the order of the stages.
-        pub const CAUSES: &[Cause] = &[$($constant,)*];
+        pub(crate) const CAUSES: &[Cause] = &[$($constant,)*];
     };
 }
 
@@ -123,6 +123,36 @@ causes! {
     ASCENDS = "update-ascends",
         "the parameter moves along the gradient, not against it",
         "the sign of the update, and maximize";
+    CORRECTION_ADDED = "bias-correction-added",
+        "the moments are corrected where the rule does not",
+        "the division of the moments by 1 - β^step";
+    EPS_ELSEWHERE = "eps-elsewhere",
+        "eps is added where it divides, not where the largest gradient is taken",
+        "where the optimizer adds eps";
+    NOT_CENTERED = "not-centered",
+        "the mean of the gradient is subtracted where it is not declared, or the reverse",
+        "the optimizer's switch centered";
+    LR_IN_MOMENTUM = "lr-in-momentum",
+        "the momentum holds changes where gradients are declared, or the reverse",
+        "whether the learning rate multiplies what enters the momentum";
+    MOMENTUM_SCHEDULE = "momentum-schedule",
+        "the momentum follows another schedule",
+        "the momentum of each step, and momentum_decay";
+    UNRECTIFIED = "rectification-missing",
+        "the update is not rectified",
+        "where the optimizer multiplies the update by the rectification";
+    THRESHOLD = "rectification-threshold",
+        "the rectification begins at another step",
+        "the length of the average from which the optimizer rectifies";
+    BETAS_EXCHANGED = "betas-exchanged",
+        "beta1 and beta2 are exchanged",
+        "which beta mixes the update, and which the moment";
+    FROM_NEW_MOMENT = "update-from-new-moment",
+        "the update is taken from the moment after the step",
+        "whether the moment changes before the update is taken from it";
+    UNSIGNED = "sign-missing",
+        "the update is not the sign of the mixture",
+        "where the optimizer takes the sign";
     NO_OP = "update-is-no-op",
         "the parameter did not change",
         "whether the optimizer holds this parameter, or a copy of it that is not written back";
@@ -140,9 +170,14 @@ causes! {
         "what else writes to this tensor between the stage before and here";
 }
 
+/// A cause by its name; `unknown` for a name that is none.
+pub(crate) fn named(name: &str) -> Cause {
+    CAUSES.iter().find(|cause| cause.name == name).copied().unwrap_or(UNKNOWN)
+}
+
 impl Cause {
     /// What reproduces a divergence, in words of the job.
-    pub fn reads(self, words: impl Into<String>) -> Reading {
+    pub(crate) fn reads(self, words: impl Into<String>) -> Reading {
         Reading { cause: self.name, words: words.into(), look: self.look }
     }
 }

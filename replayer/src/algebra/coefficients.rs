@@ -16,7 +16,7 @@ const SINGULAR: f64 = 1e-9;
 
 /// The least-squares solution of a sum by its addends.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Coefficients {
+pub(crate) struct Coefficients {
     /// Of each addend; 0 for one that others already make.
     pub values: Vec<f64>,
     /// The share of the sum's energy that no combination of the addends gives.

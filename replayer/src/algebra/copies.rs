@@ -28,7 +28,7 @@ op! {
 
 impl Judge<'_> {
     /// Whether all copies of a parameter are the same after the step.
-    pub fn copies(&self, parameter: &str) -> Vec<Judged> {
+    pub(crate) fn copies(&self, parameter: &str) -> Vec<Judged> {
         let mut judged = self.replicas(parameter);
         judged.extend(self.master(parameter));
         judged

@@ -6,11 +6,11 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 /// The version of the declaration that this replay reads.
-pub const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 
 /// What a rank declares of its step.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub struct Declaration {
+pub(crate) struct Declaration {
     /// Of the declaration's own form.
     pub version: u32,
     /// The framework and its version.
@@ -58,7 +58,7 @@ fn number_of(value: &Value) -> Option<f64> {
 
 /// A norm that the job computed.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub struct Norm {
+pub(crate) struct Norm {
     /// As the job had it.
     #[serde(default, deserialize_with = "number")]
     pub value: Option<f64>,
@@ -87,7 +87,7 @@ pub struct Norm {
 
 impl Norm {
     /// The p of the norm; infinite for the largest element.
-    pub fn power(&self) -> Option<f64> {
+    pub(crate) fn power(&self) -> Option<f64> {
         match &self.kind {
             Value::Null => Some(2.0),
             other => number_of(other),
@@ -97,7 +97,7 @@ impl Norm {
 
 /// What a gradient is clipped to.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Limit {
+pub(crate) struct Limit {
     /// The norm that the job computed.
     pub norm: f64,
     /// The norm that is allowed.
@@ -108,14 +108,14 @@ pub struct Limit {
 
 impl Limit {
     /// What the gradient is multiplied by where it is below 1.
-    pub fn coefficient(&self) -> f64 {
+    pub(crate) fn coefficient(&self) -> f64 {
         self.max_norm / (self.norm + self.epsilon)
     }
 }
 
 /// What a rank declares of a parameter.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-pub struct ParameterDeclaration {
+pub(crate) struct ParameterDeclaration {
     /// Which optimizer updates it.
     #[serde(default)]
     pub optimizer: Option<usize>,
@@ -141,7 +141,7 @@ pub struct ParameterDeclaration {
 
 /// One communication of a gradient.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub struct Reduce {
+pub(crate) struct Reduce {
     /// The mesh axis, or the name of the group.
     pub axis: String,
     /// What becomes of the addends.
@@ -164,7 +164,7 @@ pub struct Reduce {
 
 impl Reduce {
     /// How many addends are brought together.
-    pub fn size(&self) -> usize {
+    pub(crate) fn size(&self) -> usize {
         self.addends.unwrap_or(self.ranks.len())
     }
 }
@@ -172,7 +172,7 @@ impl Reduce {
 /// What a reduction makes of its addends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum ReduceOp {
+pub(crate) enum ReduceOp {
     /// Their sum.
     Sum,
     /// Their mean.
@@ -181,13 +181,13 @@ pub enum ReduceOp {
 
 /// An optimizer of the job.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
-pub struct Optimizer {
+pub(crate) struct Optimizer {
     /// Its class; `None` where the job has not said it.
     #[serde(default)]
     pub name: Option<String>,
     /// Where the class comes from.
     #[serde(default)]
-    pub module: String,
+    pub(crate) module: String,
     /// Its step was left out.
     #[serde(default)]
     pub skipped: bool,
@@ -199,11 +199,11 @@ pub struct Optimizer {
 /// The hyper-parameters of a group, by their names.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(transparent)]
-pub struct Hyper(pub BTreeMap<String, Value>);
+pub(crate) struct Hyper(pub BTreeMap<String, Value>);
 
 impl Hyper {
     /// A number; of a list, the entry at `name.INDEX`.
-    pub fn number(&self, name: &str) -> Option<f64> {
+    pub(crate) fn number(&self, name: &str) -> Option<f64> {
         if let Some(value) = self.0.get(name) {
             return number_of(value);
         }
@@ -212,7 +212,7 @@ impl Hyper {
     }
 
     /// Whether a switch is on; a number is on where it is not 0.
-    pub fn is_on(&self, name: &str) -> bool {
+    pub(crate) fn is_on(&self, name: &str) -> bool {
         match self.0.get(name) {
             Some(Value::Bool(on)) => *on,
             Some(Value::Number(number)) => number.as_f64() != Some(0.0),
@@ -223,19 +223,19 @@ impl Hyper {
 
 impl ParameterDeclaration {
     /// A number of the optimizer's state before its step.
-    pub fn scalar_before(&self, name: &str) -> Option<f64> {
+    pub(crate) fn scalar_before(&self, name: &str) -> Option<f64> {
         number_of(&self.scalars.get(name)?.0)
     }
 
     /// A number of the optimizer's state after its step.
-    pub fn scalar_after(&self, name: &str) -> Option<f64> {
+    pub(crate) fn scalar_after(&self, name: &str) -> Option<f64> {
         number_of(&self.scalars.get(name)?.1)
     }
 }
 
 impl Declaration {
     /// Reads the text of a declaration.
-    pub fn read(text: &[u8]) -> Result<Declaration, String> {
+    pub(crate) fn read(text: &[u8]) -> Result<Declaration, String> {
         let declaration: Declaration =
             serde_json::from_slice(text).map_err(|error| format!("it cannot be read: {error}"))?;
         if declaration.version != VERSION {
@@ -249,17 +249,17 @@ impl Declaration {
     }
 
     /// What the gradient of a parameter was clipped to, by the last norm that it is part of.
-    pub fn limit_of(&self, parameter: &str) -> Option<Limit> {
+    pub(crate) fn limit_of(&self, parameter: &str) -> Option<Limit> {
         let is_part = |norm: &&Norm| {
             norm.parameters.is_empty() || norm.parameters.iter().any(|name| name == parameter)
         };
-        let norm = self.norms.iter().filter(is_part).next_back()?;
+        let norm = self.norms.iter().rfind(is_part)?;
         let epsilon = norm.epsilon.unwrap_or(1e-6);
         Some(Limit { norm: norm.value?, max_norm: norm.max_norm?, epsilon })
     }
 
     /// The hyper-parameters of a parameter and the class of its optimizer.
-    pub fn optimizer_of(&self, parameter: &str) -> Option<(&Optimizer, &Hyper)> {
+    pub(crate) fn optimizer_of(&self, parameter: &str) -> Option<(&Optimizer, &Hyper)> {
         let declared = self.parameters.get(parameter)?;
         let optimizer = self.optimizers.get(declared.optimizer?)?;
         Some((optimizer, optimizer.groups.get(declared.group?)?))

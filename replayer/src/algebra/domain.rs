@@ -14,7 +14,7 @@ use crate::kernels::round::Precision;
 
 /// How the gradient of a parameter is brought together over ranks, as seen from one of them.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Domain {
+pub(crate) struct Domain {
     /// Every rank whose gradient is part of it, ascending.
     pub ranks: Vec<Rank>,
     /// What the sum is multiplied by: 1 over the size of each axis that is averaged.
@@ -29,7 +29,7 @@ pub struct Domain {
 
 /// One communication of a gradient.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Axis {
+pub(crate) struct Axis {
     /// The mesh axis, or the name of the group.
     pub name: String,
     /// What becomes of the addends.
@@ -40,7 +40,7 @@ pub struct Axis {
 
 /// A gradient that a sum takes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Addend {
+pub(crate) struct Addend {
     /// Who computed it.
     pub rank: Rank,
     /// The microbatch, or `None` for a sum over all of the rank's.
@@ -57,24 +57,24 @@ pub struct Addend {
 
 impl Addend {
     /// A gradient at its place.
-    pub fn new(rank: Rank, microbatch: Option<Microbatch>, key: TensorKey) -> Addend {
+    pub(crate) fn new(rank: Rank, microbatch: Option<Microbatch>, key: TensorKey) -> Addend {
         Addend { rank, microbatch, key, index: None, elsewhere: None }
     }
 }
 
 impl Domain {
     /// That of a rank which communicates with no other.
-    pub fn alone(rank: Rank) -> Domain {
+    pub(crate) fn alone(rank: Rank) -> Domain {
         Domain { ranks: vec![rank], scale: 1.0, axes: Vec::new(), sent: None, unknown: None }
     }
 
     /// The domain of a parameter as a rank, and the ranks that it is reduced with, declare it.
-    pub fn of(inventory: &Inventory<'_>, rank: Rank, parameter: &str) -> Domain {
+    pub(crate) fn of(inventory: &Inventory<'_>, rank: Rank, parameter: &str) -> Domain {
         Domain::without(inventory, rank, parameter, &[])
     }
 
     /// The same without the communications over some axes.
-    pub fn without(
+    pub(crate) fn without(
         inventory: &Inventory<'_>,
         rank: Rank,
         parameter: &str,
@@ -111,14 +111,14 @@ impl Domain {
 }
 
 /// The format of fewer bits.
-pub fn fewer_bits(one: Option<Precision>, other: Option<Precision>) -> Option<Precision> {
+pub(crate) fn fewer_bits(one: Option<Precision>, other: Option<Precision>) -> Option<Precision> {
     let formats = [one, other].into_iter().flatten();
     formats.max_by(|a, b| a.unit_roundoff().total_cmp(&b.unit_roundoff()))
 }
 
 impl Inventory<'_> {
     /// The addends of a domain, by rank or by device; or why they are not known.
-    pub fn addends(&self, domain: &Domain, parameter: &str) -> Result<Vec<Addend>, String> {
+    pub(crate) fn addends(&self, domain: &Domain, parameter: &str) -> Result<Vec<Addend>, String> {
         if let Some(why) = &domain.unknown {
             return Err(why.clone());
         }
@@ -156,7 +156,7 @@ impl Inventory<'_> {
 
     /// The gradients of one rank: its sum over microbatches where that was recorded, else each
     /// microbatch's; or why they are not known.
-    pub fn addends_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
+    pub(crate) fn addends_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
         if let Some(key) = self.key(parameter, &Part::Accumulated)
             && self.holders(key).contains(&rank)
         {
@@ -167,7 +167,7 @@ impl Inventory<'_> {
 
     /// The gradients of each microbatch of one rank. A microbatch of which the rank recorded none
     /// gave the parameter none.
-    pub fn grads_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
+    pub(crate) fn grads_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
         let mut addends = Vec::new();
         for microbatch in self.microbatches(parameter) {
             let tensors = &self.parameters[parameter].tensors;

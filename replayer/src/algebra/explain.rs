@@ -21,7 +21,7 @@ const MOST_ADDENDS: usize = 64;
 
 impl Judge<'_> {
     /// Judges a sum, and where it diverges says what it is a sum of.
-    pub fn judged_sum(
+    pub(crate) fn judged_sum(
         &self,
         of: &SumOf<'_>,
         parameter: &str,
@@ -260,7 +260,7 @@ fn simple_numbers(domain: &Domain, microbatches: usize) -> Vec<f64> {
 }
 
 /// Names microbatches in a sentence.
-pub fn microbatch_words(microbatches: &BTreeSet<Option<Microbatch>>) -> String {
+pub(crate) fn microbatch_words(microbatches: &BTreeSet<Option<Microbatch>>) -> String {
     let named: Vec<String> = microbatches.iter().flatten().map(|mb| mb.to_string()).collect();
     match named.len() {
         1 => format!("microbatch {}", named[0]),
@@ -269,6 +269,6 @@ pub fn microbatch_words(microbatches: &BTreeSet<Option<Microbatch>>) -> String {
 }
 
 /// Names ranks in a sentence.
-pub fn rank_words(of: &BTreeSet<Rank>) -> String {
+pub(crate) fn rank_words(of: &BTreeSet<Rank>) -> String {
     ranks(&of.iter().copied().collect::<Vec<_>>())
 }

@@ -53,7 +53,7 @@ op! {
 
 impl Judge<'_> {
     /// The stages of the gradient of a parameter.
-    pub fn gradient(&self, parameter: &str) -> Vec<Judged> {
+    pub(crate) fn gradient(&self, parameter: &str) -> Vec<Judged> {
         let mut judged = self.accumulated(parameter);
         judged.extend(self.reduced(parameter));
         judged.extend(self.unscaled(parameter));
@@ -270,7 +270,7 @@ impl Judge<'_> {
     }
 
     /// How a comparison came out; `read` explains a factor that is one number for all elements.
-    pub fn outcome(
+    pub(crate) fn outcome(
         &self,
         tally: &Tally,
         place: &IndexBox,
@@ -292,7 +292,12 @@ impl Judge<'_> {
     }
 
     /// How far a comparison is from agreeing; `None` where it agrees.
-    pub fn divergence(&self, tally: &Tally, place: &IndexBox, bound: &Bound) -> Option<Divergence> {
+    pub(crate) fn divergence(
+        &self,
+        tally: &Tally,
+        place: &IndexBox,
+        bound: &Bound,
+    ) -> Option<Divergence> {
         let reason = tally.excess(bound)?;
         let worst = tally.first_nonfinite.as_ref().or(tally.worst.as_ref());
         let factor = 1.0 + tally.slope();
@@ -329,7 +334,7 @@ impl Judge<'_> {
     }
 
     /// What was found of a stage of a parameter on some ranks.
-    pub fn judged(
+    pub(crate) fn judged(
         &self,
         stage: Stage,
         parameter: &str,

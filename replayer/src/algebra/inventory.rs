@@ -16,7 +16,7 @@ use crate::head::roundings::precision_of;
 use crate::kernels::round::Precision;
 
 /// What a dump holds of a step.
-pub struct Inventory<'a> {
+pub(crate) struct Inventory<'a> {
     /// The dump.
     pub dump: &'a StepDump,
     /// What ranks declare.
@@ -29,25 +29,23 @@ pub struct Inventory<'a> {
 
 /// The parts that were recorded of a parameter.
 #[derive(Clone, Debug, Default)]
-pub struct Parameter {
+pub(crate) struct Parameter {
     /// By part and microbatch.
     pub tensors: BTreeMap<(Part, Option<Microbatch>), TensorKey>,
 }
 
 /// What several ranks hold of a value: a box, with the same bytes on all of them.
 #[derive(Clone, Debug)]
-pub struct Piece {
+pub(crate) struct Piece {
     /// The ranks, ascending.
     pub ranks: Vec<Rank>,
     /// Which part of the parameter.
     pub place: IndexBox,
-    /// Where one of them lies.
-    pub shard: ShardRef,
 }
 
 impl<'a> Inventory<'a> {
     /// Reads the names and the declarations; `None` where the dump holds no part of a step.
-    pub fn of(
+    pub(crate) fn of(
         dump: &'a StepDump,
         unusable: &dyn Fn(&TensorKey) -> Option<String>,
     ) -> Option<Inventory<'a>> {
@@ -95,7 +93,7 @@ impl<'a> Inventory<'a> {
     }
 
     /// What a rank declares of a parameter; else what any other rank does.
-    pub fn declared_of(&self, rank: Rank, parameter: &str) -> Option<&ParameterDeclaration> {
+    pub(crate) fn declared_of(&self, rank: Rank, parameter: &str) -> Option<&ParameterDeclaration> {
         let of = |declaration: &'_ Declaration| declaration.parameters.contains_key(parameter);
         let own = self.declared.get(&rank).filter(|declaration| of(declaration));
         let any = || self.declared.values().find(|declaration| of(declaration));
@@ -103,12 +101,12 @@ impl<'a> Inventory<'a> {
     }
 
     /// The tensor of a part that is a value of the whole step.
-    pub fn key(&self, parameter: &str, part: &Part) -> Option<&TensorKey> {
+    pub(crate) fn key(&self, parameter: &str, part: &Part) -> Option<&TensorKey> {
         self.parameters.get(parameter)?.tensors.get(&(part.clone(), None))
     }
 
     /// The microbatches of which a gradient of the parameter was recorded.
-    pub fn microbatches(&self, parameter: &str) -> Vec<Option<Microbatch>> {
+    pub(crate) fn microbatches(&self, parameter: &str) -> Vec<Option<Microbatch>> {
         let tensors = self.parameters.get(parameter).map(|parameter| &parameter.tensors);
         let grads = tensors.into_iter().flatten().filter(|((part, _), _)| *part == Part::Grad);
         grads.map(|((_, microbatch), _)| *microbatch).collect()
@@ -116,7 +114,7 @@ impl<'a> Inventory<'a> {
 
     /// Whether the gradients of microbatches are values, and no rank's addend: a compiled step
     /// reduced each of them.
-    pub fn grads_are_reduced(&self, parameter: &str) -> bool {
+    pub(crate) fn grads_are_reduced(&self, parameter: &str) -> bool {
         let tensors = self.parameters.get(parameter).map(|parameter| &parameter.tensors);
         let mut grads = tensors.into_iter().flatten().filter(|((part, _), _)| *part == Part::Grad);
         grads.any(|(_, key)| self.dump.tensors()[key].partial.is_none())
@@ -124,17 +122,14 @@ impl<'a> Inventory<'a> {
 
     /// The distinct boxes and bytes that ranks hold of a tensor. Copies are told once where all
     /// that they were made from, as `origin` says, is the same too.
-    pub fn pieces<K: Ord>(&self, key: &TensorKey, origin: &dyn Fn(Rank) -> K) -> Vec<Piece> {
+    pub(crate) fn pieces<K: Ord>(&self, key: &TensorKey, origin: &dyn Fn(Rank) -> K) -> Vec<Piece> {
         let mut pieces: BTreeMap<(IndexBox, u128, K), Piece> = BTreeMap::new();
         for shard in &self.dump.tensors()[key].shards {
             let record = self.dump.record(shard);
             let which = (record.place.clone(), record.hash.0, origin(record.rank));
             let piece = pieces.entry(which);
-            let piece = piece.or_insert_with(|| Piece {
-                ranks: Vec::new(),
-                place: record.place.clone(),
-                shard: *shard,
-            });
+            let piece =
+                piece.or_insert_with(|| Piece { ranks: Vec::new(), place: record.place.clone() });
             if !piece.ranks.contains(&record.rank) {
                 piece.ranks.push(record.rank);
             }
@@ -146,25 +141,29 @@ impl<'a> Inventory<'a> {
     }
 
     /// What tells the bytes that a rank holds of a tensor from others.
-    pub fn hashes(&self, key: &TensorKey, rank: Rank) -> Vec<u128> {
+    pub(crate) fn hashes(&self, key: &TensorKey, rank: Rank) -> Vec<u128> {
         let shards = self.dump.tensors()[key].shards.iter();
         let own = shards.filter(|shard| self.dump.record(shard).rank == rank);
         own.map(|shard| self.dump.record(shard).hash.0).collect()
     }
 
     /// The ranks that hold something of a tensor.
-    pub fn holders(&self, key: &TensorKey) -> BTreeSet<Rank> {
+    pub(crate) fn holders(&self, key: &TensorKey) -> BTreeSet<Rank> {
         let shards = &self.dump.tensors()[key].shards;
         shards.iter().map(|shard| self.dump.record(shard).rank).collect()
     }
 
     /// The format of a tensor's elements; `None` for integers.
-    pub fn precision(&self, key: &TensorKey) -> Option<Precision> {
+    pub(crate) fn precision(&self, key: &TensorKey) -> Option<Precision> {
         precision_of(self.dump.tensors()[key].dtype)
     }
 
     /// An addend's elements of a box, widened, row-major in the box.
-    pub fn read_addend(&self, addend: &Addend, place: &IndexBox) -> Result<Vec<f64>, String> {
+    pub(crate) fn read_addend(
+        &self,
+        addend: &Addend,
+        place: &IndexBox,
+    ) -> Result<Vec<f64>, String> {
         if let Some((own, sum)) = &addend.elsewhere {
             let moved = place.0.iter().zip(own.0.iter().zip(&sum.0));
             let moved =
@@ -184,7 +183,7 @@ impl<'a> Inventory<'a> {
     }
 
     /// What a rank holds of a box of a tensor, widened, row-major in the box.
-    pub fn read_box(
+    pub(crate) fn read_box(
         &self,
         key: &TensorKey,
         rank: Rank,

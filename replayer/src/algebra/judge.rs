@@ -16,7 +16,7 @@ use crate::ops::{Declared, Op, Recorded, Span, Tensors, tallies};
 const WIDTH: usize = 8;
 
 /// A tensor of a part of a stage.
-pub struct Operand {
+pub(crate) struct Operand {
     /// Its name in the op's table.
     pub name: &'static str,
     /// Rows that it has.
@@ -30,17 +30,17 @@ pub struct Operand {
 
 impl Operand {
     /// One row of elements.
-    pub fn row(name: &'static str, values: Vec<f64>, rounded: Option<Precision>) -> Operand {
+    pub(crate) fn row(name: &'static str, values: Vec<f64>, rounded: Option<Precision>) -> Operand {
         Operand { name, rows: 1, values, rounded }
     }
 }
 
 /// A stage as it came out: what its op calls it, and its tally or why it has none.
-pub type Compared = (&'static str, Result<Tally, String>);
+pub(crate) type Compared = (&'static str, Result<Tally, String>);
 
 /// How the stages of a step are compared.
 #[derive(Clone, Copy)]
-pub struct Judge<'a> {
+pub(crate) struct Judge<'a> {
     /// What the dump holds.
     pub inventory: &'a Inventory<'a>,
     /// Comparisons of the whole step, which share the probability of a false alarm.
@@ -48,7 +48,7 @@ pub struct Judge<'a> {
 }
 
 /// What a job is taken to compute in.
-pub fn arithmetic(stored: Option<Precision>, sum: Option<Precision>) -> Declared {
+pub(crate) fn arithmetic(stored: Option<Precision>, sum: Option<Precision>) -> Declared {
     let stored = stored.unwrap_or(Precision::F32);
     let compute = if stored == Precision::F64 { Precision::F64 } else { Precision::F32 };
     let between = (!stored.keeps_f32()).then_some(stored);
@@ -58,13 +58,13 @@ pub fn arithmetic(stored: Option<Precision>, sum: Option<Precision>) -> Declared
 
 impl Judge<'_> {
     /// The bound of a comparison over a box.
-    pub fn bound(&self, place: &IndexBox) -> Bound {
+    pub(crate) fn bound(&self, place: &IndexBox) -> Bound {
         let elements = place.elements().unwrap_or(0) as usize;
         Bound::new(self.comparisons, pieces(place, WIDTH).len(), elements)
     }
 
     /// Compares the stages of an op over a box; `operands` makes what the op takes of a part of it.
-    pub fn compare<O: Op>(
+    pub(crate) fn compare<O: Op>(
         &self,
         op: &O,
         declared: &Declared,
@@ -99,7 +99,7 @@ impl Judge<'_> {
     }
 
     /// The index, in the whole tensor, of an element that a tally names by part and column.
-    pub fn index(&self, place: &IndexBox, (part, column): (u64, u64)) -> Vec<u64> {
+    pub(crate) fn index(&self, place: &IndexBox, (part, column): (u64, u64)) -> Vec<u64> {
         let parts = pieces(place, WIDTH);
         let Some(part) = parts.get(part as usize) else { return Vec::new() };
         let mut left = column;
@@ -123,6 +123,6 @@ impl Operand {
 }
 
 /// Names ranks in a sentence.
-pub fn ranks(ranks: &[Rank]) -> String {
+pub(crate) fn ranks(ranks: &[Rank]) -> String {
     crate::dump::name_ranks(ranks)
 }

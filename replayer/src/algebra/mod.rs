@@ -33,7 +33,7 @@ use inventory::Inventory;
 use judge::Judge;
 
 pub use norm_gap::NormGap;
-pub use outcome::{Divergence, Judged, Outcome, Reading, Stage};
+pub use outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
 pub use summary::{Group, StageSummary, StepReport, Unchecked};
 
 /// The word of `--compare` that asks for the step.

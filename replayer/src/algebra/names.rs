@@ -1,7 +1,7 @@
 //! Names of parameters, told as few words.
 
 /// Parameters by the shortest pattern that names them and no other: `layers.*.weight`.
-pub fn pattern(names: &[&str], all: &[&str]) -> String {
+pub(crate) fn pattern(names: &[&str], all: &[&str]) -> String {
     let count = names.len();
     match names {
         [] => return "no parameter".into(),

@@ -38,7 +38,7 @@ struct Share {
 
 impl Judge<'_> {
     /// Every norm that a rank declares, those that are the same on several ranks once.
-    pub fn norms(&self) -> Vec<Judged> {
+    pub(crate) fn norms(&self) -> Vec<Judged> {
         let mut groups: BTreeMap<(usize, u64, String), (Rank, Vec<Rank>)> = BTreeMap::new();
         for (rank, declared) in &self.inventory.declared {
             for (at, norm) in declared.norms.iter().enumerate() {
@@ -81,28 +81,7 @@ impl Judge<'_> {
         }
         let power =
             norm.power().ok_or_else(|| format!("a norm of kind {} is not known", norm.kind))?;
-        let of = norm.of.as_deref().unwrap_or("reduced");
-        let mut shares: BTreeMap<&str, Share> = BTreeMap::new();
-        let (mut stored, mut lost) = (None, Vec::new());
-        for parameter in self.normed(at) {
-            match self.key_of(parameter, of) {
-                Some(key) => {
-                    let format = self.inventory.precision(key);
-                    stored = fewer_bits(stored, format);
-                    shares.insert(parameter, self.share(key, rank, power, format)?);
-                }
-                None => lost.push(parameter),
-            }
-        }
-        if let Some(first) = lost.first() {
-            return Err(format!(
-                "the gradients of {} of its parameters were not recorded, {first} among them",
-                lost.len()
-            ));
-        }
-        if shares.is_empty() {
-            return Err("it names no parameters".into());
-        }
+        let (shares, stored) = self.shares(norm, rank, (at, power))?;
         let is_max = power.is_infinite();
         let join = |values: &mut dyn Iterator<Item = f64>| match is_max {
             true => values.fold(0.0, f64::max),
@@ -148,6 +127,38 @@ impl Judge<'_> {
         let read = self.read_norm(&shares, (rank, total, is_max), &is);
         divergence.readings = read.into_iter().collect();
         Ok(Outcome::Diverged(Box::new(divergence)))
+    }
+
+    /// The share of each parameter of a norm, and the format of fewest bits that one is stored in.
+    fn shares(
+        &self,
+        norm: &Norm,
+        rank: Rank,
+        (at, power): (usize, f64),
+    ) -> Result<(BTreeMap<&str, Share>, Option<Precision>), String> {
+        let of = norm.of.as_deref().unwrap_or("reduced");
+        let mut shares: BTreeMap<&str, Share> = BTreeMap::new();
+        let (mut stored, mut lost) = (None, Vec::new());
+        for parameter in self.normed(at) {
+            match self.key_of(parameter, of) {
+                Some(key) => {
+                    let format = self.inventory.precision(key);
+                    stored = fewer_bits(stored, format);
+                    shares.insert(parameter, self.share(key, rank, power, format)?);
+                }
+                None => lost.push(parameter),
+            }
+        }
+        if let Some(first) = lost.first() {
+            return Err(format!(
+                "the gradients of {} of its parameters were not recorded, {first} among them",
+                lost.len()
+            ));
+        }
+        if shares.is_empty() {
+            return Err("it names no parameters".into());
+        }
+        Ok((shares, stored))
     }
 
     fn key_of(&self, parameter: &str, of: &str) -> Option<&TensorKey> {
@@ -282,7 +293,7 @@ impl Judge<'_> {
                 let held = share.held.entry(*rank).or_default();
                 *held = if power.is_infinite() { held.max(value) } else { *held + value };
             }
-            if counted.iter().any(|place| *place == piece.place) {
+            if counted.contains(&piece.place) {
                 continue;
             }
             counted.push(piece.place.clone());

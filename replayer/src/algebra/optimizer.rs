@@ -44,7 +44,7 @@ struct Tensors<'a> {
 
 impl Judge<'_> {
     /// The optimizer's stages of a parameter.
-    pub fn optimizer(&self, parameter: &str) -> Vec<Judged> {
+    pub(crate) fn optimizer(&self, parameter: &str) -> Vec<Judged> {
         let inventory = self.inventory;
         let copies = [(Part::MasterBefore, Part::MasterAfter), (Part::Before, Part::After)];
         let both = copies.iter().find_map(|(before, after)| {
@@ -358,8 +358,7 @@ impl Judge<'_> {
         readings.extend(self.solved(tensors, piece, supposed));
         for variation in supposed.rule.variations() {
             if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
-                let (cause, look) = (variation.cause, variation.look);
-                readings.push(Reading { cause, words: variation.words, look });
+                readings.push(causes::named(variation.cause).reads(variation.words));
             }
         }
         let others = self.other_gradients(tensors, supposed);

@@ -28,7 +28,7 @@ pub enum Stage {
 
 impl Stage {
     /// Every stage, in order.
-    pub const ALL: [Stage; 8] = [
+    pub(crate) const ALL: [Stage; 8] = [
         Stage::Accumulate,
         Stage::Reduce,
         Stage::Unscale,
@@ -40,7 +40,7 @@ impl Stage {
     ];
 
     /// Its name in every output.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Stage::Accumulate => "accumulate",
             Stage::Reduce => "reduce",
@@ -136,7 +136,7 @@ pub struct Reading {
 
 impl Outcome {
     /// How it differs, where it does.
-    pub fn divergence(&self) -> Option<&Divergence> {
+    pub(crate) fn divergence(&self) -> Option<&Divergence> {
         match self {
             Outcome::Diverged(divergence) => Some(divergence),
             _ => None,

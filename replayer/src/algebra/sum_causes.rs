@@ -13,7 +13,7 @@ use super::inventory::Inventory;
 use super::outcome::Reading;
 
 /// A sum, solved.
-pub struct Solved<'a> {
+pub(crate) struct Solved<'a> {
     /// Every gradient that may be part of it.
     pub addends: &'a [Addend],
     /// What each is multiplied by.
@@ -35,7 +35,7 @@ pub struct Solved<'a> {
 }
 
 /// What a sum is, in words, and its cause.
-pub fn named(solved: &Solved<'_>) -> Reading {
+pub(crate) fn named(solved: &Solved<'_>) -> Reading {
     let simple = solved.not_cleared().or_else(|| solved.factor()).or_else(|| solved.window());
     let known = simple.or_else(|| solved.doubled()).or_else(|| solved.group());
     known

@@ -108,12 +108,12 @@ impl StepReport {
     }
 
     /// The first divergence: the earliest stage's.
-    pub fn first(&self) -> Option<&Group> {
+    pub(crate) fn first(&self) -> Option<&Group> {
         self.diverged.first()
     }
 
     /// How many comparisons were made.
-    pub fn compared(&self) -> usize {
+    pub(crate) fn compared(&self) -> usize {
         let made = |one: &&Judged| !matches!(one.result, Outcome::Unchecked { .. });
         self.judged.iter().filter(made).count()
     }

@@ -11,7 +11,7 @@ use crate::kernels::round::Precision;
 use crate::ops::table::op;
 
 /// A sum of weighted addends, element by element.
-pub struct WeightedSum;
+pub(crate) struct WeightedSum;
 
 op! {
     WeightedSum = "weighted_sum";
@@ -26,7 +26,7 @@ op! {
 }
 
 /// A recorded sum, and what it should be the sum of.
-pub struct SumOf<'a> {
+pub(crate) struct SumOf<'a> {
     /// The tensor that holds the sum.
     pub key: &'a TensorKey,
     /// The rank that holds it, and the box that is compared.
@@ -43,7 +43,7 @@ pub struct SumOf<'a> {
 
 impl Judge<'_> {
     /// Compares a recorded sum with the sum of its weighted addends.
-    pub fn sum(&self, of: &SumOf<'_>) -> Result<Tally, String> {
+    pub(crate) fn sum(&self, of: &SumOf<'_>) -> Result<Tally, String> {
         let inventory = self.inventory;
         let stored = inventory.precision(of.key);
         let addend = of.addends.first().and_then(|addend| inventory.precision(&addend.key));

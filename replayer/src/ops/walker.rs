@@ -66,7 +66,7 @@ impl Judged {
 
 /// Judges the stages of an op in the order of its table.
 pub fn walk<O: Op>(op: &O, tensors: &Tensors<'_>, declared: &Declared) -> Vec<Judged> {
-    let judged = |(stage, compared): (&'static Stage, Result<(Tally, Bound), String>)| {
+    let judged = |(stage, compared): Compared| {
         let judgement = match compared {
             Err(why) => Judgement::Unchecked(why),
             Ok((tally, bound)) => match tally.excess(&bound) {
@@ -121,12 +121,15 @@ pub fn values<O: Op>(
     Err(format!("{} has no stage {stage}", O::NAME))
 }
 
+/// A stage, and its tally with the bound that it is held to.
+type Compared = (&'static Stage, Result<(Tally, Bound), String>);
+
 fn compared<O: Op>(
     op: &O,
     tensors: &Tensors<'_>,
     declared: &Declared,
     span: Option<Span>,
-) -> Vec<(&'static Stage, Result<(Tally, Bound), String>)> {
+) -> Vec<Compared> {
     let mut walk = Walk { op, tensors, declared, span, extent: None, computed: BTreeMap::new() };
     walk.extent = walk.find_extent();
     (0..O::STAGES.len()).map(|stage| (&O::STAGES[stage], walk.stage(stage))).collect()

@@ -6,14 +6,13 @@ use super::formulas::{Descent, class, is_optax, root, square};
 use super::variation::{of_descent, of_eps, of_step, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
-use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub const CLASSES: &[&str] = &["Adagrad", "adagrad", "FusedAdagrad"];
+pub(crate) const CLASSES: &[&str] = &["Adagrad", "adagrad", "FusedAdagrad"];
 
 /// How frameworks call its tensors and hyper-parameters.
-pub const NAMES: Names = Names {
+pub(crate) const NAMES: Names = Names {
     words: "Adagrad",
     source: "Duchi, Hazan and Singer 2011",
     counts_steps: false,
@@ -28,7 +27,7 @@ pub const NAMES: Names = Names {
 
 /// Adagrad with its switches.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Adagrad {
+pub(crate) struct Adagrad {
     /// Which step this is, from 1, where the learning rate decays.
     pub step: f64,
     /// Weight decay and sign.
@@ -63,7 +62,6 @@ impl Adagrad {
             Rule::Adagrad,
             "state-reset",
             "the gradients before this step are not in the sum of squares",
-            "what clears or reloads the optimizer's state",
             Adagrad { forgets: true, ..own() },
         ));
         all.extend(of_descent(Rule::Adagrad, self.descent, |descent| Adagrad { descent, ..own() }));

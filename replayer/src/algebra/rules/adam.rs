@@ -5,14 +5,13 @@ use super::formulas::{Descent, class, corrected, correction, moving, root, squar
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
-use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub const CLASSES: &[&str] = &["Adam", "AdamW", "adam", "adamw", "FusedAdam"];
+pub(crate) const CLASSES: &[&str] = &["Adam", "AdamW", "adam", "adamw", "FusedAdam"];
 
 /// How frameworks call its tensors and hyper-parameters.
-pub const NAMES: Names = Names {
+pub(crate) const NAMES: Names = Names {
     words: "Adam, AdamW, AMSGrad",
     source: "Kingma and Ba 2015; Reddi et al. 2018",
     counts_steps: true,
@@ -41,7 +40,7 @@ pub const NAMES: Names = Names {
 
 /// Adam with its switches.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Adam {
+pub(crate) struct Adam {
     /// Which step this is, from 1.
     pub step: f64,
     /// Weight decay (by itself: AdamW) and sign.
@@ -78,8 +77,7 @@ impl Adam {
         for (moment, corrections) in [("first", [0, 1]), ("second", [1, 0])] {
             let words = format!("the {moment} moment is used without bias correction");
             let rule = Adam { corrections, ..own() };
-            let look = "the division of the moments by 1 - β^step";
-            all.push(vary(Rule::Adam, "bias-correction-missing", &words, look, rule));
+            all.push(vary(Rule::Adam, "bias-correction-missing", &words, rule));
         }
         let eps_inside = !self.eps_inside;
         all.push(of_eps(Rule::Adam, self.eps_inside, Adam { eps_inside, ..own() }));

@@ -6,14 +6,13 @@ use super::formulas::{Descent, class, corrected, correction, moving};
 use super::variation::{of_corrections, of_descent, of_step, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
-use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub const CLASSES: &[&str] = &["Adamax", "adamax", "adamaxw"];
+pub(crate) const CLASSES: &[&str] = &["Adamax", "adamax", "adamaxw"];
 
 /// How frameworks call its tensors and hyper-parameters.
-pub const NAMES: Names = Names {
+pub(crate) const NAMES: Names = Names {
     words: "Adamax",
     source: "Kingma and Ba 2015",
     counts_steps: true,
@@ -32,7 +31,7 @@ pub const NAMES: Names = Names {
 
 /// Adamax with its switches.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Adamax {
+pub(crate) struct Adamax {
     /// Which step this is, from 1.
     pub step: f64,
     /// Weight decay and sign.
@@ -62,7 +61,6 @@ impl Adamax {
             Rule::Adamax,
             "eps-elsewhere",
             "eps is added to the largest gradient where it divides, not where it is taken",
-            "where the optimizer adds eps",
             Adamax { eps_divides: !self.eps_divides, ..own() },
         ));
         all.extend(of_descent(Rule::Adamax, self.descent, |descent| Adamax { descent, ..own() }));

@@ -7,19 +7,19 @@ use crate::algebra::declaration::Optimizer;
 use crate::kernels::number::Number;
 
 /// The class of an optimizer, without the framework's name before it.
-pub fn class(optimizer: &Optimizer) -> Option<&str> {
+pub(crate) fn class(optimizer: &Optimizer) -> Option<&str> {
     let name = optimizer.name.as_deref()?;
     Some(name.strip_prefix("optax.").unwrap_or(name))
 }
 
 /// Whether it is optax's: its rules are functions, and so their names begin with a small letter.
-pub fn is_optax(optimizer: &Optimizer) -> bool {
+pub(crate) fn is_optax(optimizer: &Optimizer) -> bool {
     class(optimizer).is_some_and(|name| name.starts_with(|first: char| first.is_lowercase()))
 }
 
 /// How weight decay and the sign of the gradient enter a rule.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Descent {
+pub(crate) struct Descent {
     /// Whether it ascends.
     pub maximize: bool,
     /// Whether the parameter decays by itself, and not through the gradient.
@@ -28,18 +28,18 @@ pub struct Descent {
 
 impl Descent {
     /// The gradient that the rest of the rule takes.
-    pub fn gradient<N: Number>(&self, grad: N, before: N, weight_decay: N) -> N {
+    pub(crate) fn gradient<N: Number>(&self, grad: N, before: N, weight_decay: N) -> N {
         let grad = if self.maximize { grad.times(-1.0) } else { grad };
         if self.decoupled { grad } else { (grad + (before * weight_decay.scalar()).step()).step() }
     }
 
     /// What is added to a parameter that is moved by `lr direction`.
-    pub fn update<N: Number>(&self, direction: N, before: N, weight_decay: N, lr: N) -> N {
+    pub(crate) fn update<N: Number>(&self, direction: N, before: N, weight_decay: N, lr: N) -> N {
         self.subtracted(direction.scaled(lr.clone()), before, weight_decay, lr)
     }
 
     /// What is added to a parameter from which `moved` is subtracted.
-    pub fn subtracted<N: Number>(&self, moved: N, before: N, weight_decay: N, lr: N) -> N {
+    pub(crate) fn subtracted<N: Number>(&self, moved: N, before: N, weight_decay: N, lr: N) -> N {
         let still = moved.times(-1.0);
         match self.decoupled {
             true => still - ((before * weight_decay.scalar()).step() * lr).step(),
@@ -48,37 +48,37 @@ impl Descent {
     }
 
     /// The parameter after the step. One that decays by itself may be stored in between.
-    pub fn after<N: Number>(&self, before: N, update: N, weight_decay: N, lr: N) -> N {
+    pub(crate) fn after<N: Number>(&self, before: N, update: N, weight_decay: N, lr: N) -> N {
         let after = before.clone() + update;
         if self.decoupled { after.changed(before * weight_decay * lr) } else { after }
     }
 }
 
 /// `β x + (1 - β) y`
-pub fn moving<N: Number>(moment: N, addend: N, beta: N) -> N {
+pub(crate) fn moving<N: Number>(moment: N, addend: N, beta: N) -> N {
     let rest = beta.constant(1.0) - beta.clone();
     moment.scaled(beta) + (addend * rest.scalar()).step()
 }
 
 /// `y²`
-pub fn square<N: Number>(y: N) -> N {
+pub(crate) fn square<N: Number>(y: N) -> N {
     y.squared().step()
 }
 
 /// `1 - β^step`
-pub fn correction<N: Number>(beta: N, step: f64) -> N {
+pub(crate) fn correction<N: Number>(beta: N, step: f64) -> N {
     let power = beta.power(step);
     power.constant(1.0) - power
 }
 
 /// A moment that is divided by its correction so often.
-pub fn corrected<N: Number>(moment: N, correction: N, times: u32) -> N {
+pub(crate) fn corrected<N: Number>(moment: N, correction: N, times: u32) -> N {
     let correction = if times > 0 { correction.scalar() } else { correction };
     (0..times).fold(moment, |moment, _| (moment / correction.clone()).step())
 }
 
 /// The root of a second moment with what keeps it from 0.
-pub fn root<N: Number>(second: N, eps: N, is_inside: bool) -> N {
+pub(crate) fn root<N: Number>(second: N, eps: N, is_inside: bool) -> N {
     let eps = eps.scalar();
     match is_inside {
         true => (second + eps).step_alike().sqrt(),

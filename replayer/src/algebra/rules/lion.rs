@@ -5,14 +5,13 @@ use super::formulas::{Descent, class, moving};
 use super::variation::{of_descent, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
-use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub const CLASSES: &[&str] = &["Lion", "lion", "FusedLion"];
+pub(crate) const CLASSES: &[&str] = &["Lion", "lion", "FusedLion"];
 
 /// How frameworks call its tensors and hyper-parameters.
-pub const NAMES: Names = Names {
+pub(crate) const NAMES: Names = Names {
     words: "Lion",
     source: "Chen et al. 2023",
     counts_steps: false,
@@ -31,7 +30,7 @@ pub const NAMES: Names = Names {
 
 /// Lion with its switches.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Lion {
+pub(crate) struct Lion {
     /// Weight decay and sign.
     pub descent: Descent,
     /// What of the moment and the gradient the update is the sign of.
@@ -40,7 +39,7 @@ pub struct Lion {
 
 /// What the update of Lion is made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Direction {
+pub(crate) enum Direction {
     /// The sign of the moment before the step, mixed with the gradient by β1.
     Published,
     /// The sign of the moment after the step.
@@ -68,21 +67,18 @@ impl Lion {
                 Rule::Lion,
                 "betas-exchanged",
                 "beta1 and beta2 are exchanged",
-                "which beta mixes the update, and which the moment",
                 other(Direction::Exchanged),
             ),
             vary(
                 Rule::Lion,
                 "update-from-new-moment",
                 "the update is the sign of the moment after the step",
-                "whether the moment changes before the update is taken from it",
                 other(Direction::Moment),
             ),
             vary(
                 Rule::Lion,
                 "sign-missing",
                 "the update has not the sign of the mixture, but the mixture itself",
-                "where the optimizer takes the sign",
                 other(Direction::Unsigned),
             ),
         ];

@@ -9,15 +9,15 @@
 //! a whole matrix (LAMB, Adafactor, Muon) are no such tables, and are not known here: the steps of
 //! these optimizers are unchecked.
 
-pub mod adagrad;
-pub mod adam;
-pub mod adamax;
+pub(crate) mod adagrad;
+pub(crate) mod adam;
+pub(crate) mod adamax;
 mod formulas;
-pub mod lion;
-pub mod nadam;
-pub mod radam;
-pub mod rmsprop;
-pub mod sgd;
+pub(crate) mod lion;
+pub(crate) mod nadam;
+pub(crate) mod radam;
+pub(crate) mod rmsprop;
+pub(crate) mod sgd;
 #[cfg(test)]
 mod tests;
 mod variation;
@@ -30,13 +30,14 @@ use crate::ops::{Declared, values};
 #[cfg(test)]
 use crate::ops::{Span, tallies};
 
-pub use variation::Variation;
+pub(crate) use variation::Variation;
 
 /// How frameworks call what a rule's table names.
-pub struct Names {
+pub(crate) struct Names {
     /// What people call the rule.
     pub words: &'static str,
     /// Where it was published.
+    #[cfg_attr(not(test), expect(dead_code, reason = "a test holds the page to it"))]
     pub source: &'static str,
     /// Whether it depends on which step it is, however it is switched.
     pub counts_steps: bool,
@@ -48,7 +49,7 @@ pub struct Names {
 }
 
 /// A tensor of an optimizer's state.
-pub struct State {
+pub(crate) struct State {
     /// After the step, in the table.
     pub after: &'static str,
     /// Before the step, in the table.
@@ -60,7 +61,7 @@ pub struct State {
 impl Names {
     /// A declared hyper-parameter, by its name in the table; NaN where neither the job nor all
     /// frameworks alike say it.
-    pub fn number(&self, hyper: &Hyper, name: &str) -> f64 {
+    pub(crate) fn number(&self, hyper: &Hyper, name: &str) -> f64 {
         let row = self.hyper.iter().find(|(own, ..)| *own == name);
         let declared = |(_, declared, default): &(_, &[&str], f64)| {
             declared.iter().find_map(|own| hyper.number(own)).unwrap_or(*default)
@@ -74,39 +75,39 @@ macro_rules! rules {
         /// The rule of an optimizer, with its switches.
         #[derive(Clone, Debug, PartialEq)]
         #[allow(missing_docs)] // Each has a file.
-        pub enum Rule { $($rule($module::$rule),)* }
+        pub(crate) enum Rule { $($rule($module::$rule),)* }
 
         impl Rule {
             /// The rule of an optimizer's group that takes its `step`-th step; `None` for an
             /// optimizer that no rule is known of.
-            pub fn of(optimizer: &Optimizer, hyper: &Hyper, step: f64) -> Option<Rule> {
+            pub(crate) fn of(optimizer: &Optimizer, hyper: &Hyper, step: f64) -> Option<Rule> {
                 None$(.or_else(|| $module::$rule::of(optimizer, hyper, step).map(Rule::$rule)))*
             }
 
             /// The optimizers of which a rule is known.
-            pub fn known() -> Vec<&'static str> {
+            pub(crate) fn known() -> Vec<&'static str> {
                 [$($module::CLASSES,)*].concat()
             }
 
             /// Every known rule: how frameworks call its tensors, and its optimizers.
             #[cfg(test)]
-            pub fn list() -> Vec<(&'static Names, &'static [&'static str])> {
+            pub(crate) fn list() -> Vec<(&'static Names, &'static [&'static str])> {
                 vec![$((&$module::NAMES, $module::CLASSES),)*]
             }
 
             /// How frameworks call its tensors and hyper-parameters.
-            pub fn names(&self) -> &'static Names {
+            pub(crate) fn names(&self) -> &'static Names {
                 match self { $(Rule::$rule(_) => &$module::NAMES,)* }
             }
 
             /// How it may have been implemented wrongly.
-            pub fn variations(&self) -> Vec<Variation> {
+            pub(crate) fn variations(&self) -> Vec<Variation> {
                 match self { $(Rule::$rule(rule) => rule.variations(),)* }
             }
 
             /// Compares its stages with what was recorded of them.
             #[cfg(test)]
-            pub fn tallies(
+            pub(crate) fn tallies(
                 &self,
                 operands: &[Operand],
                 declared: &Declared,
@@ -122,7 +123,7 @@ macro_rules! rules {
             }
 
             /// Compares its stages over a box.
-            pub fn compare(
+            pub(crate) fn compare(
                 &self,
                 judge: &Judge<'_>,
                 declared: &Declared,
@@ -133,7 +134,7 @@ macro_rules! rules {
             }
 
             /// The change of the parameter that it gives, in f64.
-            pub fn change(
+            pub(crate) fn change(
                 &self,
                 operands: &[Operand],
                 declared: &Declared,

@@ -14,10 +14,10 @@ use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub const CLASSES: &[&str] = &["NAdam", "nadam", "nadamw"];
+pub(crate) const CLASSES: &[&str] = &["NAdam", "nadam", "nadamw"];
 
 /// How frameworks call its tensors and hyper-parameters.
-pub const NAMES: Names = Names {
+pub(crate) const NAMES: Names = Names {
     words: "NAdam",
     source: "Dozat 2016",
     counts_steps: true,
@@ -41,7 +41,7 @@ pub const NAMES: Names = Names {
 
 /// NAdam with its switches.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Nadam {
+pub(crate) struct Nadam {
     /// Which step this is, from 1.
     pub step: f64,
     /// Weight decay and sign.
@@ -120,7 +120,6 @@ impl Nadam {
             Rule::Nadam,
             "nesterov",
             "the update is Adam's: the gradient of this step is in it by the moment alone",
-            "where the optimizer looks ahead",
             Nadam { looks_ahead: false, ..own() },
         ));
         let (momentum_decay, words) = match self.momentum_decay {
@@ -131,7 +130,6 @@ impl Nadam {
             Rule::Nadam,
             "momentum-schedule",
             words,
-            "the momentum of each step, and momentum_decay",
             Nadam { momentum_decay, ..own() }.scheduled(),
         ));
         all.extend(of_descent(Rule::Nadam, self.descent, |descent| Nadam { descent, ..own() }));

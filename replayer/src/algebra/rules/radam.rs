@@ -15,10 +15,10 @@ use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub const CLASSES: &[&str] = &["RAdam", "radam"];
+pub(crate) const CLASSES: &[&str] = &["RAdam", "radam"];
 
 /// How frameworks call its tensors and hyper-parameters.
-pub const NAMES: Names = Names {
+pub(crate) const NAMES: Names = Names {
     words: "RAdam",
     source: "Liu et al. 2020",
     counts_steps: true,
@@ -28,7 +28,7 @@ pub const NAMES: Names = Names {
 
 /// RAdam with its switches.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Radam {
+pub(crate) struct Radam {
     /// Which step this is, from 1.
     pub step: f64,
     /// Weight decay and sign.
@@ -128,13 +128,12 @@ impl Radam {
         let own = || self.clone();
         let corrections = |corrections| Radam { corrections, ..own() };
         let mut all = of_corrections(Rule::Radam, self.corrections, corrections);
-        let mut other = |cause, words: &str, look, rule: Radam| {
-            all.push(vary(Rule::Radam, cause, words, look, rule));
+        let mut other = |cause, words: &str, rule: Radam| {
+            all.push(vary(Rule::Radam, cause, words, rule));
         };
         if self.adapts() {
-            let look = "where the optimizer multiplies the update by the rectification";
             let words = "the update is Adam's: it is not rectified";
-            other("rectification-missing", words, look, Radam { rectifies: false, ..own() });
+            other("rectification-missing", words, Radam { rectifies: false, ..own() });
         }
         for threshold in [4.0, 5.0, f64::INFINITY] {
             let rule = Radam { threshold, ..own() };
@@ -145,8 +144,7 @@ impl Radam {
                 true => "the update does not adapt to the second moment in this step",
                 false => "the update adapts to the second moment in this step already",
             };
-            let look = "from which length of the average on the optimizer adapts (5, or 4)";
-            other("rectification-threshold", words, look, rule);
+            other("rectification-threshold", words, rule);
         }
         if self.adapts() {
             let eps_inside = !self.eps_inside;

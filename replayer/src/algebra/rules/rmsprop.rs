@@ -11,10 +11,10 @@ use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub const CLASSES: &[&str] = &["RMSprop", "rmsprop"];
+pub(crate) const CLASSES: &[&str] = &["RMSprop", "rmsprop"];
 
 /// How frameworks call its tensors and hyper-parameters.
-pub const NAMES: Names = Names {
+pub(crate) const NAMES: Names = Names {
     words: "RMSprop, centered or not, with momentum",
     source: "Tieleman and Hinton 2012; Graves 2013",
     counts_steps: false,
@@ -38,7 +38,7 @@ pub const NAMES: Names = Names {
 
 /// RMSprop with its switches.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Rmsprop {
+pub(crate) struct Rmsprop {
     /// Which step this is, from 1, where the moments are corrected.
     pub step: f64,
     /// Weight decay and sign.
@@ -105,7 +105,6 @@ impl Rmsprop {
                 true => "the mean of the gradient is not subtracted, and centered is declared",
                 false => "the mean of the gradient is subtracted, and centered is not declared",
             },
-            "the optimizer's switch centered",
             Rmsprop { centered: !self.centered, ..own() },
         ));
         if self.has_momentum {
@@ -116,8 +115,6 @@ impl Rmsprop {
                     true => "the momentum holds gradients, and is declared to hold changes",
                     false => "the momentum holds changes by the learning rate, not gradients",
                 },
-                "whether the learning rate multiplies what enters the momentum (TensorFlow, \
-                 optax) or the momentum (torch)",
                 Rmsprop { holds_changes: !self.holds_changes, ..own() },
             ));
         }

@@ -5,14 +5,13 @@ use super::formulas::{Descent, class};
 use super::variation::{of_descent, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
-use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub const CLASSES: &[&str] = &["SGD", "sgd", "FusedSGD"];
+pub(crate) const CLASSES: &[&str] = &["SGD", "sgd", "FusedSGD"];
 
 /// How frameworks call its tensors and hyper-parameters.
-pub const NAMES: Names = Names {
+pub(crate) const NAMES: Names = Names {
     words: "SGD with momentum, dampening, Nesterov",
     source: "Polyak 1964; Sutskever et al. 2013",
     counts_steps: false,
@@ -31,7 +30,7 @@ pub const NAMES: Names = Names {
 
 /// SGD with its switches.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sgd {
+pub(crate) struct Sgd {
     /// Whether there was no momentum yet: the buffer then starts with the whole gradient.
     pub is_first: bool,
     /// Whether there is any momentum.
@@ -64,14 +63,12 @@ impl Sgd {
                     true => "the update is that of plain momentum, and is declared as Nesterov's",
                     false => "the update is Nesterov's, and is declared as plain momentum",
                 },
-                "the optimizer's switch nesterov",
                 Sgd { nesterov: !self.nesterov, ..own() },
             ));
             all.push(vary(
                 Rule::Sgd,
                 "state-reset",
                 "the momentum before this step is not in it",
-                "what clears or reloads the optimizer's state",
                 Sgd { is_first: true, ..own() },
             ));
         }
