@@ -5,7 +5,6 @@ use super::formulas::{Descent, class, moving};
 use super::variation::{of_descent, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
-use crate::kernels::number::Number;
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
