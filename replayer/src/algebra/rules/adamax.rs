@@ -97,7 +97,10 @@ op! {
         update: Plane Forward Each
             |op, before, exp_avg, exp_inf, lr, beta1, eps, weight_decay| {
                 let first = corrected(exp_avg, correction(beta1, op.step), op.corrections);
-                let largest = if op.eps_divides { (exp_inf + eps.scalar()).step() } else { exp_inf };
+                let largest = match op.eps_divides {
+                    true => (exp_inf + eps.scalar()).step(),
+                    false => exp_inf,
+                };
                 let direction = divided(first, largest);
                 op.descent.update(direction, before, weight_decay, lr)
             },
