@@ -2,7 +2,7 @@
 //! `s += g²`, `θ -= η g / (√s + ε)`, where `η` may decay as `η / (1 + (t - 1) d)`. optax has
 //! `√(s + ε)`.
 
-use super::formulas::{Descent, class, is_optax, root, square};
+use super::formulas::{Descent, class, divided, is_optax, root, square};
 use super::variation::{of_descent, of_eps, of_step, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
@@ -90,7 +90,7 @@ op! {
         update: Plane Forward Each |op, grad, before, sum, lr, lr_decay, eps, weight_decay| {
                 let gradient = op.descent.gradient(grad, before.clone(), weight_decay.clone());
                 let decay = lr_decay.times(op.step - 1.0).plus(1.0);
-                let moved = (gradient / root(sum, eps, op.eps_inside)).step();
+                let moved = divided(gradient, root(sum, eps, op.eps_inside));
                 let moved = (moved * (lr.clone() / decay).scalar()).step();
                 op.descent.subtracted(moved, before, weight_decay, lr)
             },

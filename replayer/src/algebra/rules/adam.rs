@@ -1,7 +1,7 @@
 //! Adam (Kingma and Ba 2015) and AdamW (Loshchilov and Hutter 2019), with AMSGrad (Reddi, Kale and
 //! Kumar 2018).
 
-use super::formulas::{Descent, class, corrected, correction, moving, root, square};
+use super::formulas::{Descent, class, corrected, correction, divided, moving, root, square};
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
@@ -119,7 +119,7 @@ op! {
                 let first = corrected(exp_avg, correction(beta1, op.step), op.corrections[0]);
                 let second = correction(beta2, op.step);
                 let second = corrected(max_exp_avg_sq, second, op.corrections[1]) + eps_root;
-                let moved = (first / root(second, eps, op.eps_inside)).step();
+                let moved = divided(first, root(second, eps, op.eps_inside));
                 op.descent.update(moved, before, weight_decay, lr)
             },
             "what is added to the parameter";

@@ -2,7 +2,7 @@
 //! `m = β1 m + (1 - β1) g`, `u = max(β2 u, |g| + ε)`, `θ -= η m / ((1 - β1^t) u)`. The paper has no
 //! ε; torch and optax have it here.
 
-use super::formulas::{Descent, class, corrected, correction, moving};
+use super::formulas::{Descent, class, corrected, correction, divided, moving};
 use super::variation::{of_corrections, of_descent, of_step, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
@@ -96,8 +96,11 @@ op! {
         update: Plane Forward Each
             |op, before, exp_avg, exp_inf, lr, beta1, eps, weight_decay| {
                 let first = corrected(exp_avg, correction(beta1, op.step), op.corrections);
-                let largest = if op.eps_divides { (exp_inf + eps.scalar()).step() } else { exp_inf };
-                let direction = (first / largest).step();
+                let largest = match op.eps_divides {
+                    true => (exp_inf + eps.scalar()).step(),
+                    false => exp_inf,
+                };
+                let direction = divided(first, largest);
                 op.descent.update(direction, before, weight_decay, lr)
             },
             "what is added to the parameter";

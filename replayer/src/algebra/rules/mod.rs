@@ -130,7 +130,9 @@ macro_rules! rules {
                 place: &IndexBox,
                 operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
             ) -> Result<Vec<Compared>, String> {
-                match self { $(Rule::$rule(rule) => judge.compare(rule, declared, place, operands),)* }
+                match self {
+                    $(Rule::$rule(rule) => judge.compare(rule, declared, place, operands),)*
+                }
             }
 
             /// The change of the parameter that it gives, in f64.

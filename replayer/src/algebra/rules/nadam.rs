@@ -6,7 +6,9 @@
 //!
 //! In torch `μ_t = β1 (1 - 0.96^{t ψ} / 2)`, in optax it is `β1`.
 
-use super::formulas::{Descent, class, corrected, correction, is_optax, moving, root, square};
+use super::formulas::{
+    Descent, class, corrected, correction, divided, is_optax, moving, root, square,
+};
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
@@ -168,7 +170,7 @@ op! {
                 let direction = op.direction(gradient, exp_avg, beta1).step();
                 let correction = correction(beta2, op.step);
                 let second = corrected(exp_avg_sq, correction, op.corrections) + eps_root;
-                let moved = (direction / root(second, eps, op.eps_inside)).step();
+                let moved = divided(direction, root(second, eps, op.eps_inside));
                 op.descent.update(moved, before, weight_decay, lr)
             },
             "what is added to the parameter";

@@ -7,7 +7,9 @@
 //!
 //! optax divides `v` by `1 - β2^t` before ε is added.
 
-use super::formulas::{Descent, class, corrected, correction, is_optax, moving, root, square};
+use super::formulas::{
+    Descent, class, corrected, correction, divided, is_optax, moving, root, square,
+};
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
 use super::{Names, Rule, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
@@ -107,12 +109,12 @@ impl Radam {
         let adapted = match self.corrects_first {
             true => {
                 let second = corrected(second, correction, self.corrections) + eps_root;
-                first / root(second, eps, self.eps_inside)
+                divided(first, root(second, eps, self.eps_inside))
             }
             false => {
                 let root = root(second + eps_root, eps, self.eps_inside);
                 corrected(
-                    first / root,
+                    divided(first, root),
                     correction.constant(1.0) / correction.sqrt(),
                     self.corrections,
                 )

@@ -3,7 +3,9 @@
 //! <https://arxiv.org/abs/1308.0850>) with `√(v - m²)`, where `m` is the moving mean of `g`; with
 //! momentum `b = μ b + g / (√v + ε)`, `θ -= η b`. optax has `√(v + ε)`, and its `b` holds `-η`.
 
-use super::formulas::{Descent, class, corrected, correction, is_optax, moving, root, square};
+use super::formulas::{
+    Descent, class, corrected, correction, divided, is_optax, moving, root, square,
+};
 use super::variation::{of_corrections, of_descent, of_eps, vary};
 use super::{Names, Rule, State, Variation};
 use crate::algebra::declaration::{Hyper, Optimizer};
@@ -86,7 +88,7 @@ impl Rmsprop {
         if self.centered {
             second = (second - square(correct(grad_avg))).step();
         }
-        (gradient / root(second, eps, self.eps_inside)).step()
+        divided(gradient, root(second, eps, self.eps_inside))
     }
 
     /// What is added to the momentum.

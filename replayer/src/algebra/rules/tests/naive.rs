@@ -93,6 +93,8 @@ pub struct Job {
     pub step: u32,
     /// Which step it takes this one for.
     pub counts_as: Option<f64>,
+    /// Which moment alone a fault of the bias correction is in.
+    pub faulty_moment: Option<u32>,
     /// What it does wrongly, by the name of the cause.
     pub fault: Option<&'static str>,
     /// Whether the update takes states before they are rounded to what they are stored in.
@@ -130,6 +132,7 @@ impl Job {
             state,
             step,
             counts_as,
+            faulty_moment: None,
             fault,
             keeps,
             rounds_scalars,
@@ -254,6 +257,14 @@ impl Job {
         Element { p: self.r(p - self.r(lr * moved)), s: [buffer, 0.0, 0.0], ..element }
     }
 
+    /// The correction of the first or second moment, where the fault may be in one of them.
+    fn correction_of(&self, moment: u32, beta: f64) -> f64 {
+        match self.faulty_moment.is_some_and(|faulty| faulty != moment) {
+            true => 1.0 - beta.powf(self.t()),
+            false => self.correction(beta, 1),
+        }
+    }
+
     fn adam(&self, element: Element) -> Element {
         let (g, p) = self.begun(element);
         let [m, v, most] = element.s;
@@ -262,8 +273,8 @@ impl Job {
         let v = self.moving(v, self.r(g * g), beta2);
         let most = if self.switches.contains("amsgrad") { most.max(self.kept(v)) } else { v };
         let [first, second] = [m, most].map(|x| self.kept(x));
-        let first = self.r(first / self.c(self.correction(beta1, 1)));
-        let second = self.r(second / self.c(self.correction(beta2, 1)));
+        let first = self.r(first / self.c(self.correction_of(1, beta1)));
+        let second = self.r(second / self.c(self.correction_of(2, beta2)));
         let moved = self.r(first / self.root(second, false));
         let p = self.r(p - self.r(self.c(self.number("lr")) * moved));
         Element { p, s: [m, v, most], ..element }
