@@ -1,0 +1,178 @@
+"""Outcomes as a table: what was detected, where, and what the report says of the cause."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from step_corpus.faults import FAULTS
+
+# In units of rounding: what a fault changes is seen for sure above `CLEAR`, and may be above nothing.
+CLEAR = 4.0
+# Of a norm nobody has to name all parameters that enter it.
+WHOLE_STAGES = {"norm"}
+
+
+@dataclass
+class Outcome:
+    """What the replay said of one dump, beside what is right."""
+
+    case: str
+    fault: str
+    fixed: bool
+    job: dict
+    verdict: str = ""
+    reason: str = ""
+    stage: str | None = None
+    parameters: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+    words: str = ""
+    factor: float | None = None
+    clear: list[str] = field(default_factory=list)  # parameters that the fault changes for sure
+    weak: list[str] = field(default_factory=list)  # those that it changes by little
+    concerned: list[str] = field(default_factory=list)  # those that it was planted in
+    standing: str = "clear"
+
+    def read(self, done, report):
+        """Takes over what a replay has written."""
+        if not report.exists():
+            self.verdict = f"exit {done.returncode}"
+            self.reason = (done.stderr.strip().splitlines() or [""])[-1][:300]
+            return
+        told = json.loads(report.read_text())
+        algebra = told.get("algebra") or {}
+        diverged = algebra.get("diverged") or []
+        self.verdict = "agreed" if done.returncode == 0 and not diverged else f"diverged ({done.returncode})"
+        if diverged:
+            first = diverged[0]
+            reading = first.get("reading") or {}
+            self.stage, self.parameters = first.get("stage"), sorted(first.get("parameters") or [])
+            cause = reading.get("cause")
+            self.causes = [cause] if isinstance(cause, str) else list(cause or [])
+            self.words, self.factor = str(reading.get("words", "")), first.get("factor")
+        elif done.returncode:
+            self.reason = (done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [""])[-1][:300]
+
+
+def add_effects(outcome, folder):
+    """Adds what the fault changes: which parameters, by how much."""
+    largest, concerned = defaultdict(float), set()
+    for path in sorted(folder.glob("effects-*.json")):
+        told = json.loads(path.read_text())
+        concerned |= set(told["concerned"])
+        for key, effect in told["effects"].items():
+            name = key.partition(":")[2]
+            largest[name] = max(largest[name], effect)
+    outcome.clear = sorted(n for n in concerned if largest.get(n, 0) >= CLEAR)
+    outcome.weak = sorted(n for n in concerned if 0 < largest.get(n, 0) < CLEAR)
+    outcome.concerned = sorted(concerned)
+    most = max(largest.values(), default=0.0)
+    outcome.standing = "clear" if most >= CLEAR else "weak" if most > 0 else "identical"
+
+
+def detected(o):
+    return o.verdict.startswith("diverged")
+
+
+def false_alarm(o):
+    return o.fixed and o.verdict not in ("agreed", "not run")
+
+
+def stage_right(o):
+    return detected(o) and o.stage in FAULTS[o.fault].stages
+
+
+def parameters_right(o):
+    """Whether the first entry names the parameters of the fault: all that it changes, and no other."""
+    if not stage_right(o):
+        return False
+    if o.stage in WHOLE_STAGES:
+        return True
+    said = set(o.parameters)
+    return set(o.clear) <= said <= set(o.clear) | set(o.weak)
+
+
+def cause_right(o):
+    return detected(o) and bool(set(o.causes) & set(FAULTS[o.fault].accepted))
+
+
+def wrong(o):
+    """A cause was named that is not what happened."""
+    named = set(o.causes) - {"unknown"}
+    if o.fixed:
+        return bool(named)
+    return bool(named) and not cause_right(o)
+
+
+def line(o):
+    """One case, as it is judged."""
+    name = o.case + ("-fixed" if o.fixed else "")
+    job = " ".join(f"{key}={value}" for key, value in o.job.items())
+    if o.verdict == "not run":
+        note = "NOT RUN"
+    elif o.fixed:
+        note = "FALSE ALARM" if false_alarm(o) else "ok"
+    elif not detected(o):
+        note = "MISSED" if o.standing == "clear" else o.standing
+    else:
+        faults = [
+            "" if stage_right(o) else f"STAGE not {'/'.join(FAULTS[o.fault].stages)}",
+            "" if parameters_right(o) or not stage_right(o) else "PARAMETERS",
+            "WRONG" if wrong(o) else "" if cause_right(o) else "no cause",
+        ]
+        note = ", ".join(filter(None, faults)) or "ok"
+    said = f"{o.stage or '-'} {'/'.join(map(str, o.causes)) or '-'} {o.reason}".strip()
+    return f"{note:28} {name:40} {o.verdict:13} {said}   [{job}]"
+
+
+COLUMNS = (
+    "fault", "cases", "weak", "detected", "stage", "parameters", "cause", "no cause", "WRONG", "twins",
+    "false alarms", "not run",
+)  # fmt: skip
+
+
+def counts(name, outcomes):
+    ran = [o for o in outcomes if o.verdict != "not run"]
+    faulty = [o for o in ran if not o.fixed]
+    clear = [o for o in faulty if o.standing == "clear"]
+    twins = [o for o in ran if o.fixed]
+    count = lambda which, of: sum(map(which, of))
+    named = count(cause_right, clear)
+    return (
+        name, len(clear), len(faulty) - len(clear), count(detected, clear), count(stage_right, clear),
+        count(parameters_right, clear), named,
+        count(detected, clear) - named - count(wrong, clear), count(wrong, ran), len(twins),
+        count(false_alarm, twins), len({o.case for o in outcomes if o.verdict == "not run"}),
+    )  # fmt: skip
+
+
+def rows(outcomes):
+    groups = defaultdict(list)
+    for outcome in outcomes:
+        groups[outcome.fault].append(outcome)
+    order = [name for name in FAULTS if name in groups]
+    return [*(counts(name, groups[name]) for name in order), counts("all", outcomes)]
+
+
+def text(outcomes, arguments):
+    """The table, and what its columns are."""
+    cells = [[str(cell) for cell in row] for row in [COLUMNS, *rows(outcomes)]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
+    pad = lambda row: "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
+    return "\n".join([
+        "",
+        f"part {arguments.part}, seed {arguments.seed}, {arguments.draws} draws of each fault",
+        *map(pad, cells),
+        "",
+        f"cases: those where the fault changes a tensor by {CLEAR:g} roundings or more; all columns up to",
+        "`no cause` are of them. `parameters`: the first entry has exactly those that the fault changes.",
+    ])  # fmt: skip
+
+
+def exit_code(outcomes):
+    """0 where nothing clear was missed, no cause is wrong and no twin gave an alarm."""
+    bad = [
+        o for o in outcomes
+        if o.verdict == "not run" or false_alarm(o) or wrong(o)
+        or (not o.fixed and o.standing == "clear" and not detected(o))
+    ]  # fmt: skip
+    return 1 if bad else 0
