@@ -141,6 +141,8 @@ def draw_job(rng: np.random.Generator, part: str) -> Job:
     own = precision == "master" or chance(0.3)
     # torch's optimizers of many tensors at a time take no mixture of DTensors and others.
     way = "single" if mesh in ("tp", "ep") else pick(["single", "foreach", "fused"])
+    if way == "fused" and rule == "SGD" and mesh in ("fsdp2", "hsdp"):
+        way = "foreach"  # torch has no fused SGD of DTensors
     microbatches = pick(ranges["microbatches"])
     momentum = pick([0.0, *ranges["momentum"]])
     clip = pick(["none", "norm", "norm", "inf", "value"])

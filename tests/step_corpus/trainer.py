@@ -208,7 +208,9 @@ class Trainer:
             return None
         if job.clip == "value":
             largest = max(float(local(one.grad).abs().max()) for one in parameters if local(one.grad).numel())
-            torch.nn.utils.clip_grad_value_(parameters, self.same_everywhere(largest) * job.limit)
+            limit = self.same_everywhere(largest) * job.limit
+            # torch clips no mixture of DTensors and others at once.
+            torch.nn.utils.clip_grad_value_(parameters, limit, foreach=False)
             return None
         limit = self.limit()
         kind = float("inf") if job.clip == "inf" else 2.0
