@@ -110,6 +110,8 @@ def judge(binary, directory, case, fixed, keep):
     """Replays one dump: what the report says, as plain data."""
     folder = directory / (f"{case.name}-fixed" if fixed else case.name)
     outcome = table.Outcome(case.name, case.fault, fixed, case.faulty.told)
+    if (factor := FAULTS[case.fault].factor) is not None:
+        outcome.expected = factor(case.faulty)
     broken = sorted((directory / case.name).glob("failed-*.txt"))
     if not (directory / case.name / "done").exists():
         last = [path.read_text().strip().splitlines()[-1] for path in broken] or ["the ranks did not end"]

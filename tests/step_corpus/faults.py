@@ -7,7 +7,7 @@ to a gradient by code that runs there.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from step_corpus.job import BY_HAND, Job
@@ -27,7 +27,8 @@ class Fault:
     causes: tuple[str, ...] = ()
     # The fault may act in all steps, not in the recorded one alone.
     lasting: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)
+    # What the first entry must say that captured / right is, of a job; None: it is no one number.
+    factor: Callable[[Job], float | None] | None = None
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -125,6 +126,15 @@ def by_hand(job):
     return job.mesh in BY_HAND and (job.mesh, job.world) != ("tp", 2)
 
 
+def by_scaler(job):
+    return job.mesh in ("plain", "ddp", "hand")
+
+
+def along(job):
+    """The ranks of one communication."""
+    return job.world if job.mesh == "hand" else 2
+
+
 def distinct(job):
     """Whether the number of microbatches is none of the numbers of ranks, as a factor of it could then
     be of either."""
@@ -143,14 +153,15 @@ fault(
 # Under a wrapper the gradient is reduced when the job's code sees it.
 fault(
     "microbatch-scale", ("accumulate", "reduce"), lambda j: several(j) and distinct(j), scopes=SOME,
+    factor=lambda j: j.microbatches if j.variant % 2 else 1 / j.microbatches,
 )  # fmt: skip
 
-fault("reduce-sum-for-mean", "reduce", lambda j: by_hand(j) and distinct(j), of_mean, scopes=SOME)
-fault("reduce-mean-for-sum", "reduce", lambda j: by_hand(j) and distinct(j), of_sum, scopes=SOME)
+fault("reduce-sum-for-mean", "reduce", lambda j: by_hand(j) and distinct(j), of_mean, scopes=SOME, factor=along)
+fault("reduce-mean-for-sum", "reduce", lambda j: by_hand(j) and distinct(j), of_sum, scopes=SOME, factor=lambda j: 1 / along(j))
 fault(
     "reduced-mean-twice", "reduce",
     lambda j: j.world > 1 and distinct(j) and j.mesh != "tp" and j.operation == "mean" and (j.mesh, j.scope) != ("ep", "all"),
-    copies, scopes=SOME,
+    copies, scopes=SOME, factor=lambda j: 1 / j.facts["copies"],
 )  # fmt: skip
 fault("not-reduced-over-axis", "reduce", lambda j: j.mesh in ("ddp", "hand", "ep"), scopes=("norms", "biases", "embedding", "inner"))
 # The mean over ranks that have the same data is what is not reduced at all.
@@ -160,11 +171,11 @@ fault(
     scopes=("all", "experts", "inner"), causes=("wrong-group", "not-reduced-over-axis"),
 )  # fmt: skip
 fault("rank-left-out", "reduce", lambda j: j.mesh == "hand", scopes=SOME)
-fault("gradient-scaled", "reduce", lambda j: j.world > 1 and (j.mesh, j.world) != ("tp", 2), scopes=SOME)
+fault("gradient-scaled", "reduce", lambda j: j.world > 1 and (j.mesh, j.world) != ("tp", 2), scopes=SOME, factor=lambda j: j.factor)
 fault("ranks-weighted", "reduce", lambda j: j.mesh == "hand")
 
-fault("loss-scale-left-in", "unscale", lambda j: j.mesh in ("plain", "ddp", "hand"), scaled, scopes=SOME)
-fault("loss-scale-taken-out-twice", "unscale", lambda j: j.mesh in ("plain", "ddp", "hand"), scaled, scopes=SOME)
+fault("loss-scale-left-in", "unscale", by_scaler, scaled, scopes=SOME, factor=lambda j: j.scale)
+fault("loss-scale-taken-out-twice", "unscale", by_scaler, scaled, scopes=SOME, factor=lambda j: 1 / j.scale)
 
 fault("norm-local-not-global", "norm", lambda j: j.mesh in ("fsdp2", "hsdp", "tp", "ep"), own_clip)
 fault(
@@ -184,14 +195,14 @@ fault(
 fault("decay-on-excluded", ("update", "state"), lambda j: True, excluding, scopes=("excluded",))
 fault(
     "lr-scaled", "update", lambda j: not (j.variant % 2 and j.warmup and j.step == 0), scaled_lr,
-    scopes=SOME, causes=("lr-scaled", "lr-scaled-by-world", "lr-stale"),
+    scopes=SOME, factor=lambda j: None if j.variant % 2 and j.warmup else j.facts["lr_factor"], causes=("lr-scaled", "lr-scaled-by-world", "lr-stale"),
 )  # fmt: skip
 fault(
     "step-counter", "state", lambda j: adaptive(j) and (several(j) or j.variant % 2 == 0), own_optimizer,
     causes=("step-counter", "step-counter-lost", "step-counter-per-microbatch"),
 )  # fmt: skip
 fault("state-reset", "state", lambda j: j.step > 0 and (adaptive(j) or j.momentum > 0), own_optimizer, scopes=SOME, lasting=False)
-fault("update-is-no-op", "update", lambda j: True, own_optimizer, scopes=SOME)
+fault("update-is-no-op", "update", lambda j: True, own_optimizer, scopes=SOME, factor=lambda j: 0.0)
 fault(
     "update-from-other-gradient", ("state", "update"), lambda j: j.clip != "none", own_optimizer, scopes=SOME,
 )  # fmt: skip

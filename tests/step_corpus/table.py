@@ -27,6 +27,10 @@ class Outcome:
     causes: list[str] = field(default_factory=list)
     words: str = ""
     factor: float | None = None
+    expected: float | None = None  # what the factor must be
+    entries: int = 0  # of the first stage
+    together: list[str] = field(default_factory=list)  # parameters of all entries of the first stage
+    more: list[str] = field(default_factory=list)  # causes of the other entries of the first stage
     clear: list[str] = field(default_factory=list)  # parameters that the fault changes for sure
     weak: list[str] = field(default_factory=list)  # those that it changes by little
     concerned: list[str] = field(default_factory=list)  # those that it was planted in
@@ -48,6 +52,10 @@ class Outcome:
             self.stage, self.parameters = first.get("stage"), sorted(first.get("parameters") or [])
             cause = reading.get("cause")
             self.causes = [cause] if isinstance(cause, str) else list(cause or [])
+            same = [one for one in diverged if one.get("stage") == self.stage]
+            self.entries = len(same)
+            self.together = sorted({name for one in same for name in one.get("parameters") or []})
+            self.more = sorted({str((one.get("reading") or {}).get("cause")) for one in same[1:]} - set(self.causes))
             self.words, self.factor = str(reading.get("words", "")), first.get("factor")
         elif done.returncode:
             self.reason = (done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [""])[-1][:300]
@@ -91,6 +99,25 @@ def parameters_right(o):
     return set(o.clear) <= said <= set(o.clear) | set(o.weak)
 
 
+def together_right(o):
+    """Whether all entries of the first stage together name the parameters of the fault."""
+    if not stage_right(o):
+        return False
+    return o.stage in WHOLE_STAGES or set(o.clear) <= set(o.together) <= set(o.clear) | set(o.weak)
+
+
+def factor_right(o):
+    """Whether the factor is what was planted; of a fault that is no one factor nothing is asked."""
+    if not stage_right(o):
+        return False
+    if o.expected is None:
+        return True
+    if o.factor is None:
+        return False
+    tolerance = 1e-3 if o.job["precision"] == "f32" else 3e-2
+    return abs(o.factor - o.expected) <= tolerance * max(abs(o.expected), 1e-30)
+
+
 def cause_right(o):
     return detected(o) and bool(set(o.causes) & set(FAULTS[o.fault].accepted))
 
@@ -116,7 +143,9 @@ def line(o):
     else:
         faults = [
             "" if stage_right(o) else f"STAGE not {'/'.join(FAULTS[o.fault].stages)}",
-            "" if parameters_right(o) or not stage_right(o) else "PARAMETERS",
+            "" if parameters_right(o) or not stage_right(o) else "split" if together_right(o) else "PARAMETERS",
+            "" if factor_right(o) or not stage_right(o) else f"FACTOR {o.factor} not {o.expected:.4g}",
+            f"ALSO {'/'.join(o.more)}" if set(o.more) - {"None", "unknown", *FAULTS[o.fault].accepted} else "",
             "WRONG" if wrong(o) else "" if cause_right(o) else "no cause",
         ]
         note = ", ".join(filter(None, faults)) or "ok"
@@ -125,7 +154,7 @@ def line(o):
 
 
 COLUMNS = (
-    "fault", "cases", "weak", "detected", "stage", "parameters", "cause", "no cause", "WRONG", "twins",
+    "fault", "cases", "weak", "detected", "stage", "parameters", "together", "factor", "cause", "no cause", "WRONG", "twins",
     "false alarms", "not run",
 )  # fmt: skip
 
@@ -139,7 +168,7 @@ def counts(name, outcomes):
     named = count(cause_right, clear)
     return (
         name, len(clear), len(faulty) - len(clear), count(detected, clear), count(stage_right, clear),
-        count(parameters_right, clear), named,
+        count(parameters_right, clear), count(together_right, clear), count(factor_right, clear), named,
         count(detected, clear) - named - count(wrong, clear), count(wrong, ran), len(twins),
         count(false_alarm, twins), len({o.case for o in outcomes if o.verdict == "not run"}),
     )  # fmt: skip
@@ -164,7 +193,8 @@ def text(outcomes, arguments):
         *map(pad, cells),
         "",
         f"cases: those where the fault changes a tensor by {CLEAR:g} roundings or more; all columns up to",
-        "`no cause` are of them. `parameters`: the first entry has exactly those that the fault changes.",
+        "`no cause` are of them. `parameters`: the first entry has exactly those that the fault changes;",
+        "`together`: all entries of that stage have. `factor`: it is what was planted, where that is one number.",
     ])  # fmt: skip
 
 
