@@ -31,7 +31,7 @@ RANGES: dict[str, dict[str, Any]] = {
         "momentum": [0.9, 0.5],
         "limits": (0.2, 0.6),
         "scales": [1024.0, 65536.0],
-        "factors": [1.03, 0.873, 0.5],
+        "factors": [1.03, 0.873, 0.62],
         "drifts": [1e-3, 1e-2],
     },
     "held-out": {
