@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from step_corpus import table
+from step_corpus import jax_job, job, table
 from step_corpus.faults import FAULTS
-from step_corpus.job import RANGES, job_of
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -44,11 +43,13 @@ def cases_of(arguments):
         fault, _, draw = arguments.only.removesuffix("-fixed").rpartition("-")
         wanted = [(fault, int(draw))] if fault in FAULTS and draw.isdigit() else []
     else:
-        names = [name for name in FAULTS if not arguments.fault or name in arguments.fault]
+        known = jax_job.PLANTED if arguments.framework == "jax" else FAULTS
+        names = [name for name in FAULTS if name in known and name in (arguments.fault or known)]
         first = arguments.first
         wanted = [(name, draw) for name in names for draw in range(first, first + arguments.draws)]
     if not wanted:
         raise SystemExit(f"no such case; faults are: {', '.join(FAULTS)}")
+    job_of = jax_job.job_of if arguments.framework == "jax" else job.job_of
     return [
         Case(fault, draw, *job_of(FAULTS[fault], arguments.part, draw, arguments.seed))
         for fault, draw in wanted
@@ -75,14 +76,15 @@ def train(cases, directory):
         with tempfile.NamedTemporaryFile("w", suffix=".json") as plan:
             json.dump([[one.name, asdict(one.faulty), asdict(one.fixed)] for one in some], plan)
             plan.flush()
-            ranks(world, plan.name, directory, len(some))
+            program = "step_corpus.jax_worker" if some[0].faulty.mesh == "jax" else "step_corpus.worker"
+            ranks(world, plan.name, directory, len(some), program)
         done = [one for one in some if (directory / one.name / "done").exists()]
         # The one that failed is not tried again.
         waiting = waiting[len(done) + (len(done) < len(some)) :]
         yield from some[: len(done) + 1]
 
 
-def ranks(world, plan, directory, count):
+def ranks(world, plan, directory, count, program):
     """Runs all ranks to their end."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BACKTAPE_")}
@@ -90,7 +92,7 @@ def ranks(world, plan, directory, count):
     port = free_port()
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "step_corpus.worker", *map(str, (rank, world, port, plan, directory))],
+            [sys.executable, "-m", program, *map(str, (rank, world, port, plan, directory))],
             env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(world)
@@ -159,7 +161,8 @@ def outcomes_of(arguments, directory):
 
 def main(argv):
     parser = argparse.ArgumentParser(description="The table of the faults of a step.")
-    parser.add_argument("--part", choices=RANGES, default="develop")
+    parser.add_argument("--part", choices=job.RANGES, default="develop")
+    parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--draws", type=int, default=8, help="of every fault")
     parser.add_argument("--first", type=int, default=0, help="the first draw")
     parser.add_argument("--seed", type=int, default=20261129)

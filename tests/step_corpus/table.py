@@ -189,7 +189,7 @@ def text(outcomes, arguments):
     pad = lambda row: "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
     return "\n".join([
         "",
-        f"part {arguments.part}, seed {arguments.seed}, {arguments.draws} draws of each fault",
+        f"{arguments.framework}, part {arguments.part}, seed {arguments.seed}, {arguments.draws} draws of each fault",
         *map(pad, cells),
         "",
         f"cases: those where the fault changes a tensor by {CLEAR:g} roundings or more; all columns up to",
