@@ -49,11 +49,15 @@ def cases_of(arguments):
         wanted = [(name, draw) for name in names for draw in range(first, first + arguments.draws)]
     if not wanted:
         raise SystemExit(f"no such case; faults are: {', '.join(FAULTS)}")
-    job_of = jax_job.job_of if arguments.framework == "jax" else job.job_of
-    return [
-        Case(fault, draw, *job_of(FAULTS[fault], arguments.part, draw, arguments.seed))
+    jobs = jax_job if arguments.framework == "jax" else job
+    cases = [
+        Case(fault, draw, *jobs.job_of(FAULTS[fault], arguments.part, draw, arguments.seed))
         for fault, draw in wanted
     ]
+    for case in cases if arguments.again else ():
+        # The job whose dumps lie there, should the ranges have changed since.
+        case.faulty = jobs.Job(**json.loads(Path(arguments.keep, case.name, "job.json").read_text()))
+    return cases
 
 
 def free_port():
@@ -174,6 +178,8 @@ def main(argv):
     parser.add_argument("--json", metavar="FILE", help="append every outcome, one object a line")
     parser.add_argument("--train-only", action="store_true", help="train and keep the dumps, replay nothing")
     arguments = parser.parse_args(argv)
+    if arguments.again and not arguments.keep:
+        parser.error("--again judges the dumps in a folder: say --keep DIR too")
     directory = Path(arguments.keep or tempfile.mkdtemp(prefix="backtape-step-corpus-")).resolve()
     try:
         if arguments.train_only:
