@@ -8,6 +8,14 @@ from step_corpus.faults import FAULTS
 
 # In units of rounding: what a fault changes is seen for sure above `CLEAR`, and may be above nothing.
 CLEAR = 4.0
+# Where the fault acts, by the first stage that it may show at: what follows is of other precisions.
+MEASURED = {
+    "accumulate": {"gradient", "grads", "unscaled"}, "reduce": {"gradient", "grads", "unscaled"},
+    "unscale": {"gradient", "unscaled"}, "norm": {"norm"}, "clip": {"taken", "clipped"},
+}  # fmt: skip
+NO_STATE = {"gradient", "grads", "unscaled", "norm", "taken", "clipped"}
+# A working copy is its master rounded, and copies are the same: there any difference counts.
+EXACT = {"param"}
 # Of a norm nobody has to name all parameters that enter it.
 WHOLE_STAGES = {"norm"}
 
@@ -64,17 +72,21 @@ class Outcome:
 def add_effects(outcome, folder):
     """Adds what the fault changes: which parameters, by how much."""
     largest, concerned = defaultdict(float), set()
+    stage = FAULTS[outcome.fault].stages[0]
     for path in sorted(folder.glob("effects-*.json")):
         told = json.loads(path.read_text())
         concerned |= set(told["concerned"])
         for key, effect in told["effects"].items():
-            name = key.partition(":")[2]
-            largest[name] = max(largest[name], effect)
-    outcome.clear = sorted(n for n in concerned if largest.get(n, 0) >= CLEAR)
-    outcome.weak = sorted(n for n in concerned if 0 < largest.get(n, 0) < CLEAR)
+            kind, _, name = key.partition(":")
+            measured = kind in MEASURED[stage] if stage in MEASURED else kind not in NO_STATE
+            if measured:
+                largest[name] = max(largest[name], effect)
+    enough = 1e-9 if stage in EXACT else CLEAR
+    outcome.clear = sorted(n for n in concerned if largest.get(n, 0) >= enough)
+    outcome.weak = sorted(n for n in concerned if 0 < largest.get(n, 0) < enough)
     outcome.concerned = sorted(concerned)
     most = max(largest.values(), default=0.0)
-    outcome.standing = "clear" if most >= CLEAR else "weak" if most > 0 else "identical"
+    outcome.standing = "clear" if most >= enough else "weak" if most > 0 else "identical"
 
 
 def detected(o):
