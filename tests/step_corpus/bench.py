@@ -54,10 +54,16 @@ def cases_of(arguments):
         Case(fault, draw, *jobs.job_of(FAULTS[fault], arguments.part, draw, arguments.seed))
         for fault, draw in wanted
     ]
-    for case in cases if arguments.again else ():
+    if not arguments.again:
+        return cases
+    there = []
+    for case in cases:
         # The job whose dumps lie there, should the ranges have changed since.
-        case.faulty = jobs.Job(**json.loads(Path(arguments.keep, case.name, "job.json").read_text()))
-    return cases
+        path = Path(arguments.keep, case.name, "job.json")
+        if path.exists():
+            case.faulty = jobs.Job(**json.loads(path.read_text()))
+            there.append(case)
+    return there
 
 
 def free_port():
