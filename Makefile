@@ -311,12 +311,14 @@ bench-causes: $(VENV)/.installed
 	$(BIN)/python tests/corpus/run.py $(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(CAUSE),--cause $(CAUSE)) $(if $(PART),--part $(PART)) $(if $(PUBLISH),--publish)
 
-# The corpus of faults planted in the step of jobs in torch: what the replay says of each. DRAWS, SEED,
-# FAULT and PART (develop, held-out) choose less or more.
-bench-step-causes: $(VENV)-torch/.installed
+# The corpus of faults planted in the step of jobs in torch, or in jax with FRAMEWORK=jax: what the
+# replay says of each. DRAWS, SEED, FAULT and PART (develop, held-out) choose less or more.
+STEP_PYTHON = $(if $(filter jax,$(FRAMEWORK)),$(BIN),$(VENV)-torch/bin)/python
+bench-step-causes: $(if $(filter jax,$(FRAMEWORK)),$(VENV)/.installed-dev,$(VENV)-torch/.installed)
 	cargo build --locked --release -p backtape-replayer --bin replay
-	$(VENV)-torch/bin/python tests/step_corpus/run.py $(if $(DRAWS),--draws $(DRAWS)) \
-		$(if $(SEED),--seed $(SEED)) $(if $(FAULT),--fault $(FAULT)) $(if $(PART),--part $(PART))
+	$(STEP_PYTHON) tests/step_corpus/run.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
+		$(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) $(if $(FAULT),--fault $(FAULT)) \
+		$(if $(PART),--part $(PART))
 
 # Loss heads of public training codes, from checkouts below SOURCES that are got from outside
 # (tests/foreign/sources.py says how they lie there); ONLY, DRAWS and SEED choose, PUBLISH=1 writes

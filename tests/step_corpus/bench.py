@@ -86,7 +86,9 @@ def train(cases, directory):
         with tempfile.NamedTemporaryFile("w", suffix=".json") as plan:
             json.dump([[one.name, asdict(one.faulty), asdict(one.fixed)] for one in some], plan)
             plan.flush()
-            program = "step_corpus.jax_worker" if some[0].faulty.mesh == "jax" else "step_corpus.worker"
+            program = (
+                "step_corpus.jax_worker" if some[0].faulty.mesh == "jax" else "step_corpus.worker"
+            )
             ranks(world, plan.name, directory, len(some), program)
         done = [one for one in some if (directory / one.name / "done").exists()]
         # The one that failed is not tried again.
@@ -97,16 +99,21 @@ def train(cases, directory):
 def ranks(world, plan, directory, count, program):
     """Runs all ranks to their end."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BACKTAPE_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("BACKTAPE_")
+    }
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     port = free_port()
     running = [
         subprocess.Popen(
             [sys.executable, "-m", program, *map(str, (rank, world, port, plan, directory))],
-            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     try:
         for one in running:
             one.communicate(timeout=120 + 60 * count)
@@ -126,13 +133,28 @@ def judge(binary, directory, case, fixed, keep):
         outcome.expected = factor(case.faulty)
     broken = sorted((directory / case.name).glob("failed-*.txt"))
     if not (directory / case.name / "done").exists():
-        last = [path.read_text().strip().splitlines()[-1] for path in broken] or ["the ranks did not end"]
-        outcome.verdict, outcome.reason = "not run", next((one for one in last if "closed" not in one), last[0])[:300]
+        last = [path.read_text().strip().splitlines()[-1] for path in broken] or [
+            "the ranks did not end"
+        ]
+        outcome.verdict, outcome.reason = (
+            "not run",
+            next((one for one in last if "closed" not in one), last[0])[:300],
+        )
         return outcome
     table.add_effects(outcome, directory / case.name)
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    command = [binary, "--dump", folder / "dump", "--step", str(case.faulty.step), "--compare", "step", "--json", report]
+    command = [
+        binary,
+        "--dump",
+        folder / "dump",
+        "--step",
+        str(case.faulty.step),
+        "--compare",
+        "step",
+        "--json",
+        report,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
@@ -162,7 +184,9 @@ def outcomes_of(arguments, directory):
             of_world = [case for case in cases if case.faulty.world == world]
             for case in of_world if arguments.again else train(of_world, directory):
                 for fixed in (False, True):
-                    waiting.append(pool.submit(judge, binary, directory, case, fixed, bool(arguments.keep)))
+                    waiting.append(
+                        pool.submit(judge, binary, directory, case, fixed, bool(arguments.keep))
+                    )
                 while waiting and waiting[0].done():
                     yield waiting.pop(0).result()
         for one in waiting:
@@ -182,7 +206,9 @@ def main(argv):
     parser.add_argument("--again", action="store_true", help="judge what --keep DIR holds already")
     parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
     parser.add_argument("--json", metavar="FILE", help="append every outcome, one object a line")
-    parser.add_argument("--train-only", action="store_true", help="train and keep the dumps, replay nothing")
+    parser.add_argument(
+        "--train-only", action="store_true", help="train and keep the dumps, replay nothing"
+    )
     arguments = parser.parse_args(argv)
     if arguments.again and not arguments.keep:
         parser.error("--again judges the dumps in a folder: say --keep DIR too")

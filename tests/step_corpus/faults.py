@@ -156,45 +156,108 @@ def distinct(job):
 
 SOME = ("all", "all", "norms", "matrices", "embedding", "inner")
 
-fault("not-cleared", ("accumulate", "reduce"), lambda j: j.step > 0 and j.mesh not in ("tp",), scopes=SOME, lasting=False)
+fault(
+    "not-cleared",
+    ("accumulate", "reduce"),
+    lambda j: j.step > 0 and j.mesh not in ("tp",),
+    scopes=SOME,
+    lasting=False,
+)
 fault("accumulate-window", ("accumulate", "reduce"), summed_in_sight, window, scopes=SOME)
 fault("accumulate-doubles", ("accumulate", "reduce"), summed_in_sight, buffered, scopes=SOME)
 fault(
-    "accumulate-low-precision", ("accumulate", "reduce"), lambda j: several(j) and j.buffer and j.precision == "f32",
+    "accumulate-low-precision",
+    ("accumulate", "reduce"),
+    lambda j: several(j) and j.buffer and j.precision == "f32",
     buffered,
-)  # fmt: skip
+)
 # Under a wrapper the gradient is reduced when the job's code sees it.
 fault(
-    "microbatch-scale", ("accumulate", "reduce"), lambda j: several(j) and distinct(j), scopes=SOME,
+    "microbatch-scale",
+    ("accumulate", "reduce"),
+    lambda j: several(j) and distinct(j),
+    scopes=SOME,
     factor=lambda j: j.microbatches if j.variant % 2 else 1 / j.microbatches,
-)  # fmt: skip
+)
 
-fault("reduce-sum-for-mean", "reduce", lambda j: by_hand(j) and distinct(j), of_mean, scopes=SOME, factor=along)
-fault("reduce-mean-for-sum", "reduce", lambda j: by_hand(j) and distinct(j), of_sum, scopes=SOME, factor=lambda j: 1 / along(j))
 fault(
-    "reduced-mean-twice", "reduce",
-    lambda j: j.world > 1 and distinct(j) and j.mesh != "tp" and j.operation == "mean" and (j.mesh, j.scope) != ("ep", "all"),
-    copies, scopes=SOME, factor=lambda j: 1 / j.facts["copies"],
-)  # fmt: skip
-fault("not-reduced-over-axis", "reduce", lambda j: j.mesh in ("ddp", "hand", "ep"), scopes=("norms", "biases", "embedding", "inner"))
+    "reduce-sum-for-mean",
+    "reduce",
+    lambda j: by_hand(j) and distinct(j),
+    of_mean,
+    scopes=SOME,
+    factor=along,
+)
+fault(
+    "reduce-mean-for-sum",
+    "reduce",
+    lambda j: by_hand(j) and distinct(j),
+    of_sum,
+    scopes=SOME,
+    factor=lambda j: 1 / along(j),
+)
+fault(
+    "reduced-mean-twice",
+    "reduce",
+    lambda j: (
+        j.world > 1
+        and distinct(j)
+        and j.mesh != "tp"
+        and j.operation == "mean"
+        and (j.mesh, j.scope) != ("ep", "all")
+    ),
+    copies,
+    scopes=SOME,
+    factor=lambda j: 1 / j.facts["copies"],
+)
+fault(
+    "not-reduced-over-axis",
+    "reduce",
+    lambda j: j.mesh in ("ddp", "hand", "ep"),
+    scopes=("norms", "biases", "embedding", "inner"),
+)
 # The mean over ranks that have the same data is what is not reduced at all.
 fault(
-    "wrong-group", "reduce",
+    "wrong-group",
+    "reduce",
     lambda j: (j.mesh == "grid" and j.scope != "experts") or (j.mesh, j.scope) == ("ep", "experts"),
-    scopes=("all", "experts", "inner"), causes=("wrong-group", "not-reduced-over-axis"),
-)  # fmt: skip
+    scopes=("all", "experts", "inner"),
+    causes=("wrong-group", "not-reduced-over-axis"),
+)
 fault("rank-left-out", "reduce", lambda j: j.mesh == "hand", scopes=SOME)
-fault("gradient-scaled", "reduce", lambda j: j.world > 1 and (j.mesh, j.world) != ("tp", 2), scopes=SOME, factor=lambda j: j.factor)
+fault(
+    "gradient-scaled",
+    "reduce",
+    lambda j: j.world > 1 and (j.mesh, j.world) != ("tp", 2),
+    scopes=SOME,
+    factor=lambda j: j.factor,
+)
 fault("ranks-weighted", "reduce", lambda j: j.mesh == "hand")
 
 fault("loss-scale-left-in", "unscale", by_scaler, scaled, scopes=SOME, factor=lambda j: j.scale)
-fault("loss-scale-taken-out-twice", "unscale", by_scaler, scaled, scopes=SOME, factor=lambda j: 1 / j.scale)
+fault(
+    "loss-scale-taken-out-twice",
+    "unscale",
+    by_scaler,
+    scaled,
+    scopes=SOME,
+    factor=lambda j: 1 / j.scale,
+)
 
 fault("norm-local-not-global", "norm", lambda j: j.mesh in ("fsdp2", "hsdp", "tp", "ep"), own_clip)
 fault(
-    "norm-counts-copies", "norm", lambda j: j.mesh in ("hsdp", "tp", "ep") and j.clip == "norm", own_clip,
-)  # fmt: skip
-fault("norm-misses-group", "norm", lambda j: j.clip == "norm", own_clip, scopes=("norms", "embedding", "inner", "biases"))
+    "norm-counts-copies",
+    "norm",
+    lambda j: j.mesh in ("hsdp", "tp", "ep") and j.clip == "norm",
+    own_clip,
+)
+fault(
+    "norm-misses-group",
+    "norm",
+    lambda j: j.clip == "norm",
+    own_clip,
+    scopes=("norms", "embedding", "inner", "biases"),
+)
 fault("clip-recorded-not-applied", "clip", clipped, own_clip)
 fault("clip-twice", "clip", clipped, clipping)
 
@@ -202,26 +265,60 @@ fault("bias-correction-missing", "update", adaptive, own_optimizer, scopes=SOME)
 fault("bias-correction-twice", "update", adaptive, own_optimizer, scopes=SOME)
 fault("eps-inside-sqrt", "update", adaptive, own_optimizer)
 fault(
-    "decay-coupled", ("state", "update"), adaptive, decaying, scopes=("all", "matrices"),
+    "decay-coupled",
+    ("state", "update"),
+    adaptive,
+    decaying,
+    scopes=("all", "matrices"),
     causes=("decay-coupled", "decay-decoupled"),
-)  # fmt: skip
+)
 fault("decay-on-excluded", ("update", "state"), lambda j: True, excluding, scopes=("excluded",))
 fault(
-    "lr-scaled", "update", lambda j: not (j.variant % 2 and j.warmup and j.step == 0), scaled_lr,
-    scopes=SOME, factor=lambda j: None if j.variant % 2 and j.warmup else j.facts["lr_factor"], causes=("lr-scaled", "lr-scaled-by-world", "lr-stale"),
-)  # fmt: skip
+    "lr-scaled",
+    "update",
+    lambda j: not (j.variant % 2 and j.warmup and j.step == 0),
+    scaled_lr,
+    scopes=SOME,
+    factor=lambda j: None if j.variant % 2 and j.warmup else j.facts["lr_factor"],
+    causes=("lr-scaled", "lr-scaled-by-world", "lr-stale"),
+)
 fault(
-    "step-counter", "state", lambda j: adaptive(j) and (several(j) or j.variant % 2 == 0), own_optimizer,
+    "step-counter",
+    "state",
+    lambda j: adaptive(j) and (several(j) or j.variant % 2 == 0),
+    own_optimizer,
     causes=("step-counter", "step-counter-lost", "step-counter-per-microbatch"),
-)  # fmt: skip
-fault("state-reset", "state", lambda j: j.step > 0 and (adaptive(j) or j.momentum > 0), own_optimizer, scopes=SOME, lasting=False)
+)
+fault(
+    "state-reset",
+    "state",
+    lambda j: j.step > 0 and (adaptive(j) or j.momentum > 0),
+    own_optimizer,
+    scopes=SOME,
+    lasting=False,
+)
 fault("update-is-no-op", "update", lambda j: True, own_optimizer, scopes=SOME, factor=lambda j: 0.0)
 fault(
-    "update-from-other-gradient", ("state", "update"), lambda j: j.clip != "none", own_optimizer, scopes=SOME,
-)  # fmt: skip
+    "update-from-other-gradient",
+    ("state", "update"),
+    lambda j: j.clip != "none",
+    own_optimizer,
+    scopes=SOME,
+)
 fault("update-ascends", "update", lambda j: True, own_optimizer, scopes=SOME)
-fault("master-stale", "param", lambda j: j.precision == "master", own_optimizer, scopes=SOME, lasting=False)
 fault(
-    "data-parallel-copies-drift", "param", lambda j: j.mesh == "hand" or (j.mesh == "ddp" and j.facts["drift"] == "main rank"),
-    drifting, scopes=SOME, lasting=False,
-)  # fmt: skip
+    "master-stale",
+    "param",
+    lambda j: j.precision == "master",
+    own_optimizer,
+    scopes=SOME,
+    lasting=False,
+)
+fault(
+    "data-parallel-copies-drift",
+    "param",
+    lambda j: j.mesh == "hand" or (j.mesh == "ddp" and j.facts["drift"] == "main rank"),
+    drifting,
+    scopes=SOME,
+    lasting=False,
+)

@@ -15,7 +15,11 @@ class RootMeanSquare(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
-        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5).to(x.dtype) * self.weight
+        return (
+            x
+            * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5).to(x.dtype)
+            * self.weight
+        )
 
 
 class Gate(nn.Module):
@@ -81,7 +85,9 @@ class Convolution(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv1d(width, width, 3), nn.GELU(), nn.Conv1d(width, width, 1, bias=False))
+            nn.Sequential(
+                nn.Conv1d(width, width, 3), nn.GELU(), nn.Conv1d(width, width, 1, bias=False)
+            )
             for _ in range(depth)
         )
         self.norms = nn.ModuleList(nn.GroupNorm(2, width) for _ in range(depth))

@@ -13,30 +13,75 @@ from step_corpus.job import RANGES, generator
 
 # Faults that a job in jax has a place for.
 PLANTED = (
-    "accumulate-window", "accumulate-doubles", "accumulate-low-precision", "microbatch-scale",
-    "reduce-sum-for-mean", "reduce-mean-for-sum", "reduced-mean-twice", "rank-left-out", "gradient-scaled",
-    "ranks-weighted", "loss-scale-left-in", "loss-scale-taken-out-twice", "norm-misses-group",
-    "clip-recorded-not-applied", "clip-twice", "bias-correction-missing", "bias-correction-twice",
-    "eps-inside-sqrt", "decay-coupled", "decay-on-excluded", "lr-scaled", "step-counter", "state-reset",
-    "update-is-no-op", "update-from-other-gradient", "update-ascends",
-)  # fmt: skip
-OF_ACCUMULATION = {"accumulate-window", "accumulate-doubles", "accumulate-low-precision", "microbatch-scale"}
-OF_REDUCTION = {
-    "reduce-sum-for-mean", "reduce-mean-for-sum", "reduced-mean-twice", "rank-left-out", "gradient-scaled",
+    "accumulate-window",
+    "accumulate-doubles",
+    "accumulate-low-precision",
+    "microbatch-scale",
+    "reduce-sum-for-mean",
+    "reduce-mean-for-sum",
+    "reduced-mean-twice",
+    "rank-left-out",
+    "gradient-scaled",
     "ranks-weighted",
-}  # fmt: skip
+    "loss-scale-left-in",
+    "loss-scale-taken-out-twice",
+    "norm-misses-group",
+    "clip-recorded-not-applied",
+    "clip-twice",
+    "bias-correction-missing",
+    "bias-correction-twice",
+    "eps-inside-sqrt",
+    "decay-coupled",
+    "decay-on-excluded",
+    "lr-scaled",
+    "step-counter",
+    "state-reset",
+    "update-is-no-op",
+    "update-from-other-gradient",
+    "update-ascends",
+)
+OF_ACCUMULATION = {
+    "accumulate-window",
+    "accumulate-doubles",
+    "accumulate-low-precision",
+    "microbatch-scale",
+}
+OF_REDUCTION = {
+    "reduce-sum-for-mean",
+    "reduce-mean-for-sum",
+    "reduced-mean-twice",
+    "rank-left-out",
+    "gradient-scaled",
+    "ranks-weighted",
+}
 OF_CLIPPING = {
-    "norm-misses-group", "clip-recorded-not-applied", "clip-twice", "update-from-other-gradient",
-}  # fmt: skip
+    "norm-misses-group",
+    "clip-recorded-not-applied",
+    "clip-twice",
+    "update-from-other-gradient",
+}
 OF_ADAM = {
-    "bias-correction-missing", "bias-correction-twice", "eps-inside-sqrt", "decay-coupled", "step-counter",
-}  # fmt: skip
+    "bias-correction-missing",
+    "bias-correction-twice",
+    "eps-inside-sqrt",
+    "decay-coupled",
+    "step-counter",
+}
 SCOPES = ("all", "all", "biases", "kernels", "embedding")
 WHOLE = {
-    "accumulate-low-precision", "ranks-weighted", "clip-recorded-not-applied", "clip-twice", "eps-inside-sqrt",
-    "decay-coupled", "step-counter", "update-ascends", "lr-scaled", "state-reset", "bias-correction-missing",
+    "accumulate-low-precision",
+    "ranks-weighted",
+    "clip-recorded-not-applied",
+    "clip-twice",
+    "eps-inside-sqrt",
+    "decay-coupled",
+    "step-counter",
+    "update-ascends",
+    "lr-scaled",
+    "state-reset",
+    "bias-correction-missing",
     "bias-correction-twice",
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -79,10 +124,17 @@ class Job:
     def told(self) -> dict[str, Any]:
         """What differs from the plainest job, for people."""
         return {
-            "mesh": f"jax {self.devices} devices", "precision": self.precision, "microbatches": self.microbatches,
-            "optimizer": f"optax {self.rule}", "clip": self.clip, "step": self.step, "scale": self.scale,
-            "scope": self.scope, "variant": self.variant, "accumulated": self.accumulates,
-        }  # fmt: skip
+            "mesh": f"jax {self.devices} devices",
+            "precision": self.precision,
+            "microbatches": self.microbatches,
+            "optimizer": f"optax {self.rule}",
+            "clip": self.clip,
+            "step": self.step,
+            "scale": self.scale,
+            "scope": self.scope,
+            "variant": self.variant,
+            "accumulated": self.accumulates,
+        }
 
 
 def draw_job(rng: np.random.Generator, part: str, fault: str) -> Job:
@@ -94,26 +146,47 @@ def draw_job(rng: np.random.Generator, part: str, fault: str) -> Job:
     momentum = pick([0.0, *ranges["momentum"]])
     several = fault in OF_REDUCTION
     job = Job(
-        part=part, seed=int(rng.integers(1 << 30)), fault=None, devices=pick([2, 4] if several else [1, 2, 4]),
-        gated=part == "held-out", width=pick(ranges["widths"]), vocabulary=pick(ranges["vocabularies"]),
-        depth=pick(ranges["depths"]), rows=2 * pick(ranges["rows"]), microbatches=pick(ranges["microbatches"]),
-        accumulates=chance(0.5), operation=pick(["mean", "sum"]), rule=rule,
+        part=part,
+        seed=int(rng.integers(1 << 30)),
+        fault=None,
+        devices=pick([2, 4] if several else [1, 2, 4]),
+        gated=part == "held-out",
+        width=pick(ranges["widths"]),
+        vocabulary=pick(ranges["vocabularies"]),
+        depth=pick(ranges["depths"]),
+        rows=2 * pick(ranges["rows"]),
+        microbatches=pick(ranges["microbatches"]),
+        accumulates=chance(0.5),
+        operation=pick(["mean", "sum"]),
+        rule=rule,
         lr=float(10 ** rng.uniform(*ranges["sgd_lr" if rule == "sgd" else "lr"])),
-        betas=(pick(ranges["beta1"]), pick(ranges["beta2"])), eps=pick(ranges["eps"]),
-        decay=pick([0.0, *ranges["decay"]]), masked=chance(0.4), momentum=momentum,
-        nesterov=momentum > 0 and chance(0.5), clip=fault in OF_CLIPPING or chance(0.5),
+        betas=(pick(ranges["beta1"]), pick(ranges["beta2"])),
+        eps=pick(ranges["eps"]),
+        decay=pick([0.0, *ranges["decay"]]),
+        masked=chance(0.4),
+        momentum=momentum,
+        nesterov=momentum > 0 and chance(0.5),
+        clip=fault in OF_CLIPPING or chance(0.5),
         limit=float(rng.uniform(*ranges["limits"])),
-        scale=pick(ranges["scales"]) if "loss-scale" in fault else pick([0.0, 0.0, *ranges["scales"]]),
-        step=pick(ranges["steps"]), scope="all" if fault in WHOLE else pick(SCOPES),
-        variant=int(rng.integers(12)), factor=pick(ranges["factors"]),
-    )  # fmt: skip
+        scale=pick(ranges["scales"])
+        if "loss-scale" in fault
+        else pick([0.0, 0.0, *ranges["scales"]]),
+        step=pick(ranges["steps"]),
+        scope="all" if fault in WHOLE else pick(SCOPES),
+        variant=int(rng.integers(12)),
+        factor=pick(ranges["factors"]),
+    )
     change(job, fault, rng, ranges)
     return job
 
 
 def change(job: Job, fault: str, rng: np.random.Generator, ranges: dict[str, Any]) -> None:
     """What a fault asks of a job."""
-    job.facts = {"copies": job.devices, "lost": int(rng.integers(job.microbatches)), "lr_factor": 1.0}
+    job.facts = {
+        "copies": job.devices,
+        "lost": int(rng.integers(job.microbatches)),
+        "lr_factor": 1.0,
+    }
     if fault == "reduce-sum-for-mean" or fault == "reduced-mean-twice":
         job.operation = "mean"
     if fault == "reduce-mean-for-sum":
@@ -124,7 +197,9 @@ def change(job: Job, fault: str, rng: np.random.Generator, ranges: dict[str, Any
     if fault == "decay-on-excluded":
         job.scope = "biases"
     if fault == "lr-scaled":
-        job.facts["lr_factor"] = float(job.devices if job.devices > 1 else 1 / max(job.microbatches, 2))
+        job.facts["lr_factor"] = float(
+            job.devices if job.devices > 1 else 1 / max(job.microbatches, 2)
+        )
     if fault == "norm-misses-group":
         job.scope = ("biases", "kernels", "embedding")[job.variant % 3]
 
@@ -139,7 +214,12 @@ def fits(job: Job, fault: str) -> bool:
         return False
     if fault == "step-counter" and job.microbatches == 1 and job.variant % 2:
         return False
-    factors = {"reduce-sum-for-mean", "reduce-mean-for-sum", "reduced-mean-twice", "microbatch-scale"}
+    factors = {
+        "reduce-sum-for-mean",
+        "reduce-mean-for-sum",
+        "reduced-mean-twice",
+        "microbatch-scale",
+    }
     return fault not in factors or job.microbatches != job.devices
 
 

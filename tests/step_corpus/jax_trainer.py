@@ -23,7 +23,9 @@ CHOSEN = {
 def parameters(job):
     """A tree of parameters, none of which is 0 as a whole."""
     draw = np.random.default_rng(job.seed)
-    matrix = lambda *shape: jnp.asarray(draw.standard_normal(shape) / np.sqrt(shape[0]), jnp.float32)
+    matrix = lambda *shape: jnp.asarray(
+        draw.standard_normal(shape) / np.sqrt(shape[0]), jnp.float32
+    )
     vector = lambda size: jnp.asarray(0.1 * draw.standard_normal(size), jnp.float32)
     tree = {"embed": {"table": matrix(job.vocabulary, job.width)}}
     for i in range(job.depth):
@@ -49,7 +51,9 @@ def loss_of(job, tree, tokens, labels):
 def named(function, *trees):
     """Maps over trees with the name of each leaf."""
     path_of = lambda path: ".".join(str(key.key) for key in path)
-    return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_of(path), *leaves), *trees)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: function(path_of(path), *leaves), *trees
+    )
 
 
 class Trainer:
@@ -101,12 +105,22 @@ class Trainer:
         local = [self.local_gradients(params, batch) for batch in batches]
         total = self.accumulated(local)
         grads = named(self.reduced, total)
-        taken = {"params": params, "opt_state": state, "local_grads": local, "accumulated": total, "grads": grads}
+        taken = {
+            "params": params,
+            "opt_state": state,
+            "local_grads": local,
+            "accumulated": total,
+            "grads": grads,
+        }
         if job.scale:
             grads = taken["unscaled"] = named(self.unscaled, grads)
         if job.clip:
-            limited = named(lambda name, g: None if self.hits("norm-misses-group", name) else g, grads)
-            norm = taken["norm"] = optax.tree.norm([leaf for leaf in jax.tree.leaves(limited) if leaf is not None])
+            limited = named(
+                lambda name, g: None if self.hits("norm-misses-group", name) else g, grads
+            )
+            norm = taken["norm"] = optax.tree.norm(
+                [leaf for leaf in jax.tree.leaves(limited) if leaf is not None]
+            )
             limit = taken["max_norm"] = job.limit * optax.tree.norm(grads)
             coefficient = jnp.minimum(1.0, limit / norm)
             if self.hits("clip-recorded-not-applied"):
@@ -117,7 +131,9 @@ class Trainer:
             if not self.hits("update-from-other-gradient"):
                 grads = taken["clipped"]
             else:
-                grads = named(lambda name, g, c: g if CHOSEN[job.scope](name) else c, grads, taken["clipped"])
+                grads = named(
+                    lambda name, g, c: g if CHOSEN[job.scope](name) else c, grads, taken["clipped"]
+                )
         if self.hits("state-reset"):
             state = self.transform.init(params)
         updates, new_state = self.optimizer(faulty=True).update(grads, state, params)
@@ -135,7 +151,9 @@ class Trainer:
         gradient = jax.grad(functools.partial(loss_of, job))
         if job.devices == 1:
             return gradient(params, *batch)
-        each = lambda tree, tokens, labels: jax.tree.map(lambda g: g[None], gradient(tree, tokens, labels))
+        each = lambda tree, tokens, labels: jax.tree.map(
+            lambda g: g[None], gradient(tree, tokens, labels)
+        )
         specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
         return jax.shard_map(each, mesh=self.mesh, check_vma=False, **specs)(params, *batch)
 
@@ -218,35 +236,58 @@ class Trainer:
         job = self.job
         if job.rule == "sgd":
             return {"name": "sgd", "lr": job.lr, "momentum": job.momentum, "nesterov": job.nesterov}
-        adam = {"name": job.rule, "lr": job.lr, "b1": job.betas[0], "b2": job.betas[1], "eps": job.eps}
+        adam = {
+            "name": job.rule,
+            "lr": job.lr,
+            "b1": job.betas[0],
+            "b2": job.betas[1],
+            "eps": job.eps,
+        }
         if job.rule == "adam":
             return adam
         if not job.masked:
             return adam | {"weight_decay": job.decay}
         return [
-            adam | {"names": "*bias", "weight_decay": 0.0}, adam | {"names": "*", "weight_decay": job.decay},
-        ]  # fmt: skip
+            adam | {"names": "*bias", "weight_decay": 0.0},
+            adam | {"names": "*", "weight_decay": job.decay},
+        ]
 
     def record(self, tape, taken):
         job = self.job
-        names = ("params", "new_params", "opt_state", "new_opt_state", "grads", "local_grads", "updates")
+        names = (
+            "params",
+            "new_params",
+            "opt_state",
+            "new_opt_state",
+            "grads",
+            "local_grads",
+            "updates",
+        )
         given = {name: taken[name] for name in (*names, "unscaled", "clipped") if name in taken}
         if job.accumulates and job.microbatches > 1:
             given["accumulated"] = taken["accumulated"]
         if job.devices > 1:
-            given |= {"local_axis": "data", "reduce": {"*": [{"axis": "data", "op": job.operation}]}}
+            given |= {
+                "local_axis": "data",
+                "reduce": {"*": [{"axis": "data", "op": job.operation}]},
+            }
         if job.clip:
             # The limit that was drawn as a share of the norm is a number that the job has.
             given |= {"norm": taken["norm"], "max_norm": float(taken["max_norm"])}
         if job.scale:
             given["loss_scale"] = job.scale
-        backtape.jax.step_algebra(tape, optimizer=self.declared(), microbatches=job.microbatches, **given)
+        backtape.jax.step_algebra(
+            tape, optimizer=self.declared(), microbatches=job.microbatches, **given
+        )
 
     def keep(self, taken):
         """What the step came to, for the measure of what the fault changes."""
         for stage in ("grads", "unscaled", "clipped", "updates", "new_params"):
             if stage in taken:
-                named(lambda name, leaf: self.kept.update({f"{stage}:{name}": np.asarray(leaf)}), taken[stage])
+                named(
+                    lambda name, leaf: self.kept.update({f"{stage}:{name}": np.asarray(leaf)}),
+                    taken[stage],
+                )
         if "norm" in taken:
             self.kept["norm:"] = np.asarray(taken["norm"]).reshape(1)
         for entry in taken["new_opt_state"]:

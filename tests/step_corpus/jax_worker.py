@@ -12,7 +12,9 @@ import traceback
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
 
 import numpy as np  # noqa: E402
 
@@ -25,7 +27,9 @@ def effects(faulty, fixed):
     told = {}
     for key, right in fixed.items():
         difference = np.linalg.norm(np.float64(faulty[key]) - np.float64(right))
-        told[key] = float(difference / max(np.linalg.norm(np.float64(right)), 1e-300) / np.finfo(right.dtype).eps)
+        told[key] = float(
+            difference / max(np.linalg.norm(np.float64(right)), 1e-300) / np.finfo(right.dtype).eps
+        )
     return told
 
 

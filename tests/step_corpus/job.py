@@ -60,13 +60,25 @@ RANGES: dict[str, dict[str, Any]] = {
 MESHES = ["plain", "ddp", "hand", "fsdp2", "hsdp", "grid", "tp", "ep"]
 # What a mesh takes: numbers of ranks, and precisions.
 WORLDS = {
-    "plain": [1], "ddp": [2, 4], "hand": [2, 4], "fsdp2": [2, 4], "hsdp": [4], "grid": [4],
-    "tp": [2, 4], "ep": [4],
-}  # fmt: skip
+    "plain": [1],
+    "ddp": [2, 4],
+    "hand": [2, 4],
+    "fsdp2": [2, 4],
+    "hsdp": [4],
+    "grid": [4],
+    "tp": [2, 4],
+    "ep": [4],
+}
 PRECISIONS = {
-    "plain": ["f32", "bf16", "master"], "ddp": ["f32", "bf16", "master"], "hand": ["f32", "bf16", "master"],
-    "fsdp2": ["f32", "bf16"], "hsdp": ["f32"], "grid": ["f32"], "tp": ["f32"], "ep": ["f32"],
-}  # fmt: skip
+    "plain": ["f32", "bf16", "master"],
+    "ddp": ["f32", "bf16", "master"],
+    "hand": ["f32", "bf16", "master"],
+    "fsdp2": ["f32", "bf16"],
+    "hsdp": ["f32"],
+    "grid": ["f32"],
+    "tp": ["f32"],
+    "ep": ["f32"],
+}
 # Gradients that are in no wrapper's care are reduced by code of the job.
 BY_HAND = {"hand", "grid", "ep", "tp"}
 
@@ -116,18 +128,29 @@ class Job:
     @property
     def told(self) -> dict[str, Any]:
         """What differs from the plainest job, for people."""
-        optimizer = f"{'own ' if self.own else ''}{self.rule} {'' if self.own else self.way}".strip()
+        optimizer = (
+            f"{'own ' if self.own else ''}{self.rule} {'' if self.own else self.way}".strip()
+        )
         clip = f"{'own ' if self.own_clip else ''}{self.clip}"
         return {
-            "mesh": f"{self.mesh} {self.world}", "model": self.model, "precision": self.precision,
-            "microbatches": self.microbatches, "optimizer": optimizer, "clip": clip, "step": self.step,
-            "scale": self.scale, "scope": self.scope, "variant": self.variant,
-        }  # fmt: skip
+            "mesh": f"{self.mesh} {self.world}",
+            "model": self.model,
+            "precision": self.precision,
+            "microbatches": self.microbatches,
+            "optimizer": optimizer,
+            "clip": clip,
+            "step": self.step,
+            "scale": self.scale,
+            "scope": self.scope,
+            "variant": self.variant,
+        }
 
 
 def generator(part: str, fault: str, draw: int, seed: int) -> np.random.Generator:
     """The random numbers of one draw of one fault."""
-    return np.random.default_rng([seed, draw, zlib.crc32(fault.encode()), zlib.crc32(part.encode())])
+    return np.random.default_rng(
+        [seed, draw, zlib.crc32(fault.encode()), zlib.crc32(part.encode())]
+    )
 
 
 def draw_job(rng: np.random.Generator, part: str) -> Job:
@@ -147,22 +170,47 @@ def draw_job(rng: np.random.Generator, part: str) -> Job:
     momentum = pick([0.0, *ranges["momentum"]])
     clip = pick(["none", "norm", "norm", "inf", "value"])
     return Job(
-        part=part, seed=int(rng.integers(1 << 30)), fault=None, mesh=mesh, world=pick(WORLDS[mesh]),
-        model="sharded-experts" if mesh == "ep" else "parallel" if mesh == "tp" else pick(ranges["models"]),
-        width=pick(ranges["widths"]), vocabulary=pick(ranges["vocabularies"]), depth=pick(ranges["depths"]),
-        rows=pick(ranges["rows"]), length=pick(ranges["lengths"]), microbatches=microbatches,
-        each=chance(0.4), buffer=mesh in ("plain", "hand", "grid") and chance(0.3),
-        operation=pick(["mean", "mean", "sum"]), precision=precision, rule=rule, own=own, way=way,
-        lr=float(10 ** rng.uniform(*ranges["sgd_lr" if rule == "SGD" else "lr"])), warmup=chance(0.4),
-        betas=(pick(ranges["beta1"]), pick(ranges["beta2"])), eps=pick(ranges["eps"]),
-        decay=pick([0.0, *ranges["decay"]]), excluded=chance(0.5), momentum=momentum,
-        nesterov=momentum > 0 and chance(0.5), clip=clip,
+        part=part,
+        seed=int(rng.integers(1 << 30)),
+        fault=None,
+        mesh=mesh,
+        world=pick(WORLDS[mesh]),
+        model="sharded-experts"
+        if mesh == "ep"
+        else "parallel"
+        if mesh == "tp"
+        else pick(ranges["models"]),
+        width=pick(ranges["widths"]),
+        vocabulary=pick(ranges["vocabularies"]),
+        depth=pick(ranges["depths"]),
+        rows=pick(ranges["rows"]),
+        length=pick(ranges["lengths"]),
+        microbatches=microbatches,
+        each=chance(0.4),
+        buffer=mesh in ("plain", "hand", "grid") and chance(0.3),
+        operation=pick(["mean", "mean", "sum"]),
+        precision=precision,
+        rule=rule,
+        own=own,
+        way=way,
+        lr=float(10 ** rng.uniform(*ranges["sgd_lr" if rule == "SGD" else "lr"])),
+        warmup=chance(0.4),
+        betas=(pick(ranges["beta1"]), pick(ranges["beta2"])),
+        eps=pick(ranges["eps"]),
+        decay=pick([0.0, *ranges["decay"]]),
+        excluded=chance(0.5),
+        momentum=momentum,
+        nesterov=momentum > 0 and chance(0.5),
+        clip=clip,
         own_clip=clip in ("norm", "inf") and (mesh in ("tp", "ep") or chance(0.3)),
         limit=float(rng.uniform(*ranges["limits"])),
         scale=pick([0.0, 0.0, *ranges["scales"]]) if mesh in ("plain", "ddp", "hand") else 0.0,
-        step=pick(ranges["steps"]), always=False, scope="all", variant=int(rng.integers(12)),
+        step=pick(ranges["steps"]),
+        always=False,
+        scope="all",
+        variant=int(rng.integers(12)),
         factor=pick(ranges["factors"]),
-    )  # fmt: skip
+    )
 
 
 def job_of(fault: Any, part: str, draw: int, seed: int) -> tuple[Job, Job]:

@@ -16,11 +16,15 @@ from torch.distributed.tensor import DTensor
 from step_corpus.sharded_models import cut_by_tensor_parallelism, is_cut
 
 AXES = {
-    "plain": (("data",), lambda n: (n,)), "ddp": (("data",), lambda n: (n,)), "hand": (("data",), lambda n: (n,)),
-    "fsdp2": (("shard",), lambda n: (n,)), "hsdp": (("copies", "shard"), lambda n: (2, n // 2)),
-    "grid": (("data", "tensor"), lambda n: (2, n // 2)), "tp": (("data", "tp"), lambda n: (n // 2, 2)),
+    "plain": (("data",), lambda n: (n,)),
+    "ddp": (("data",), lambda n: (n,)),
+    "hand": (("data",), lambda n: (n,)),
+    "fsdp2": (("shard",), lambda n: (n,)),
+    "hsdp": (("copies", "shard"), lambda n: (2, n // 2)),
+    "grid": (("data", "tensor"), lambda n: (2, n // 2)),
+    "tp": (("data", "tp"), lambda n: (n // 2, 2)),
     "ep": (("edp", "ep"), lambda n: (2, n // 2)),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -49,7 +53,9 @@ class Mesh:
         self.sizes = dict(zip(self.names, shape))
         self.torch = device_mesh(shape, self.names) if job.world > 1 else None
         self.rank = dist.get_rank() if job.world > 1 else 0
-        self.place = dict(zip(self.names, self.torch.get_coordinate())) if self.torch is not None else {}
+        self.place = (
+            dict(zip(self.names, self.torch.get_coordinate())) if self.torch is not None else {}
+        )
         self.model = self.wrapped(model)
         self.plain = model
         self.declared = self.reductions()
@@ -96,7 +102,10 @@ class Mesh:
             return None
         group = lambda axis: self.torch[axis].get_group()
         return {
-            name: [{"axis": axis, "op": job.operation, "group": group(axis)} for axis in self.axes_of(one)]
+            name: [
+                {"axis": axis, "op": job.operation, "group": group(axis)}
+                for axis in self.axes_of(one)
+            ]
             for name, one in self.plain.named_parameters()
         }
 
@@ -164,7 +173,9 @@ class Mesh:
                 continue
             (own if is_cut(parameter) else shared).append(local(parameter.grad).float())
         power = lambda tensors: sum((one.square().sum() for one in tensors), torch.zeros(()))
-        largest = lambda tensors: max((one.abs().max() for one in tensors if one.numel()), default=torch.zeros(()))
+        largest = lambda tensors: max(
+            (one.abs().max() for one in tensors if one.numel()), default=torch.zeros(())
+        )
         part = largest if kind == "inf" else power
         of_cut, of_shared = part(own), part(shared)
         axis = {"fsdp2": "shard", "hsdp": "shard", "tp": "tp", "ep": "ep"}.get(self.job.mesh)

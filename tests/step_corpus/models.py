@@ -14,7 +14,12 @@ class Perceptron(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 2 * width),
+                nn.GELU(),
+                nn.Linear(2 * width, width),
+            )
             for _ in range(depth)
         )
         self.head = nn.Linear(width, vocabulary)
@@ -71,13 +76,17 @@ class Mixture(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.router = nn.Linear(width, 4, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)) for _ in range(4)
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+            for _ in range(4)
         )
 
     def forward(self, x):
         x = self.norm(x)
         shares = self.router(x).softmax(-1)
-        return sum(share * expert(x) for share, expert in zip(shares.unsqueeze(-1).unbind(-2), self.experts))
+        return sum(
+            share * expert(x)
+            for share, expert in zip(shares.unsqueeze(-1).unbind(-2), self.experts)
+        )
 
 
 class Experts(nn.Module):

@@ -128,7 +128,9 @@ class SGD(Handwritten):
         if momentum:
             begun = "momentum_buffer" in state
             buffer = self.zeros(state, "momentum_buffer", value, parameter)
-            buffer.mul_(momentum if begun else 0.0).add_(gradient, alpha=1 - group["dampening"] if begun else 1.0)
+            buffer.mul_(momentum if begun else 0.0).add_(
+                gradient, alpha=1 - group["dampening"] if begun else 1.0
+            )
             gradient = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
         value.add_(gradient, alpha=-group["lr"])
 
@@ -151,6 +153,12 @@ def build(job, named, bug):
     else:
         defaults |= {"betas": job.betas, "eps": job.eps}
     if job.own:
-        return {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}[job.rule](named, groups, defaults, job, bug)
-    options = {"foreach": {"foreach": True}, "fused": {"fused": True}, "single": {"foreach": False}}[job.way]
+        return {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}[job.rule](
+            named, groups, defaults, job, bug
+        )
+    options = {
+        "foreach": {"foreach": True},
+        "fused": {"fused": True},
+        "single": {"foreach": False},
+    }[job.way]
     return getattr(torch.optim, job.rule)(groups, **defaults, **options)

@@ -13,7 +13,10 @@ import sys
 from pathlib import Path
 
 # The corpus is a package beside this file.
-sys.path[:] = [str(Path(__file__).parents[1]), *(p for p in sys.path if p != str(Path(__file__).parent))]
+sys.path[:] = [
+    str(Path(__file__).parents[1]),
+    *(p for p in sys.path if p != str(Path(__file__).parent)),
+]
 
 from step_corpus.bench import main  # noqa: E402
 

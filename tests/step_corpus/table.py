@@ -8,11 +8,18 @@ from step_corpus.faults import FAULTS
 
 # In units of rounding: what a fault changes is seen for sure above `CLEAR`, and may be above nothing.
 CLEAR = 4.0
+ABOUT = {
+    "develop": "rules were tuned on jobs of these ranges",
+    "held-out": "other models and ranges, on which nothing was tuned",
+}
 # Where the fault acts, by the first stage that it may show at: what follows is of other precisions.
 MEASURED = {
-    "accumulate": {"gradient", "grads", "unscaled"}, "reduce": {"gradient", "grads", "unscaled"},
-    "unscale": {"gradient", "unscaled"}, "norm": {"norm"}, "clip": {"taken", "clipped"},
-}  # fmt: skip
+    "accumulate": {"gradient", "grads", "unscaled"},
+    "reduce": {"gradient", "grads", "unscaled"},
+    "unscale": {"gradient", "unscaled"},
+    "norm": {"norm"},
+    "clip": {"taken", "clipped"},
+}
 NO_STATE = {"gradient", "grads", "unscaled", "norm", "taken", "clipped"}
 # A working copy is its master rounded, and copies are the same: there any difference counts.
 EXACT = {"param"}
@@ -37,7 +44,9 @@ class Outcome:
     factor: float | None = None
     expected: float | None = None  # what the factor must be
     entries: int = 0  # of the first stage
-    together: list[str] = field(default_factory=list)  # parameters of all entries of the first stage
+    together: list[str] = field(
+        default_factory=list
+    )  # parameters of all entries of the first stage
     more: list[str] = field(default_factory=list)  # causes of the other entries of the first stage
     clear: list[str] = field(default_factory=list)  # parameters that the fault changes for sure
     weak: list[str] = field(default_factory=list)  # those that it changes by little
@@ -53,7 +62,9 @@ class Outcome:
         told = json.loads(report.read_text())
         algebra = told.get("algebra") or {}
         diverged = algebra.get("diverged") or []
-        self.verdict = "agreed" if done.returncode == 0 and not diverged else f"diverged ({done.returncode})"
+        self.verdict = (
+            "agreed" if done.returncode == 0 and not diverged else f"diverged ({done.returncode})"
+        )
         if diverged:
             first = diverged[0]
             reading = first.get("reading") or {}
@@ -63,10 +74,15 @@ class Outcome:
             same = [one for one in diverged if one.get("stage") == self.stage]
             self.entries = len(same)
             self.together = sorted({name for one in same for name in one.get("parameters") or []})
-            self.more = sorted({str((one.get("reading") or {}).get("cause")) for one in same[1:]} - set(self.causes))
+            self.more = sorted(
+                {str((one.get("reading") or {}).get("cause")) for one in same[1:]}
+                - set(self.causes)
+            )
             self.words, self.factor = str(reading.get("words", "")), first.get("factor")
         elif done.returncode:
-            self.reason = (done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [""])[-1][:300]
+            self.reason = (
+                done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [""]
+            )[-1][:300]
 
 
 def add_effects(outcome, folder):
@@ -155,9 +171,17 @@ def line(o):
     else:
         faults = [
             "" if stage_right(o) else f"STAGE not {'/'.join(FAULTS[o.fault].stages)}",
-            "" if parameters_right(o) or not stage_right(o) else "split" if together_right(o) else "PARAMETERS",
-            "" if factor_right(o) or not stage_right(o) else f"FACTOR {o.factor} not {o.expected:.4g}",
-            f"ALSO {'/'.join(o.more)}" if set(o.more) - {"None", "unknown", *FAULTS[o.fault].accepted} else "",
+            ""
+            if parameters_right(o) or not stage_right(o)
+            else "split"
+            if together_right(o)
+            else "PARAMETERS",
+            ""
+            if factor_right(o) or not stage_right(o)
+            else f"FACTOR {o.factor} not {o.expected:.4g}",
+            f"ALSO {'/'.join(o.more)}"
+            if set(o.more) - {"None", "unknown", *FAULTS[o.fault].accepted}
+            else "",
             "WRONG" if wrong(o) else "" if cause_right(o) else "no cause",
         ]
         note = ", ".join(filter(None, faults)) or "ok"
@@ -166,9 +190,21 @@ def line(o):
 
 
 COLUMNS = (
-    "fault", "cases", "weak", "detected", "stage", "parameters", "together", "factor", "cause", "no cause", "WRONG", "twins",
-    "false alarms", "not run",
-)  # fmt: skip
+    "fault",
+    "cases",
+    "weak",
+    "detected",
+    "stage",
+    "parameters",
+    "together",
+    "factor",
+    "cause",
+    "no cause",
+    "WRONG",
+    "twins",
+    "false alarms",
+    "not run",
+)
 
 
 def counts(name, outcomes):
@@ -179,11 +215,21 @@ def counts(name, outcomes):
     count = lambda which, of: sum(map(which, of))
     named = count(cause_right, clear)
     return (
-        name, len(clear), len(faulty) - len(clear), count(detected, clear), count(stage_right, clear),
-        count(parameters_right, clear), count(together_right, clear), count(factor_right, clear), named,
-        count(detected, clear) - named - count(wrong, clear), count(wrong, ran), len(twins),
-        count(false_alarm, twins), len({o.case for o in outcomes if o.verdict == "not run"}),
-    )  # fmt: skip
+        name,
+        len(clear),
+        len(faulty) - len(clear),
+        count(detected, clear),
+        count(stage_right, clear),
+        count(parameters_right, clear),
+        count(together_right, clear),
+        count(factor_right, clear),
+        named,
+        count(detected, clear) - named - count(wrong, clear),
+        count(wrong, ran),
+        len(twins),
+        count(false_alarm, twins),
+        len({o.case for o in outcomes if o.verdict == "not run"}),
+    )
 
 
 def rows(outcomes):
@@ -198,23 +244,31 @@ def text(outcomes, arguments):
     """The table, and what its columns are."""
     cells = [[str(cell) for cell in row] for row in [COLUMNS, *rows(outcomes)]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-    pad = lambda row: "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
-    return "\n".join([
-        "",
-        f"{arguments.framework}, part {arguments.part}, seed {arguments.seed}, {arguments.draws} draws of each fault",
-        *map(pad, cells),
-        "",
-        f"cases: those where the fault changes a tensor by {CLEAR:g} roundings or more; all columns up to",
-        "`no cause` are of them. `parameters`: the first entry has exactly those that the fault changes;",
-        "`together`: all entries of that stage have. `factor`: it is what was planted, where that is one number.",
-    ])  # fmt: skip
+    pad = lambda row: "  ".join(
+        c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))
+    )
+    return "\n".join(
+        [
+            "",
+            f"{arguments.framework}, part {arguments.part}, seed {arguments.seed}; {ABOUT[arguments.part]}",
+            *map(pad, cells),
+            "",
+            f"cases: those where the fault changes a tensor by {CLEAR:g} roundings or more; all columns",
+            "up to `no cause` are of them. parameters: the first entry of the report has exactly those",
+            "that the fault changes; together: all entries of that stage have. factor: it is what was",
+            "planted, where that is one number. WRONG: a cause was named that is not what happened.",
+        ]
+    )
 
 
 def exit_code(outcomes):
     """0 where nothing clear was missed, no cause is wrong and no twin gave an alarm."""
     bad = [
-        o for o in outcomes
-        if o.verdict == "not run" or false_alarm(o) or wrong(o)
+        o
+        for o in outcomes
+        if o.verdict == "not run"
+        or false_alarm(o)
+        or wrong(o)
         or (not o.fixed and o.standing == "clear" and not detected(o))
-    ]  # fmt: skip
+    ]
     return 1 if bad else 0

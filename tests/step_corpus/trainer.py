@@ -49,9 +49,13 @@ class Trainer:
         name_of = {parameter: name for name, parameter in self.named}
         self.scaler = Scaler(job.scale, self.bug, name_of) if job.scale else None
         self.recorder = backtape.Recorder.from_env(
-            steps=str(job.step), dir=directory, mesh=self.mesh.sizes if job.mesh != "plain" else None,
-            rank=rank, world_size=job.world, strict=True,
-        )  # fmt: skip
+            steps=str(job.step),
+            dir=directory,
+            mesh=self.mesh.sizes if job.mesh != "plain" else None,
+            rank=rank,
+            world_size=job.world,
+            strict=True,
+        )
         self.kept = {}  # what the recorded step came to, beside what is recorded
 
     def fresh_model(self, rank):
@@ -66,14 +70,20 @@ class Trainer:
         else:
             model = known[job.model](job.width, job.vocabulary, job.depth)
         layers.start(model, job.seed)
-        if job.fault == "data-parallel-copies-drift" and job.facts["drift"] == "start" and rank == job.world - 1:
+        if (
+            job.fault == "data-parallel-copies-drift"
+            and job.facts["drift"] == "start"
+            and rank == job.world - 1
+        ):
             # Nobody has sent the first rank's values to this one.
             draw = torch.Generator().manual_seed(job.seed + 1)
             concerned = Bug(job).names(model)
             with torch.no_grad():
                 for name, one in model.named_parameters():
                     if name in concerned:
-                        one.add_(job.factor * one.abs().mean() * torch.randn(one.shape, generator=draw))
+                        one.add_(
+                            job.factor * one.abs().mean() * torch.randn(one.shape, generator=draw)
+                        )
         return model if job.precision == "f32" else model.to(torch.bfloat16)
 
     def batch(self, step, microbatch):
@@ -207,7 +217,9 @@ class Trainer:
         if job.clip == "none":
             return None
         if job.clip == "value":
-            largest = max(float(local(one.grad).abs().max()) for one in parameters if local(one.grad).numel())
+            largest = max(
+                float(local(one.grad).abs().max()) for one in parameters if local(one.grad).numel()
+            )
             limit = self.same_everywhere(largest) * job.limit
             # torch clips no mixture of DTensors and others at once.
             torch.nn.utils.clip_grad_value_(parameters, limit, foreach=False)
