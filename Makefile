@@ -10,6 +10,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
+	bench-step-causes \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures api clean
@@ -309,6 +310,15 @@ bench-causes: $(VENV)/.installed
 	cargo build --locked --release -p backtape-replayer --bin replay
 	$(BIN)/python tests/corpus/run.py $(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(CAUSE),--cause $(CAUSE)) $(if $(PART),--part $(PART)) $(if $(PUBLISH),--publish)
+
+# The corpus of faults planted in the step of jobs in torch, or in jax with FRAMEWORK=jax: what the
+# replay says of each. DRAWS, SEED, FAULT and PART (develop, held-out) choose less or more.
+STEP_PYTHON = $(if $(filter jax,$(FRAMEWORK)),$(BIN),$(VENV)-torch/bin)/python
+bench-step-causes: $(if $(filter jax,$(FRAMEWORK)),$(VENV)/.installed-dev,$(VENV)-torch/.installed)
+	cargo build --locked --release -p backtape-replayer --bin replay
+	$(STEP_PYTHON) tests/step_corpus/run.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
+		$(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) $(if $(FAULT),--fault $(FAULT)) \
+		$(if $(PART),--part $(PART))
 
 # Loss heads of public training codes, from checkouts below SOURCES that are got from outside
 # (tests/foreign/sources.py says how they lie there); ONLY, DRAWS and SEED choose, PUBLISH=1 writes
