@@ -89,6 +89,6 @@ pub(crate) fn root<N: Number>(second: N, eps: N, is_inside: bool) -> N {
 
 /// A gradient or first moment that is divided by the root of a second moment. In the first step
 /// that is plus or minus the same number for all elements.
-pub fn divided<N: Number>(first: N, root: N) -> N {
+pub(crate) fn divided<N: Number>(first: N, root: N) -> N {
     (first / root).step_alike()
 }

@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::kernels::round::Precision;
 
 /// Tensors by name.
-pub type State = BTreeMap<&'static str, Vec<f32>>;
+pub(crate) type State = BTreeMap<&'static str, Vec<f32>>;
 
 /// What parameters and states are stored in.
-pub const ROUNDING: [[Precision; 2]; 3] = [
+pub(crate) const ROUNDING: [[Precision; 2]; 3] = [
     [Precision::F32, Precision::F32],
     [Precision::F32, Precision::Bf16],
     [Precision::Bf16, Precision::Bf16],
@@ -17,7 +17,7 @@ pub const ROUNDING: [[Precision; 2]; 3] = [
 
 /// A class of optimizers.
 #[derive(Debug)]
-pub struct Kind {
+pub(crate) struct Kind {
     /// Its name.
     pub class: &'static str,
     /// Its switches.
@@ -43,7 +43,7 @@ const fn kind(
 }
 
 /// All of them.
-pub const JOBS: &[Kind] = &[
+pub(crate) const JOBS: &[Kind] = &[
     kind("SGD", &["maximize", "nesterov"], &["momentum_buffer"], Job::sgd),
     kind("Adam", &["maximize", "amsgrad"], MOMENTS, Job::adam),
     kind("AdamW", &["maximize", "amsgrad"], MOMENTS, Job::adam),
@@ -67,14 +67,14 @@ pub const JOBS: &[Kind] = &[
 
 /// The numbers of one element: gradient, parameter, and states in the order of the class.
 #[derive(Clone, Copy)]
-pub struct Element {
+pub(crate) struct Element {
     g: f32,
     p: f32,
     s: [f32; 3],
 }
 
 /// An optimizer at work.
-pub struct Job {
+pub(crate) struct Job {
     /// Its class.
     pub class: &'static str,
     /// What parameters are stored in.
@@ -113,7 +113,7 @@ impl std::fmt::Debug for Job {
 }
 
 impl Job {
-    pub fn new(
+    pub(crate) fn new(
         kind: &'static Kind,
         [parameters, states]: [Precision; 2],
         hyper: BTreeMap<&'static str, f64>,
@@ -141,7 +141,7 @@ impl Job {
     }
 
     /// Takes a step.
-    pub fn run(&mut self, grad: &[f32]) {
+    pub(crate) fn run(&mut self, grad: &[f32]) {
         for (at, &g) in grad.iter().enumerate() {
             let mut s = [0.0; 3];
             for (own, name) in s.iter_mut().zip(self.kind.states) {
@@ -157,7 +157,7 @@ impl Job {
         }
     }
 
-    pub fn is_optax(&self) -> bool {
+    pub(crate) fn is_optax(&self) -> bool {
         self.class.starts_with(char::is_lowercase)
     }
 
