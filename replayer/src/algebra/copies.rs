@@ -36,15 +36,38 @@ impl Judge<'_> {
 
     /// Boxes that several ranks hold, with other bytes.
     fn replicas(&self, parameter: &str) -> Vec<Judged> {
-        let Some(after) = self.inventory.key(parameter, &Part::After) else { return Vec::new() };
+        let mut judged = Vec::new();
+        for ((part, _), key) in &self.inventory.parameters[parameter].tensors {
+            // Gradients are judged on each rank that holds them.
+            let is_copied = matches!(
+                part,
+                Part::Before
+                    | Part::After
+                    | Part::MasterBefore
+                    | Part::MasterAfter
+                    | Part::StateBefore(_)
+                    | Part::StateAfter(_)
+            );
+            if !is_copied {
+                continue;
+            }
+            let copies = self.copies_of(parameter, key).into_iter();
+            judged.extend(
+                copies.filter(|copy| *part == Part::After || copy.result.divergence().is_some()),
+            );
+        }
+        judged
+    }
+
+    fn copies_of(&self, parameter: &str, key: &TensorKey) -> Vec<Judged> {
         let mut boxes: BTreeMap<IndexBox, Vec<Piece>> = BTreeMap::new();
-        for piece in self.inventory.pieces(after, &|_| ()) {
+        for piece in self.inventory.pieces(key, &|_| ()) {
             boxes.entry(piece.place.clone()).or_default().push(piece);
         }
         let several = boxes
             .into_values()
             .filter(|pieces| pieces.iter().map(|piece| piece.ranks.len()).sum::<usize>() > 1);
-        several.map(|pieces| self.replica(parameter, after, &pieces)).collect()
+        several.map(|pieces| self.replica(parameter, key, &pieces)).collect()
     }
 
     fn replica(&self, parameter: &str, after: &TensorKey, pieces: &[Piece]) -> Judged {

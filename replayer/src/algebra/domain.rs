@@ -159,10 +159,18 @@ impl Inventory<'_> {
     pub(crate) fn addends_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
         if let Some(key) = self.key(parameter, &Part::Accumulated)
             && self.holders(key).contains(&rank)
+            && self.why_no_sum(rank, parameter).is_none()
         {
             return Ok(vec![Addend::new(rank, None, key.clone())]);
         }
         self.grads_of(rank, parameter)
+    }
+
+    /// Why what a rank recorded as its sum over microbatches is not all of it: several reductions
+    /// took a part each.
+    pub(crate) fn why_no_sum(&self, rank: Rank, parameter: &str) -> Option<&str> {
+        let absent = &self.declared_of(rank, parameter)?.absent;
+        absent.get("accumulated").map(String::as_str)
     }
 
     /// The gradients of each microbatch of one rank. A microbatch of which the rank recorded none

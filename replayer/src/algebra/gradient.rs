@@ -69,7 +69,10 @@ impl Judge<'_> {
         let by_rank = self.inventory.pieces(key, &|rank| rank);
         let judge = |piece: &Piece| {
             let rank = piece.ranks[0];
-            let addends = self.inventory.grads_of(rank, parameter);
+            let addends = match self.inventory.why_no_sum(rank, parameter) {
+                Some(why) => Err(why.to_string()),
+                None => self.inventory.grads_of(rank, parameter),
+            };
             let result = addends.and_then(|addends| {
                 let weights = vec![1.0; addends.len()];
                 let (key, place) = (key, &piece.place);
