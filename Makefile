@@ -204,7 +204,7 @@ $(VENV)/.installed-dev: $(VENV)/.wheel-dev
 # All but the lines of a GPU (bench-gpu): one after the other, as each wants the machine for itself.
 # An hour or more; `make -k bench` goes on after one whose peers do not install.
 bench: bench-loss-head bench-replay bench-compare bench-inactive bench-scalars bench-blocking bench-step \
-	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-search
+	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes bench-search
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head

@@ -355,12 +355,13 @@ impl Judge<'_> {
         if !tensors.is_first && agrees(&reset) {
             readings.push(causes::STATE_RESET.reads(RESET));
         }
-        readings.extend(self.solved(tensors, piece, supposed));
         for variation in supposed.rule.variations() {
             if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
                 readings.push(causes::named(variation.cause).reads(variation.words));
             }
         }
+        // A variation has no number that was fitted, so it goes before one.
+        readings.extend(self.solved(tensors, piece, supposed));
         let others = self.other_gradients(tensors, supposed);
         if let Some(other) = others.iter().find(|other| agrees(other)) {
             let part = Part::of_tensor(other.gradient.tensor.as_str()).map(|(part, _)| part);

@@ -217,8 +217,9 @@ pub(super) struct ReplayArguments {
     pub(super) dump: Option<PathBuf>,
     #[command(flatten)]
     pub(super) which: WhichArguments,
-    /// Compares only these roles and every stage that leads to them. With --against, patterns of
-    /// tensor names are accepted too, as in 'layers.*,dq'. All are compared by default.
+    /// Compares only these roles and every stage that leads to them; the word step asks for what
+    /// became of the gradients after the backward. With --against, patterns of tensor names are
+    /// accepted too, as in 'layers.*,dq'. All are compared by default.
     #[arg(long, value_name = "ROLES", value_delimiter = ',')]
     pub(super) compare: Vec<String>,
     /// Compares with another run, which may be sharded in another way: with the same step of it, or
