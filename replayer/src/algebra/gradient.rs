@@ -16,6 +16,7 @@ use super::judge::{Judge, Operand, arithmetic};
 use super::outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
 use super::sums::SumOf;
 use crate::compare::{Bound, Tally};
+use crate::kernels::round::Precision;
 use crate::ops::table::op;
 
 /// A gradient times a number.
@@ -28,7 +29,7 @@ op! {
         factor: Rows, "what it is multiplied by";
     }
     stages {
-        scaled: Plane Forward Each |_op, gradient, factor| gradient * factor,
+        scaled: Plane Forward Each |_op, gradient, factor| gradient.scaled(factor),
             "the gradient times the factor";
     }
 }
@@ -46,7 +47,7 @@ op! {
     }
     stages {
         clipped: Plane Forward Each
-            |_op, gradient, norm, epsilon, max_norm| gradient * (max_norm / (norm + epsilon)),
+            |_op, gradient, norm, epsilon, max_norm| gradient.scaled(max_norm / (norm + epsilon)),
             "the gradient times the coefficient";
     }
 }
@@ -262,10 +263,12 @@ impl Judge<'_> {
     ) -> Result<Tally, String> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
         let stored = inventory.precision(key);
+        // 1 over a loss scale may be no number of f32.
+        let rounded = (f64::from(factor as f32) != factor).then_some(Precision::F32);
         let operands = |part: &IndexBox| {
             Ok(vec![
                 Operand::row("gradient", inventory.read_box(before, rank, part)?, None),
-                Operand::row("factor", vec![factor], None),
+                Operand::row("factor", vec![factor], rounded),
                 Operand::row("scaled", inventory.read_box(key, rank, part)?, stored),
             ])
         };

@@ -7,11 +7,35 @@ use backtape::shard::TensorKey;
 use super::domain::{Addend, fewer_bits};
 use super::judge::{Judge, Operand, arithmetic};
 use crate::compare::Tally;
+use crate::kernels::number::Number;
 use crate::kernels::round::Precision;
 use crate::ops::table::op;
 
 /// A sum of weighted addends, element by element.
-pub(crate) struct WeightedSum;
+pub(crate) struct WeightedSum {
+    /// What the sum is multiplied by in the end.
+    scale: f64,
+}
+
+impl WeightedSum {
+    /// A sum, and the weights of its addends: those that all have in common multiply the sum.
+    fn of(weights: &[f64]) -> (WeightedSum, Vec<f64>) {
+        let scale = weights.first().copied().unwrap_or(1.0);
+        match scale != 0.0 && weights.iter().all(|weight| *weight == scale) {
+            true => (WeightedSum { scale }, vec![1.0; weights.len()]),
+            false => (WeightedSum { scale: 1.0 }, weights.to_vec()),
+        }
+    }
+
+    /// The sum times its scale. A scale that is no power of two is rounded, alike for all elements.
+    fn scaled<N: Number>(&self, sum: N) -> N {
+        if self.scale.log2().fract() == 0.0 {
+            return sum.times(self.scale);
+        }
+        let scale = sum.constant(self.scale).times(1.0);
+        sum.scaled(scale)
+    }
+}
 
 op! {
     WeightedSum = "weighted_sum";
@@ -21,6 +45,7 @@ op! {
     }
     stages {
         total: Columns Forward OverRows |_op, addends, weights| addends * weights,
+            then |op, sum, _count| op.scaled(sum),
             "the sum of the weighted addends";
     }
 }
@@ -50,6 +75,7 @@ impl Judge<'_> {
         // What is sent in fewer bits than it was recorded in is rounded once before it is summed.
         let rounded = of.sent.filter(|_| fewer_bits(of.sent, addend) != addend);
         let declared = arithmetic(Some(Precision::F32), fewer_bits(of.sent, stored));
+        let (op, weights) = WeightedSum::of(of.weights);
         let operands = |part: &IndexBox| {
             let mut addends = Vec::new();
             for addend in of.addends {
@@ -57,12 +83,46 @@ impl Judge<'_> {
             }
             let rows = of.addends.len();
             let total = inventory.read_box(of.key, of.rank, part)?;
-            let weights = Operand { rows, ..Operand::row("weights", of.weights.to_vec(), None) };
+            let weights = Operand { rows, ..Operand::row("weights", weights.clone(), None) };
             let addends = Operand { rows, ..Operand::row("addends", addends, rounded) };
             Ok(vec![addends, weights, Operand::row("total", total, stored)])
         };
-        let compared = self.compare(&WeightedSum, &declared, of.place, &operands)?;
+        let compared = self.compare(&op, &declared, of.place, &operands)?;
         let (_, tally) = compared.into_iter().next().ok_or("it has no elements")?;
         tally
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compare::Bound;
+    use crate::draw::Draw;
+    use crate::ops::{Span, Tensors, tallies};
+
+    /// Goal: the mean over three ranks is right however a job rounds its third. Method: f32 sums of
+    /// so many elements that a factor of 1e-8 would be seen, times the rounded third, and divided.
+    #[test]
+    fn a_mean_whose_scale_is_rounded_agrees_and_one_that_is_a_little_off_does_not() {
+        let (mut draw, count) = (Draw::new(31), 100_000);
+        let addends: Vec<f64> = (0..3 * count).map(|_| f64::from(draw.normal() as f32)).collect();
+        let sum = |at: usize| (0..3).fold(0f32, |sum, row| sum + addends[row * count + at] as f32);
+        let diverges = |finish: &dyn Fn(f32) -> f32| {
+            let total: Vec<f64> = (0..count).map(|at| f64::from(finish(sum(at)))).collect();
+            let (op, weights) = WeightedSum::of(&[1.0 / 3.0; 3]);
+            let operands = [
+                Operand { rows: 3, ..Operand::row("addends", addends.clone(), None) },
+                Operand { rows: 3, ..Operand::row("weights", weights, None) },
+                Operand::row("total", total, Some(Precision::F32)),
+            ];
+            let tensors: Tensors<'_> = operands.iter().map(|own| own.recorded(count)).collect();
+            let bound = Bound::new(1, 1, count);
+            let declared = arithmetic(Some(Precision::F32), None);
+            let compared = tallies(&op, &tensors, &declared, Span { bound, first_row: 0 });
+            compared[0].1.as_ref().unwrap().excess(&bound).is_some()
+        };
+        assert!(!diverges(&|sum| sum / 3.0));
+        assert!(!diverges(&|sum| sum * (1f32 / 3.0)));
+        assert!(diverges(&|sum| sum / 3.000_002));
     }
 }
