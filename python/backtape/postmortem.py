@@ -42,7 +42,8 @@ def replay(
     """Replays the loss head of a step; the report's `verdict` is agreed, diverged,
     misdeclared, incomplete or differs.
 
-    compare: roles to compare, with every stage that leads to them; all by default.
+    compare: roles to compare, with every stage that leads to them, and "step" for what became of
+        the gradients after the backward; all by default.
     against: another run of the same step.
     variants: functions of your own for stages of the head, by name (see backtape.variants): each is
         compared with the reference (is it right?) and with what was captured (is it what the job
