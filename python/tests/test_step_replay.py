@@ -135,6 +135,14 @@ def test_an_optimizer_that_nobody_knows_is_unchecked_and_the_rest_is_judged(tmp_
     assert "no rule is known of the optimizer mine" in str(report)
 
 
+def test_a_step_that_only_accumulates_gradients_is_no_fault(tmp_path):
+    """optax.MultiSteps changes parameters at every second step; this is a first of two."""
+    step = taken(optax.MultiSteps(optax.adam(1e-3), 2), steps=3)
+    report = replayed(tmp_path / "run", step, optimizer={"name": "adam", "lr": 1e-3})
+    assert report.verdict == "agreed", str(report)
+    assert "the optimizer took no step of it" in str(report)
+
+
 def test_a_step_that_was_not_recorded_is_incomplete(tmp_path):
     with backtape.Recorder(tmp_path / "run") as recorder, recorder.step(0) as tape:
         tape.record("x", np.zeros(3))

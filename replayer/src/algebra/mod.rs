@@ -45,11 +45,19 @@ pub fn is_part(key: &TensorKey) -> bool {
     Part::of_tensor(name).is_some() || Part::declaring_rank(name).is_some()
 }
 
+/// Bytes of the parts of a step that a dump holds.
+pub fn bytes(dump: &StepDump) -> u64 {
+    let parts = dump.tensors().iter().filter(|(key, _)| is_part(key));
+    let shards = parts.flat_map(|(_, info)| &info.shards);
+    shards.map(|shard| dump.record(shard).length).sum()
+}
+
 /// Judges the step of a dump; `None` where the dump holds none. `unusable` says why a tensor
-/// cannot be trusted.
+/// cannot be trusted. `progress` gets the bytes of each parameter when it is judged.
 pub fn judge(
     dump: &StepDump,
     unusable: &dyn Fn(&TensorKey) -> Option<String>,
+    progress: &(dyn Fn(u64) + Sync),
 ) -> Option<StepReport> {
     let inventory = Inventory::of(dump, unusable)?;
     let tensors = inventory.parameters.values().map(|parameter| parameter.tensors.len());
@@ -59,6 +67,9 @@ pub fn judge(
         let mut judged = judge.gradient(name);
         judged.extend(judge.optimizer(name));
         judged.extend(judge.copies(name));
+        let tensors = inventory.parameters[name].tensors.values();
+        let shards = tensors.flat_map(|key| &dump.tensors()[key].shards);
+        progress(shards.map(|shard| dump.record(shard).length).sum());
         judged
     };
     let names: Vec<&String> = inventory.parameters.keys().collect();

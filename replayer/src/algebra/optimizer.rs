@@ -97,6 +97,25 @@ impl Judge<'_> {
         COUNTERS.iter().find_map(|name| declared.scalar_after(name))
     }
 
+    /// Whether the optimizer has a state of the parameter, and changed neither of them.
+    fn is_untouched(&self, rank: Rank, parameter: &str) -> bool {
+        let inventory = self.inventory;
+        let tensors = &inventory.parameters[parameter].tensors;
+        let mut pairs = vec![(Part::Before, Part::After)];
+        pairs.extend(tensors.keys().filter_map(|(part, _)| match part {
+            Part::StateAfter(name) if Rule::is_state(name) => {
+                Some((Part::StateBefore(name.clone()), part.clone()))
+            }
+            _ => None,
+        }));
+        let is_same = |(before, after): &(Part, Part)| {
+            let keys = (inventory.key(parameter, before), inventory.key(parameter, after));
+            let (Some(before), Some(after)) = keys else { return false };
+            inventory.hashes(before, rank) == inventory.hashes(after, rank)
+        };
+        pairs.len() > 1 && pairs.iter().all(is_same)
+    }
+
     /// The counters of steps in the optimizer's state, which count one more each.
     fn counters(&self, parameter: &str) -> Vec<Judged> {
         let Some(after) = self.inventory.key(parameter, &Part::After) else { return Vec::new() };
@@ -104,6 +123,9 @@ impl Judge<'_> {
         for piece in self.inventory.pieces(after, &|_| ()) {
             let rank = piece.ranks[0];
             let Some(declared) = self.inventory.declared_of(rank, parameter) else { continue };
+            if self.is_untouched(rank, parameter) {
+                continue;
+            }
             let Some(name) = COUNTERS.iter().find(|name| declared.scalars.contains_key(**name))
             else {
                 continue;
@@ -146,6 +168,13 @@ impl Judge<'_> {
         };
         if optimizer.skipped {
             return unchecked("the job left the optimizer's step out".into());
+        }
+        if self.is_untouched(rank, parameter) {
+            return unchecked(
+                "nothing of its state changed: the optimizer took no step of it (it had no \
+                 gradient, or gradients are accumulated over several steps)"
+                    .into(),
+            );
         }
         let counted = self.step_of(rank, parameter);
         let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });

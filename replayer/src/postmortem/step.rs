@@ -9,7 +9,7 @@ use backtape::shard::TensorKey;
 use super::defect::caught;
 use super::error::RunError;
 use super::pair;
-use super::settings::{Settings, proved};
+use super::settings::{Settings, Work, proved};
 use super::summary::Opened;
 use super::versions;
 use crate::algebra::{self, StepReport};
@@ -45,7 +45,7 @@ pub fn report(
     if !dump.is_whole() {
         return Ok(opened.report(None));
     }
-    let algebra = algebra_of(opened, asked);
+    let algebra = algebra_of(opened, asked, settings);
     if !asked.wants_head() || (dump.manifest.head.is_none() && algebra.is_some()) {
         return Ok(opened.report(None).with_algebra(algebra, asked.step));
     }
@@ -71,9 +71,17 @@ pub fn report(
 }
 
 /// What became of every parameter's gradient, where that is asked for and was recorded.
-fn algebra_of(opened: Opened<'_>, asked: &Asked) -> Option<StepReport> {
+fn algebra_of(opened: Opened<'_>, asked: &Asked, settings: &Settings<'_>) -> Option<StepReport> {
+    let (dump, watch) = (opened.dump, settings.watch);
+    let bytes = algebra::bytes(dump);
+    if !asked.wants_step() || bytes == 0 {
+        return None;
+    }
     let unusable = |key: &TensorKey| opened.proof.unusable(key).map(str::to_string);
-    asked.wants_step().then(|| algebra::judge(opened.dump, &unusable)).flatten()
+    watch.begin("step", Work::Bytes, bytes);
+    let step = algebra::judge(dump, &unusable, &|bytes| watch.advance(bytes));
+    watch.begin("replay", Work::MultiplyAdds, 0);
+    step
 }
 
 /// The report of a head that was replayed, with what explains it.

@@ -95,6 +95,13 @@ macro_rules! rules {
                 vec![$((&$module::NAMES, $module::CLASSES),)*]
             }
 
+            /// Whether a tensor of this name is the state of some rule, and not of what stands
+            /// around it, as a sum of gradients over several steps.
+            pub(crate) fn is_state(name: &str) -> bool {
+                let mut states = std::iter::empty()$(.chain($module::NAMES.states))*;
+                states.any(|state| state.recorded.contains(&name))
+            }
+
             /// How frameworks call its tensors and hyper-parameters.
             pub(crate) fn names(&self) -> &'static Names {
                 match self { $(Rule::$rule(_) => &$module::NAMES,)* }
