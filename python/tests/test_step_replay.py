@@ -101,17 +101,17 @@ def with_updates(step, change):
     return step | {"updates": updates, "new_params": optax.apply_updates(step["params"], updates)}
 
 
-@pytest.mark.parametrize("cause", FAULTS)
-def test_a_fault_is_named_at_its_stage(tmp_path, cause):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_at_its_stage(tmp_path, fault):
     # Without weight decay a change of another learning rate is a multiple of the right one.
     transform = optax.adam(1e-3)
-    stage, plant = FAULTS[cause]
+    stage, plant = FAULTS[fault]
     step = plant(taken(transform, steps=3), transform)
-    if cause.startswith("clip") or cause == "norm-misses-group":
+    if fault.startswith("clip") or fault == "norm-misses-group":
         step["norm"] = float(step["norm"])
     report = replayed(tmp_path / "run", step, optimizer={"name": "adam", "lr": 1e-3})
     assert report.verdict == "diverged", str(report)
-    assert first(report)[:2] == (stage, cause), str(report)
+    assert first(report)[:2] == (stage, fault), str(report)
 
 
 def test_the_parameters_of_a_fault_and_the_share_of_the_norm_are_told(tmp_path):
