@@ -23,6 +23,7 @@ mod walk;
 use std::collections::BTreeSet;
 
 use backtape::identity::Microbatch;
+use backtape::part::Part;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
 use serde::Serialize;
@@ -121,8 +122,12 @@ pub fn against(
     if this_run.declared.is_some() && other_run.declared.is_some() {
         stages::compare(this_run, other_run, asked, &mut differences, &mut seen)?;
     }
+    // What a rank declares of its step is text, which holds numbers of its run.
     let wanted = |key: &TensorKey| {
-        asked.everything() || asked.names(key) || has_role(this_run, other_run, key, asked)
+        let is_text = Part::declaring_rank(key.tensor.as_str()).is_some();
+        let is_asked =
+            asked.everything() || asked.names(key) || has_role(this_run, other_run, key, asked);
+        is_asked && !is_text
     };
     let usable = |key: &TensorKey| {
         other_run.dump.tensors().contains_key(key) && !other_run.unusable.contains_key(key)
