@@ -247,8 +247,9 @@ impl Expected {
     /// the elements have in common there may be in those of the job.
     fn of_sums(all: &[Finished]) -> Expected {
         let of = |each: fn(&Finished) -> f64| all.iter().map(each).collect::<Vec<f64>>();
-        let along: f64 = all.iter().map(|x| (x.emulated - x.value) * x.value).sum();
-        let energy: f64 = all.iter().map(|x| x.value * x.value).sum();
+        let finite = || all.iter().filter(|x| x.value.is_finite() && x.emulated.is_finite());
+        let along: f64 = finite().map(|x| (x.emulated - x.value) * x.value).sum();
+        let energy: f64 = finite().map(|x| x.value * x.value).sum();
         let factor = if energy > 0.0 { along / energy } else { 0.0 };
         let shared = all.iter().map(|x| (factor * x.value).powi(2)).collect();
         Expected { values: of(|x| x.value), own: of(|x| x.own), row: of(|x| x.row), shared }
