@@ -10,6 +10,7 @@ import backtape
 import backtape.torch
 from step_campaign import rules, values
 from step_campaign.job import shape_of
+from step_campaign.step import is_torchs
 from step_campaign.draws import chance, pick
 
 
@@ -51,7 +52,7 @@ class Training:
         for share in filter(None, (own[:middle], own[middle:])):
             cut = int(draw.integers(len(share) + 1))
             groups = [(share[:cut], {}), (share[cut:], rules.group_of(draw))]
-            self.rules.append(rules.rule_of(draw, self.dtype))
+            self.rules.append(rules.rule_of(draw, self.dtype, trains=True))
             self.optimizers.append(rules.build(self.rules[-1], groups))
         scaled = self.dtype == torch.float32 and chance(draw, 0.4)
         scale = float(pick(draw, [2.0 ** int(draw.integers(0, 25)), 1000.0]))
@@ -145,7 +146,13 @@ def record(seed, index, recorder, step, attempts):
     """Records a job whose numbers are finite, which a first run without a recorder tells."""
     nobody = backtape.Recorder(steps=None)
     for attempt in range(attempts):
-        if train(seed, index, attempt, nobody, 0).finite():
+        try:
+            is_finite = train(seed, index, attempt, nobody, 0).finite()
+        except (TypeError, RuntimeError) as error:
+            if not is_torchs(error):
+                raise
+            continue
+        if is_finite:
             training = train(seed, index, attempt, recorder, step)
             names = ", ".join(f"{rule[0]} {rule[2]}" for rule in training.rules)
             return f"captured, {names}, {training.dtype}, {training.microbatches} microbatches, clip {training.clip}"

@@ -131,11 +131,11 @@ def shape_of(draw):
 def place(draw, kind, mesh, parameter):
     """How the gradient is reduced, and what is cut."""
     op = lambda: pick(draw, ["mean", "mean", "sum"])  # noqa: E731
-    dimensions = len(parameter.shape)
+    dimensions = len(parameter.shape) if 0 not in parameter.shape else 0
     if kind in ("data", "zero"):
         parameter.reduce = [("data", ["data"], op(), None)]
         if kind == "zero":
-            parameter.value_cut = ("data", None) if parameter.shape != () else None
+            parameter.value_cut = ("data", None) if dimensions else None
     elif kind == "tensor":
         parameter.reduce = [("data", ["data"], op(), None)]
         way = pick(draw, ["cut", "cut", "same", "addends"])

@@ -28,7 +28,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam in f32, whatever the parameters are stored in, with the decay beside the direction."""
+    """Adam in f32 (or f64), whatever the parameters are stored in, with the decay beside the direction."""
 
     def __init__(self, groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
         super().__init__(
@@ -50,12 +50,13 @@ class FusedAdam(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        step, value = float(state["step"]), parameter.float()
-        gradient = parameter.grad.float()
+        compute = torch.promote_types(parameter.dtype, torch.float32)
+        step, value = float(state["step"]), parameter.to(compute)
+        gradient = parameter.grad.to(compute)
         if not group["adam_w_mode"]:
             gradient = gradient + decay * value
-        first = beta1 * state["exp_avg"].float() + (1 - beta1) * gradient
-        second = beta2 * state["exp_avg_sq"].float() + (1 - beta2) * gradient * gradient
+        first = beta1 * state["exp_avg"].to(compute) + (1 - beta1) * gradient
+        second = beta2 * state["exp_avg_sq"].to(compute) + (1 - beta2) * gradient * gradient
         denominator = (second / (1 - beta2**step)).sqrt() + group["eps"]
         update = first / (1 - beta1**step) / denominator
         if group["adam_w_mode"]:
@@ -153,21 +154,24 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def way_of(draw, name):
+def way_of(draw, name, trains=False):
     """How torch computes it. `differentiable` computes with the step as a tensor of f32, as what is
     captured in a CUDA graph does."""
     if name in OWN:
         return "own"
-    ways = ["single", "foreach", "foreach", "differentiable", "tensor"]
+    ways = ["single", "foreach", "foreach", "tensor"]
+    # Of parameters that autograd follows torch changes none in that way.
+    ways += [] if trains else ["differentiable"]
     ways += ["fused", "fused", "fused-tensor"] if name in FUSED else []
     return pick(draw, ways)
 
 
-def rule_of(draw, dtype):
-    """The class of an optimizer, its settings and how it is computed."""
+def rule_of(draw, dtype, trains=False):
+    """The class of an optimizer, its settings and how it is computed; `trains`: of parameters of
+    autograd."""
     name = pick(draw, [*TORCH, "AdamW", "Adam", "SGD", *OWN])
     settings = {"lr": lr_of(draw), "weight_decay": decay_of(draw)} | SETTINGS[name](draw, dtype)
-    way = way_of(draw, name)
+    way = way_of(draw, name, trains)
     if name not in OWN:
         settings["maximize"] = chance(draw, 0.1)
         settings["foreach"] = way == "foreach"

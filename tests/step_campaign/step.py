@@ -18,6 +18,12 @@ class NoNumbers(Exception):
     """The job is none that anybody would keep: it made numbers that are not finite."""
 
 
+def is_torchs(error):
+    """Whether an optimizer of torch refuses what it is given: there is no such job. Its fused SGD does so
+    where some parameters have a momentum and others not yet."""
+    return "expected Tensor as element" in str(error)
+
+
 @dataclass
 class Flow:
     """The gradient of one parameter through the stages."""
@@ -164,7 +170,8 @@ def norm_of(job, parameters, step):
     norm = torch.nn.utils.get_total_norm
     if way == "torch" and len(own) == 1:
         return norm(next(iter(own.values())), kind)
-    each = [norm([tensor.float() for tensor in tensors], kind) for tensors in own.values()]
+    longer = torch.promote_types(job.formats.reduced, torch.float32)
+    each = [norm([tensor.to(longer) for tensor in tensors], kind) for tensors in own.values()]
     if math.isinf(kind):
         return torch.stack(each).max()
     if way == "host":
@@ -273,8 +280,7 @@ def optimize(job, step, start, warm, rank):
         for name, (_, box, value) in own.items():
             gradient = gradients[name]
             value.grad = None if gradient is None else laid(box.cut(gradient).to(dtype), value)
-        for optimizer in built:
-            optimizer.step()
+        step_all(built)
     for optimizer in built:
         rules.advance(optimizer, job.late_steps)
     records = {name: {"before": value.clone(), "state": state_of(optimizers, p, value)} for name, (p, _, value) in own.items()}
@@ -282,14 +288,23 @@ def optimize(job, step, start, warm, rank):
         for name, (_, box, value) in own.items():
             flow = step.flows.get(name)
             value.grad = None if flow is None else laid(box.cut(flow.last).to(dtype), value)
-        for optimizer in built:
-            optimizer.step()
+        step_all(built)
     for name, (parameter, _, value) in own.items():
         state = state_of(optimizers, parameter, value)
         finite(value)
         [finite(entry) for entry in state.values()]
         records[name] |= {"after": value.clone(), "state_after": state}
     return optimizers, records
+
+
+def step_all(optimizers):
+    try:
+        for optimizer in optimizers:
+            optimizer.step()
+    except TypeError as error:
+        if is_torchs(error):
+            raise NoNumbers from error
+        raise
 
 
 def laid(gradient, value):

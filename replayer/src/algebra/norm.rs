@@ -37,6 +37,13 @@ struct Share {
     copies: f64,
 }
 
+/// By how much `x^(1/p)` errs for each unit of `ln x`, where a job has `1/p` in f32. A job takes
+/// such a root of each parameter, of what a rank holds, and of all.
+fn exponent_error(power: f64) -> f64 {
+    let exponent = 1.0 / power;
+    (f64::from(exponent as f32) - exponent).abs()
+}
+
 impl Judge<'_> {
     /// Every norm that a rank declares, those that are the same on several ranks once.
     pub(crate) fn norms(&self) -> Vec<Judged> {
@@ -101,7 +108,9 @@ impl Judge<'_> {
         let relative =
             if is_max { 0.0 } else { variance.sqrt() / (power * total.max(f64::MIN_POSITIVE)) };
         let unit = format.unit_roundoff().max(Precision::F32.unit_roundoff());
-        let allowed = expected * (REACH * relative + 4.0 * unit);
+        let roots = 3.0 * exponent_error(power) * total.max(f64::MIN_POSITIVE).ln().abs();
+        let small = (1.0 + (shares.len() as f64).sqrt()) * format.smallest_subnormal();
+        let allowed = expected * (REACH * relative + 4.0 * unit + roots) + small;
         // A step is left out for gradients that are not finite, and their norm is neither.
         let is_infinite = !expected.is_finite() || expected > format.largest_finite();
         if is_infinite && !value.is_finite() && self.inventory.is_left_out() {
@@ -126,9 +135,11 @@ impl Judge<'_> {
             readings: Vec::new(),
         };
         let tolerance = (allowed / expected).max(1e-6);
+        // What is as near to the right norm as the job's explains nothing.
         let is = |other: f64| {
             let other = root(other);
-            (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
+            let is_apart = (other - expected).abs() > 2.0 * tolerance * expected;
+            is_apart && (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
         let read = self.read_norm(&shares, (rank, total, is_max), &is);
         divergence.readings = read.into_iter().collect();
@@ -310,6 +321,7 @@ impl Judge<'_> {
             };
             let unit = format.map_or(0.0, Precision::unit_roundoff);
             share.variance += sum.variance(count, value, squares) + (2.0 * unit * value).powi(2);
+            share.variance += count * Precision::F32.smallest_subnormal().powi(2);
         }
         Ok(share)
     }
