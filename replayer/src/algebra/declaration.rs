@@ -86,6 +86,18 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
+    /// Whether a parameter is part of it.
+    pub(crate) fn is_of(&self, parameter: &str) -> bool {
+        self.parameters.is_empty() || self.parameters.iter().any(|name| name == parameter)
+    }
+
+    /// What gradients are clipped to by it, if they are.
+    pub(crate) fn limit(&self) -> Option<Limit> {
+        let epsilon = self.epsilon.unwrap_or(1e-6);
+        let of_clipped = self.of.as_deref() == Some("clipped");
+        Some(Limit { norm: self.value?, max_norm: self.max_norm?, epsilon, of_clipped })
+    }
+
     /// The p of the norm; infinite for the largest element.
     pub(crate) fn power(&self) -> Option<f64> {
         match &self.kind {
@@ -104,6 +116,8 @@ pub(crate) struct Limit {
     pub max_norm: f64,
     /// Added to the norm before it divides.
     pub epsilon: f64,
+    /// Whether the gradient was clipped before, by a value or another norm.
+    pub of_clipped: bool,
 }
 
 impl Limit {
@@ -250,12 +264,13 @@ impl Declaration {
 
     /// What the gradient of a parameter was clipped to, by the last norm that it is part of.
     pub(crate) fn limit_of(&self, parameter: &str) -> Option<Limit> {
-        let is_part = |norm: &&Norm| {
-            norm.parameters.is_empty() || norm.parameters.iter().any(|name| name == parameter)
-        };
-        let norm = self.norms.iter().rfind(is_part)?;
-        let epsilon = norm.epsilon.unwrap_or(1e-6);
-        Some(Limit { norm: norm.value?, max_norm: norm.max_norm?, epsilon })
+        self.limits_of(parameter).pop()
+    }
+
+    /// Every norm that the gradient of a parameter was clipped to, in order.
+    pub(crate) fn limits_of(&self, parameter: &str) -> Vec<Limit> {
+        let own = self.norms.iter().filter(|norm| norm.is_of(parameter));
+        own.filter_map(Norm::limit).collect()
     }
 
     /// The hyper-parameters of a parameter and the class of its optimizer.

@@ -87,6 +87,9 @@ impl Judge<'_> {
                 norm.others
             ));
         }
+        if let Some(why) = self.between_clippings(norm, rank, at) {
+            return Err(why);
+        }
         let power =
             norm.power().ok_or_else(|| format!("a norm of kind {} is not known", norm.kind))?;
         let (shares, stored) = self.shares(norm, rank, (at, power))?;
@@ -144,6 +147,19 @@ impl Judge<'_> {
         let read = self.read_norm(&shares, (rank, total, is_max), &is);
         divergence.readings = read.into_iter().collect();
         Ok(Outcome::Diverged(Box::new(divergence)))
+    }
+
+    /// Why the gradients that a norm is of were not recorded, where they were clipped before it, and
+    /// once more after it: the clipped ones that are recorded are the last.
+    fn between_clippings(&self, norm: &Norm, rank: Rank, at: usize) -> Option<String> {
+        let declared = self.inventory.declared.get(&rank)?;
+        let clips = |norm: &Norm| norm.limit().is_some_and(|limit| limit.coefficient() < 1.0);
+        let (before, after) = declared.norms.split_at(at.min(declared.norms.len()));
+        // Whether a clipping by value came before it or after it is not known.
+        let is_between = after.iter().any(clips)
+            || declared.clip_value.is_some() && before.iter().any(clips);
+        (norm.of.as_deref() == Some("clipped") && is_between)
+            .then(|| "it is of gradients between two clippings, which were not recorded".into())
     }
 
     /// The share of each parameter of a norm, and the format of fewest bits that one is stored in.

@@ -83,6 +83,9 @@ impl Judge<'_> {
             }
             let rows = of.addends.len();
             let total = inventory.read_box(of.key, of.rank, part)?;
+            if self.nan_is_meant {
+                overflow(&mut addends, &total, declared.sum.precision);
+            }
             let weights = Operand { rows, ..Operand::row("weights", weights.clone(), None) };
             let addends = Operand { rows, ..Operand::row("addends", addends, rounded) };
             Ok(vec![addends, weights, Operand::row("total", total, stored)])
@@ -90,6 +93,18 @@ impl Judge<'_> {
         let compared = self.compare(&op, &declared, of.place, &operands)?;
         let (_, tally) = compared.into_iter().next().ok_or("it has no elements")?;
         tally
+    }
+}
+
+/// Lets addends be infinite where the recorded sum is not finite and some order of adding them, in
+/// the format of the sum, may have overflown on the way.
+fn overflow(addends: &mut [f64], total: &[f64], format: Precision) {
+    let columns = total.len();
+    for (column, sum) in total.iter().enumerate().filter(|(_, sum)| !sum.is_finite()) {
+        let own = addends.iter().skip(column).step_by(columns);
+        if own.map(|x| x.abs()).sum::<f64>() > format.largest_finite() {
+            addends[column] = *sum;
+        }
     }
 }
 
