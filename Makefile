@@ -10,7 +10,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
-	bench-step-causes \
+	bench-step-causes bench-step-false-alarms \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures api clean
@@ -204,7 +204,8 @@ $(VENV)/.installed-dev: $(VENV)/.wheel-dev
 # All but the lines of a GPU (bench-gpu): one after the other, as each wants the machine for itself.
 # An hour or more; `make -k bench` goes on after one whose peers do not install.
 bench: bench-loss-head bench-replay bench-compare bench-inactive bench-scalars bench-blocking bench-step \
-	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes bench-search
+	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes bench-step-false-alarms \
+	bench-search
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
@@ -319,6 +320,12 @@ bench-step-causes: $(if $(filter jax,$(FRAMEWORK)),$(VENV)/.installed-dev,$(VENV
 	$(STEP_PYTHON) tests/step_corpus/run.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
 		$(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) $(if $(FAULT),--fault $(FAULT)) \
 		$(if $(PART),--part $(PART))
+
+# Clean steps, simulated: how many are called wrong. RUNS, SEED and FIRST choose which; FRAMEWORK=jax
+# draws chains of optax.
+bench-step-false-alarms: $(if $(filter jax,$(FRAMEWORK)),$(VENV)/.installed,$(VENV)-torch/.installed)
+	RAYON_NUM_THREADS=1 $(STEP_PYTHON) tests/step_campaign/run.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
+		$(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED)) $(if $(FIRST),--first $(FIRST))
 
 # Loss heads of public training codes, from checkouts below SOURCES that are got from outside
 # (tests/foreign/sources.py says how they lie there); ONLY, DRAWS and SEED choose, PUBLISH=1 writes

@@ -34,10 +34,6 @@ op! {
     }
 }
 
-/// A number that is far below the smallest of any format, and not 0: a product of it is nothing but
-/// what rounding may make of it.
-const VANISHING: f64 = 1e-300;
-
 /// The gradient divided by `(norm + ε) / largest norm` where that is above 1.
 struct ClippedToNorm;
 
@@ -51,11 +47,7 @@ op! {
     }
     stages {
         clipped: Plane Forward Each
-            |_op, gradient, norm, epsilon, max_norm| {
-                // Where a job divides the gradient by the norm first, the quotient may vanish.
-                let vanished = gradient.constant(VANISHING).times(1.0) * max_norm.clone();
-                gradient.scaled(max_norm / (norm + epsilon)) + vanished
-            },
+            |_op, gradient, norm, epsilon, max_norm| gradient.scaled(max_norm / (norm + epsilon)),
             "the gradient times the coefficient";
     }
 }
@@ -231,7 +223,9 @@ impl Judge<'_> {
                 return Ok(self.outcome(&tally, &piece.place, read));
             }
             ([limit], _) => *limit,
-            _ => return Err(format!("it is clipped to {} norms, one after the other", limits.len())),
+            _ => {
+                return Err(format!("it is clipped to {} norms, one after the other", limits.len()));
+            }
         };
         let coefficient = limit.coefficient();
         let read = |factor: Factor| clipping(factor, coefficient);

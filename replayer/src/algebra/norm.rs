@@ -156,8 +156,8 @@ impl Judge<'_> {
         let clips = |norm: &Norm| norm.limit().is_some_and(|limit| limit.coefficient() < 1.0);
         let (before, after) = declared.norms.split_at(at.min(declared.norms.len()));
         // Whether a clipping by value came before it or after it is not known.
-        let is_between = after.iter().any(clips)
-            || declared.clip_value.is_some() && before.iter().any(clips);
+        let is_between =
+            after.iter().any(clips) || declared.clip_value.is_some() && before.iter().any(clips);
         (norm.of.as_deref() == Some("clipped") && is_between)
             .then(|| "it is of gradients between two clippings, which were not recorded".into())
     }
