@@ -23,11 +23,27 @@ class Handwritten(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        self.saved = self.states() if self.bug.there("state-swapped") else {}
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.update(parameter, group, index)
+                    # The parameter is met under its second name too.
+                    if self.bug.hits("tied-updated-twice", self.name_of[parameter]):
+                        self.update(parameter, group, index)
         self.last_lr = {index: group["lr"] for index, group in enumerate(self.param_groups)}
+
+    def states(self):
+        """Each parameter's state before the step, under the parameter of its shape that follows: as by
+        a load that goes by position."""
+        saved, all_of = {}, [one for group in self.param_groups for one in group["params"]]
+        for at, parameter in enumerate(all_of):
+            others = all_of[at + 1 :] + all_of[:at]
+            other = next((one for one in others if one.shape == parameter.shape), None)
+            if other is not None:
+                state = self.state[other].items()
+                saved[parameter] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state}
+        return saved
 
     def update(self, parameter, group, index):
         bug, name = self.bug, self.name_of[parameter]
@@ -38,6 +54,8 @@ class Handwritten(torch.optim.Optimizer):
         gradient = gradient.to(value.dtype)
         if bug.hits("state-reset", name):
             self.state.pop(parameter, None)
+        if bug.hits("state-swapped", name) and parameter in self.saved:
+            self.state[parameter].update(self.saved[parameter])
         state = self.state[parameter]
         settings = group | {"lr": self.rate(group, index, name)}
         target = value.clone() if bug.hits("update-is-no-op", name) else value

@@ -251,8 +251,12 @@ fn simple_numbers(domain: &Domain, microbatches: usize) -> Vec<f64> {
         let more: Vec<f64> = more.collect();
         simple.extend(more);
     }
-    let doubled = (1..=microbatches.min(16) as i32).map(|k| domain.scale * 2f64.powi(k));
-    simple.extend(doubled);
+    let powers = 1..=microbatches.min(16) as i32;
+    simple.extend(powers.clone().map(|k| domain.scale * 2f64.powi(k)));
+    // A buffer that holds a sum may be divided by the size of an axis with each microbatch.
+    for axis in domain.axes.iter().filter(|axis| axis.size > 1) {
+        simple.extend(powers.clone().map(|k| domain.scale / (axis.size as f64).powi(k)));
+    }
     simple.push(1.0);
     simple.sort_by(f64::total_cmp);
     simple.dedup_by(|a, b| is_near(*a, *b));

@@ -9,7 +9,7 @@ use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::causes;
-use super::declaration::{Norm, ReduceOp};
+use super::declaration::{Limit, Norm, ReduceOp};
 use super::domain::{Addend, Domain};
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
@@ -162,11 +162,13 @@ impl Judge<'_> {
         };
         let judge = |piece: &Piece| {
             let rank = piece.ranks[0];
-            let scale = inventory.declared.get(&rank).and_then(|declared| declared.loss_scale);
+            let declared = inventory.declared.get(&rank);
+            let scale = declared.and_then(|declared| declared.loss_scale);
             let scale = scale.ok_or_else(|| format!("rank {rank} declares no loss scale"));
+            let limit = declared.and_then(|declared| declared.limit_with_scale(parameter));
             let result = scale.and_then(|scale| {
                 let tally = self.scaled((before, key), piece, 1.0 / scale)?;
-                Ok(self.outcome(&tally, &piece.place, |factor| unscaling(factor, scale)))
+                Ok(self.outcome(&tally, &piece.place, |factor| unscaling(factor, scale, limit)))
             });
             self.judged(Stage::Unscale, parameter, (key, piece), result)
         };
@@ -210,7 +212,10 @@ impl Judge<'_> {
                 None => Err(format!("rank {rank} declares neither a norm nor a value to clip to")),
             };
         };
-        let coefficient = limit.coefficient();
+        // What was clipped with the loss scale in it is not clipped once more.
+        let is_before = declared.and_then(|own| own.limit_with_scale(parameter)).is_some()
+            && inventory.key(parameter, &Part::Unscaled) == Some(before);
+        let coefficient = if is_before { 1.0 } else { limit.coefficient() };
         let read = |factor: Factor| clipping(factor, coefficient);
         if coefficient >= 1.0 {
             let tally = self.scaled((before, key), piece, 1.0)?;
@@ -385,7 +390,17 @@ impl Factor {
     }
 }
 
-fn unscaling(factor: Factor, scale: f64) -> Option<Reading> {
+fn unscaling(factor: Factor, scale: f64, limit: Option<Limit>) -> Option<Reading> {
+    if let Some(limit) = limit.filter(|own| own.coefficient() < 1.0 && factor.is(own.coefficient()))
+    {
+        let words = format!(
+            "it was clipped with the loss scale {scale} in it: the norm {} is of the scaled \
+             gradients, and gave the coefficient {:.6}",
+            limit.norm,
+            limit.coefficient()
+        );
+        return Some(causes::CLIP_BEFORE_UNSCALE.reads(words));
+    }
     if factor.is(scale) {
         let words = format!("the loss scale {scale} is still in it");
         return Some(causes::SCALE_LEFT.reads(words));

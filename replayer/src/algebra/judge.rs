@@ -10,7 +10,7 @@ use crate::compare::{Bound, Tally};
 use crate::kernels::matrix::{Matrix, Values};
 use crate::kernels::policy::Sum;
 use crate::kernels::round::Precision;
-use crate::ops::{Declared, Op, Recorded, Span, Tensors, tallies};
+use crate::ops::{Declared, Op, Recorded, Span, Stage, Tensors, tallies};
 
 /// Bytes of an element while it is computed with.
 const WIDTH: usize = 8;
@@ -71,13 +71,23 @@ impl Judge<'_> {
         place: &IndexBox,
         operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
     ) -> Result<Vec<Compared>, String> {
+        self.compare_by(place, operands, &|tensors, span| tallies(op, tensors, declared, span))
+    }
+
+    /// The same where `tallies` compares the stages of a part.
+    pub(crate) fn compare_by(
+        &self,
+        place: &IndexBox,
+        operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
+        tallies: &(dyn Fn(&Tensors<'_>, Span) -> Vec<(&'static Stage, Result<Tally, String>)> + Sync),
+    ) -> Result<Vec<Compared>, String> {
         let (parts, bound) = (pieces(place, WIDTH), self.bound(place));
         let part = |(at, part): (usize, &IndexBox)| {
             let operands = operands(part)?;
             let columns = part.elements().unwrap_or(0) as usize;
             let tensors: Tensors<'_> = operands.iter().map(|own| own.recorded(columns)).collect();
             let span = Span { bound, first_row: at as u64 };
-            Ok(tallies(op, &tensors, declared, span))
+            Ok(tallies(&tensors, span))
         };
         let parts: Vec<Result<_, String>> = parts.par_iter().enumerate().map(part).collect();
         let mut whole: Vec<Compared> = Vec::new();

@@ -12,6 +12,7 @@ mod declaration;
 mod domain;
 mod explain;
 mod gradient;
+mod held;
 mod inventory;
 mod judge;
 mod names;
@@ -23,6 +24,7 @@ mod rules;
 mod sum_causes;
 mod summary;
 mod sums;
+mod swaps;
 
 use backtape::part::Part;
 use backtape::shard::TensorKey;

@@ -23,6 +23,9 @@ use crate::kernels::round::Precision;
 /// beyond 6.5 a normal falls once in 10¹⁰.
 const REACH: f64 = 6.5;
 
+/// Roundings, in units of the format, that a norm in few bits may be off by.
+const NORM_ROUNDINGS: f64 = 8.0;
+
 /// The norm of one parameter, to the power that sums.
 #[derive(Clone, Debug, Default)]
 struct Share {
@@ -34,6 +37,54 @@ struct Share {
     variance: f64,
     /// How many ranks hold each element.
     copies: f64,
+}
+
+/// A norm as the job has it and as it should be.
+struct Joined {
+    /// As the job has it.
+    value: f64,
+    /// As the recorded gradients have it.
+    expected: f64,
+    /// The same to the power that sums.
+    total: f64,
+    /// The p of the norm.
+    power: f64,
+}
+
+impl Joined {
+    /// A norm that was rounded to a format of few bits. A number of more bits is none of that
+    /// format but once in 2¹³ (f16) or 2¹⁶ (bf16) times.
+    fn read_rounded(&self) -> Option<Reading> {
+        let is_of = |format: &Precision| {
+            // The norms of parameters, the sum of their squares and its root are rounded.
+            let reach = NORM_ROUNDINGS * format.unit_roundoff() * self.expected;
+            format.round64(self.value) == self.value && (self.value - self.expected).abs() <= reach
+        };
+        let format = [Precision::Bf16, Precision::F16].into_iter().find(is_of)?;
+        let words = format!(
+            "{} is a number of {}, and errs as one does that is computed in it",
+            self.value,
+            format.name()
+        );
+        Some(causes::NORM_LOW.reads(words))
+    }
+
+    /// The norm of norms of parameters that were rounded to a format of few bits.
+    fn read_rounded_parts(
+        &self,
+        shares: &BTreeMap<&str, Share>,
+        is: &dyn Fn(f64) -> bool,
+    ) -> Option<Reading> {
+        let power = Some(self.power).filter(|power| power.is_finite())?;
+        let is_sum_of = |format: &Precision| {
+            let root = |share: &Share| format.round64(share.whole.powf(1.0 / power));
+            is(shares.values().map(|share| root(share).powf(power)).sum())
+        };
+        let format = [Precision::Bf16, Precision::F16].into_iter().find(is_sum_of)?;
+        let words =
+            format!("it is the norm of norms of parameters that are rounded to {}", format.name());
+        Some(causes::NORM_LOW.reads(words))
+    }
 }
 
 impl Judge<'_> {
@@ -124,7 +175,12 @@ impl Judge<'_> {
             let other = root(other);
             (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
-        let read = self.read_norm(&shares, (rank, total, is_max), &is);
+        let joined = Joined { value, expected, total, power };
+        let read = self
+            .read_scale(norm, rank, &joined, &is)
+            .or_else(|| joined.read_rounded())
+            .or_else(|| self.read_norm(&shares, (rank, total, is_max), &is))
+            .or_else(|| joined.read_rounded_parts(&shares, &is));
         divergence.readings = read.into_iter().collect();
         Ok(Outcome::Diverged(Box::new(divergence)))
     }
@@ -193,6 +249,24 @@ impl Judge<'_> {
             return Some(causes::NORM_COPIES.reads(words));
         }
         self.read_multiplicities(shares, total, is)
+    }
+
+    /// The norm of gradients that have the loss scale in them, which stands for that of gradients
+    /// without.
+    fn read_scale(
+        &self,
+        norm: &Norm,
+        rank: Rank,
+        joined: &Joined,
+        is: &dyn Fn(f64) -> bool,
+    ) -> Option<Reading> {
+        let scale = self.inventory.declared.get(&rank)?.loss_scale?;
+        let power = if joined.power.is_infinite() { 1.0 } else { joined.power };
+        let is_scaled = norm.of.as_deref() == Some("unscaled")
+            && !is_near(scale, 1.0)
+            && is(joined.total * scale.powf(power));
+        let words = format!("it is the norm of the gradients with the loss scale {scale} in them");
+        is_scaled.then(|| causes::CLIP_BEFORE_UNSCALE.reads(words))
     }
 
     /// The parameter whose largest element it is, where that is not the largest of all.

@@ -17,11 +17,15 @@ use crate::kernels::round::Precision;
 
 /// What an optimizer is supposed to have done with one piece of a parameter.
 #[derive(Clone)]
-struct Supposed<'a> {
-    rule: Rule,
-    hyper: &'a Hyper,
+pub(super) struct Supposed<'a> {
+    pub(super) rule: Rule,
+    /// The rule of a step that was taken before this one, of which nothing was recorded.
+    pub(super) first: Option<Rule>,
+    pub(super) hyper: &'a Hyper,
+    /// The parameter whose state it took.
+    pub(super) state_of: &'a str,
     /// The gradient that it took.
-    gradient: &'a TensorKey,
+    pub(super) gradient: &'a TensorKey,
     /// What the gradient was multiplied by on the way, where the clipped one was not recorded.
     coefficient: f64,
     /// What its learning rate was multiplied by.
@@ -33,13 +37,13 @@ struct Supposed<'a> {
 }
 
 /// The tensors of one parameter's step of the optimizer.
-struct Tensors<'a> {
-    parameter: &'a str,
-    before: &'a TensorKey,
-    after: &'a TensorKey,
-    rank: Rank,
+pub(super) struct Tensors<'a> {
+    pub(super) parameter: &'a str,
+    pub(super) before: &'a TensorKey,
+    pub(super) after: &'a TensorKey,
+    pub(super) rank: Rank,
     /// Whether this is the first step, before which there is no state.
-    is_first: bool,
+    pub(super) is_first: bool,
 }
 
 impl Judge<'_> {
@@ -50,7 +54,8 @@ impl Judge<'_> {
         let both = copies.iter().find_map(|(before, after)| {
             Some((inventory.key(parameter, before)?, inventory.key(parameter, after)?))
         });
-        let Some((before, after)) = both else { return Vec::new() };
+        let mut judged = self.held(parameter);
+        let Some((before, after)) = both else { return judged };
         let tensors = &inventory.parameters[parameter].tensors;
         let others: Vec<&TensorKey> = tensors.values().filter(|key| *key != after).collect();
         let origin = |rank: Rank| {
@@ -58,7 +63,7 @@ impl Judge<'_> {
             (hashes.collect::<Vec<_>>(), self.hyper_words(rank, parameter))
         };
         let has_state = tensors.keys().any(|(part, _)| matches!(part, Part::StateBefore(_)));
-        let mut judged = self.counters(parameter);
+        judged.extend(self.counters(parameter));
         for piece in inventory.pieces(after, &origin) {
             let rank = piece.ranks[0];
             // A state that was reset counts from 1 again: the first step is that before which there
@@ -67,6 +72,17 @@ impl Judge<'_> {
             let is_first = !has_state && counted.is_none_or(|step| step <= 1.0);
             let tensors = Tensors { parameter, before, after, rank, is_first };
             judged.extend(self.optimized(&tensors, &piece));
+        }
+        // A step that was applied twice has counted twice too.
+        let is_twice = |reading: &&Reading| reading.cause == causes::UPDATED_TWICE.name;
+        let readings = judged.iter().filter_map(|one| one.result.divergence());
+        let twice = readings.flat_map(|own| own.readings.iter().find(is_twice)).next().cloned();
+        for one in judged.iter_mut().filter(|_| twice.is_some()) {
+            let Outcome::Diverged(divergence) = &mut one.result else { continue };
+            let is_count = |own: &Reading| own.cause == causes::STEP_COUNTER.name;
+            if divergence.readings.iter().all(is_count) {
+                divergence.readings = twice.iter().cloned().collect();
+            }
         }
         judged
     }
@@ -92,9 +108,13 @@ impl Judge<'_> {
     }
 
     /// Which step of the optimizer this is, from 1, as its state counts.
-    fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
+    pub(super) fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
         let declared = self.inventory.declared_of(rank, parameter)?;
         COUNTERS.iter().find_map(|name| declared.scalar_after(name))
+    }
+
+    fn microbatches_of(&self, rank: Rank) -> Option<f64> {
+        self.inventory.declared.get(&rank)?.microbatches.map(f64::from)
     }
 
     /// Whether the optimizer has a state of the parameter, and changed neither of them.
@@ -133,7 +153,12 @@ impl Judge<'_> {
             let (before, after_step) =
                 (declared.scalar_before(name).unwrap_or(0.0), declared.scalar_after(name));
             let Some(count) = after_step.filter(|count| *count != before + 1.0) else { continue };
-            let words = format!("{name} was {before} before the step and is {count} after it");
+            let more = match (count - before, self.microbatches_of(rank)) {
+                (0.0, _) => ": this step is not counted",
+                (by, Some(microbatches)) if by == microbatches => ": microbatches are counted",
+                _ => "",
+            };
+            let words = format!("{name} was {before} before the step and is {count} after it{more}");
             let mut readings = vec![causes::STEP_COUNTER.reads(words.clone())];
             if count <= 1.0 && before > 1.0 {
                 readings.insert(0, causes::STATE_RESET.reads(RESET));
@@ -191,7 +216,9 @@ impl Judge<'_> {
         };
         let supposed = Supposed {
             rule,
+            first: None,
             hyper,
+            state_of: parameter,
             gradient,
             coefficient: self.coefficient(rank, parameter),
             lr_factor: 1.0,
@@ -226,15 +253,38 @@ impl Judge<'_> {
             false => Vec::new(),
         };
         for one in &mut judged {
+            let is_change = one.stage == Stage::Update;
             if let Outcome::Diverged(divergence) = &mut one.result {
                 divergence.readings = readings.clone();
+                if is_change {
+                    divergence.factor = self.factor_of_change(tensors, piece, supposed, &readings);
+                }
             }
         }
         judged
     }
 
+    /// The captured change over that of the rule, where it is one number: that of a parameter is
+    /// none of its change.
+    fn factor_of_change(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+        readings: &[Reading],
+    ) -> Option<f64> {
+        let is = |cause: causes::Cause| readings.iter().any(|own| own.cause == cause.name);
+        match () {
+            () if is(causes::NO_OP) => Some(0.0),
+            () if is(causes::LR_SCALED) || is(causes::ASCENDS) => {
+                self.fitted(tensors, piece, supposed).map(|(factor, _)| factor)
+            }
+            () => None,
+        }
+    }
+
     /// The recorded tensor of a stage of a rule's table.
-    fn tensor_of<'t>(
+    pub(super) fn tensor_of<'t>(
         &'t self,
         tensors: &Tensors<'t>,
         rule: &Rule,
@@ -264,7 +314,12 @@ impl Judge<'_> {
     ) -> Result<Vec<Compared>, String> {
         let declared = arithmetic(self.inventory.precision(tensors.after), None);
         let operands = |part: &IndexBox| self.operands(tensors, supposed, part);
-        supposed.rule.compare(self, &declared, &piece.place, &operands)
+        match &supposed.first {
+            None => supposed.rule.compare(self, &declared, &piece.place, &operands),
+            Some(first) => {
+                supposed.rule.compare_after(first, self, &declared, &piece.place, &operands)
+            }
+        }
     }
 
     /// What a supposed rule takes and gives of a part of the parameter.
@@ -294,11 +349,12 @@ impl Judge<'_> {
             operands.push(recorded("update", key)?);
         }
         for state in supposed.rule.names().states {
-            let find = |part: fn(String) -> Part| {
-                let key = |own: &&str| inventory.key(tensors.parameter, &part((*own).to_string()));
+            let find = |parameter: &str, part: fn(String) -> Part| {
+                let key = |own: &&str| inventory.key(parameter, &part((*own).to_string()));
                 state.recorded.iter().find_map(key)
             };
-            let (before, after) = (find(Part::StateBefore), find(Part::StateAfter));
+            let before = find(supposed.state_of, Part::StateBefore);
+            let after = find(tensors.parameter, Part::StateAfter);
             // A state that there is after a later step, and was not recorded before it, is unknown.
             let is_unknown = before.is_none() && after.is_some() && !tensors.is_first;
             match before.filter(|_| !supposed.is_reset) {
@@ -353,7 +409,7 @@ impl Judge<'_> {
     }
 
     /// Whether a supposition gives every stage that was recorded.
-    fn agrees(&self, tensors: &Tensors<'_>, piece: &Piece, supposed: &Supposed<'_>) -> bool {
+    pub(super) fn agrees(&self, tensors: &Tensors<'_>, piece: &Piece, supposed: &Supposed<'_>) -> bool {
         let Ok(compared) = self.stages(tensors, piece, supposed) else { return false };
         let bound = self.bound(&piece.place);
         let mut judged = compared.iter().filter_map(|(name, tally)| {
@@ -390,13 +446,20 @@ impl Judge<'_> {
             }
         }
         // A variation has no number that was fitted, so it goes before one.
+        let twice = self.twice(tensors, piece, supposed);
+        let is_tied = self.is_tied(tensors.parameter);
+        readings.extend(twice.iter().filter(|_| is_tied).cloned());
         readings.extend(self.solved(tensors, piece, supposed));
+        readings.extend(twice.filter(|_| !is_tied));
         let others = self.other_gradients(tensors, supposed);
         if let Some(other) = others.iter().find(|other| agrees(other)) {
             let part = Part::of_tensor(other.gradient.tensor.as_str()).map(|(part, _)| part);
             let part = part.map(|part| part.to_string()).unwrap_or_default();
             let words = format!("the optimizer took the gradient of the stage {part}");
             readings.push(causes::OTHER_GRADIENT.reads(words));
+        }
+        if readings.is_empty() {
+            readings.extend(self.swapped(tensors, piece, supposed));
         }
         readings
     }
@@ -445,8 +508,9 @@ impl Judge<'_> {
             let lr = self.learning_rate(supposed)?;
             let words = format!(
                 "the change is {lr_factor:.4} x that of the declared learning rate {lr:e}: it \
-                     is that of {:e}",
-                lr * lr_factor
+                     is that of {:e}{}",
+                lr * lr_factor,
+                self.sizes_of(tensors.rank, lr_factor)
             );
             return Some(causes::LR_SCALED.reads(words));
         }
@@ -461,6 +525,22 @@ impl Judge<'_> {
         let words =
             format!("the parameter decays by {weight_decay:.6}, and {declared:.6} is declared");
         Some(cause.reads(words))
+    }
+
+    /// The sizes of the job that a factor equals, in words.
+    fn sizes_of(&self, rank: Rank, factor: f64) -> String {
+        let ranks = self.inventory.declared.len() as f64;
+        let microbatches = self.microbatches_of(rank).unwrap_or(1.0);
+        let sizes = [(ranks, "ranks"), (microbatches, "microbatches")];
+        for (size, name) in sizes.into_iter().filter(|(size, _)| *size > 1.0) {
+            if is_near(factor, size) {
+                return format!(", and the factor is {size} {name}");
+            }
+            if is_near(factor, 1.0 / size) {
+                return format!(", and the factor is 1 over {size} {name}");
+            }
+        }
+        String::new()
     }
 
     /// The weight decays that the optimizer declares for its groups.

@@ -10,4 +10,6 @@ pub mod table;
 pub mod walker;
 
 pub use table::{Op, Reduction, Shape, Side, Stage, Tensor};
-pub use walker::{Declared, Judged, Judgement, Recorded, Span, Tensors, tallies, values, walk};
+pub use walker::{
+    Declared, Judged, Judgement, Recorded, Span, Tensors, tallies, tallies_of_two, values, walk,
+};

@@ -101,6 +101,45 @@ pub fn tallies<O: Op>(
     compared.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
 }
 
+/// Compares the stages of an op that was applied twice, without a judgement: `ops` are the op of the
+/// first and of the second time, and `again` has each input that the second time takes over from
+/// the first, with the stage that it was.
+pub fn tallies_of_two<O: Op>(
+    ops: [&O; 2],
+    again: &[(&'static str, &'static str)],
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    span: Span,
+) -> Vec<(&'static Stage, Result<Tally, String>)> {
+    let is_input = |name: &str| O::INPUTS.iter().any(|input| input.name == name);
+    let given = tensors.iter().filter(|(name, _)| is_input(name));
+    let given: Tensors<'_> = given.map(|(name, recorded)| (*name, *recorded)).collect();
+    let mut first = Walk::new(ops[0], &given, declared);
+    let mut made = BTreeMap::new();
+    for (at, stage) in O::STAGES.iter().enumerate() {
+        // A stage that lacks an input is none that the second time can take over.
+        if let Ok(expected) = first.expect(at) {
+            first.computed.insert(stage.name, expected);
+        }
+    }
+    for (input, stage) in again {
+        let Some(mut expected) = first.computed.remove(stage) else { continue };
+        // It is stored before it is taken over.
+        if let Some(stored) = tensors.get(stage).and_then(|recorded| recorded.stored) {
+            let stored = |x: f64| stored.deviation(x).powi(2);
+            expected.own.iter_mut().zip(&expected.values).for_each(|(own, x)| *own += stored(*x));
+        }
+        made.insert(*input, expected);
+    }
+    let rest = tensors.iter().filter(|(name, _)| !made.contains_key(*name));
+    let rest: Tensors<'_> = rest.map(|(name, recorded)| (*name, *recorded)).collect();
+    let mut second = Walk::new(ops[1], &rest, declared);
+    second.span = Some(span);
+    second.computed = made;
+    let stages = (0..O::STAGES.len()).map(|at| (&O::STAGES[at], second.stage(at)));
+    stages.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
+}
+
 /// The exact values of a stage of an op, from what was recorded of the stages before it.
 pub fn values<O: Op>(
     op: &O,
@@ -108,9 +147,7 @@ pub fn values<O: Op>(
     declared: &Declared,
     stage: &str,
 ) -> Result<Vec<f64>, String> {
-    let mut walk =
-        Walk { op, tensors, declared, span: None, extent: None, computed: BTreeMap::new() };
-    walk.extent = walk.find_extent();
+    let mut walk = Walk::new(op, tensors, declared);
     for (at, row) in O::STAGES.iter().enumerate() {
         let expected = walk.expect(at)?;
         if row.name == stage {
@@ -130,8 +167,8 @@ fn compared<O: Op>(
     declared: &Declared,
     span: Option<Span>,
 ) -> Vec<Compared> {
-    let mut walk = Walk { op, tensors, declared, span, extent: None, computed: BTreeMap::new() };
-    walk.extent = walk.find_extent();
+    let mut walk = Walk::new(op, tensors, declared);
+    walk.span = span;
     (0..O::STAGES.len()).map(|stage| (&O::STAGES[stage], walk.stage(stage))).collect()
 }
 
@@ -147,7 +184,15 @@ struct Walk<'a, O> {
     computed: BTreeMap<&'static str, Expected>,
 }
 
-impl<O: Op> Walk<'_, O> {
+impl<'a, O: Op> Walk<'a, O> {
+    /// A walk over a whole op.
+    fn new(op: &'a O, tensors: &'a Tensors<'a>, declared: &'a Declared) -> Walk<'a, O> {
+        let computed = BTreeMap::new();
+        let mut walk = Walk { op, tensors, declared, span: None, extent: None, computed };
+        walk.extent = walk.find_extent();
+        walk
+    }
+
     /// The extent of the first recorded plane.
     fn find_extent(&self) -> Option<(usize, usize)> {
         let shapes = Self::shapes();

@@ -26,7 +26,7 @@ use backtape::index_box::IndexBox;
 
 use super::declaration::{Hyper, Optimizer};
 use super::judge::{Compared, Judge, Operand};
-use crate::ops::{Declared, values};
+use crate::ops::{Declared, tallies_of_two, values};
 #[cfg(test)]
 use crate::ops::{Span, tallies};
 
@@ -139,6 +139,28 @@ macro_rules! rules {
             ) -> Result<Vec<Compared>, String> {
                 match self {
                     $(Rule::$rule(rule) => judge.compare(rule, declared, place, operands),)*
+                }
+            }
+
+            /// The same of a step that was applied twice, the first time by the rule `first`, which is the
+            /// same with another count of steps.
+            pub(crate) fn compare_after(
+                &self,
+                first: &Rule,
+                judge: &Judge<'_>,
+                declared: &Declared,
+                place: &IndexBox,
+                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
+            ) -> Result<Vec<Compared>, String> {
+                let states = self.names().states.iter().map(|state| (state.before, state.after));
+                let again: Vec<(&str, &str)> = states.chain([("before", "after")]).collect();
+                match (first, self) {
+                    $((Rule::$rule(first), Rule::$rule(rule)) => {
+                        judge.compare_by(place, operands, &|tensors, span| {
+                            tallies_of_two([first, rule], &again, tensors, declared, span)
+                        })
+                    })*
+                    _ => Err("the two steps are of two rules".into()),
                 }
             }
 

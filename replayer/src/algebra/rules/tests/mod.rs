@@ -55,7 +55,8 @@ fn declared(job: &Job) -> (Optimizer, Hyper) {
     }
     let (name, module) = (Some(job.class.to_string()), String::new());
     let hyper = Hyper(hyper);
-    (Optimizer { name, module, skipped: false, groups: vec![hyper.clone()] }, hyper)
+    let groups = vec![hyper.clone()];
+    (Optimizer { name, module, skipped: false, groups, foreign: Vec::new() }, hyper)
 }
 
 /// Why a rule does not give what the job made; `None` where it does.
@@ -218,7 +219,8 @@ fn rules_of_whole_matrices_and_unknown_modes_are_unknown() {
     let of = |name: &str, hyper: serde_json::Value| {
         let hyper: Hyper = serde_json::from_value(hyper).unwrap();
         let (name, module) = (Some(name.to_string()), String::new());
-        let optimizer = Optimizer { name, module, skipped: false, groups: vec![hyper.clone()] };
+        let groups = vec![hyper.clone()];
+        let optimizer = Optimizer { name, module, skipped: false, groups, foreign: Vec::new() };
         Rule::of(&optimizer, &hyper, 2.0)
     };
     for name in ["LAMB", "Muon", "Adafactor", "optax.lamb", "muon", "adafactor"] {
