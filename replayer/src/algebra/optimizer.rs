@@ -27,13 +27,13 @@ pub(super) struct Supposed<'a> {
     /// The gradient that it took.
     pub(super) gradient: &'a TensorKey,
     /// What the gradient was multiplied by on the way, where the clipped one was not recorded.
-    coefficient: f64,
+    pub(super) coefficient: f64,
     /// What its learning rate was multiplied by.
-    lr_factor: f64,
+    pub(super) lr_factor: f64,
     /// The weight decay, where it is not the declared one.
-    weight_decay: Option<f64>,
+    pub(super) weight_decay: Option<f64>,
     /// Whether it forgot its state.
-    is_reset: bool,
+    pub(super) is_reset: bool,
 }
 
 /// The tensors of one parameter's step of the optimizer.
