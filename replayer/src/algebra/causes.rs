@@ -174,6 +174,12 @@ causes! {
     UNSIGNED = "sign-missing",
         "the update is not the sign of the mixture",
         "where the optimizer takes the sign";
+    ORTHOGONALISED = "orthogonalised-wrong-tensor",
+        "the matrix that is made orthogonal is not the momentum",
+        "which tensor the iteration takes: the momentum after this step";
+    SHARDED_NORM = "sharded-norm-inside-update",
+        "a norm or a matrix inside the update is of one rank's part of the parameter",
+        "whether the optimizer adds its norms up over the ranks that hold other parts";
     NO_OP = "update-is-no-op",
         "the parameter did not change",
         "whether the optimizer holds this parameter, or a copy of it that is not written back";

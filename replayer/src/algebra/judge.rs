@@ -79,7 +79,9 @@ impl Judge<'_> {
         &self,
         place: &IndexBox,
         operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
-        tallies: &(dyn Fn(&Tensors<'_>, Span) -> Vec<(&'static Stage, Result<Tally, String>)> + Sync),
+        tallies: &(
+             dyn Fn(&Tensors<'_>, Span) -> Vec<(&'static Stage, Result<Tally, String>)> + Sync
+         ),
     ) -> Result<Vec<Compared>, String> {
         let (parts, bound) = (pieces(place, WIDTH), self.bound(place));
         let part = |(at, part): (usize, &IndexBox)| {

@@ -19,12 +19,14 @@ mod names;
 mod norm;
 mod norm_gap;
 mod optimizer;
+mod orthogonal;
 mod outcome;
 mod rules;
 mod sum_causes;
 mod summary;
 mod sums;
 mod swaps;
+mod wholes;
 
 use backtape::part::Part;
 use backtape::shard::TensorKey;

@@ -13,6 +13,7 @@ use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic};
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
 use super::rules::Rule;
+use super::wholes::Whole;
 use crate::kernels::round::Precision;
 
 /// What an optimizer is supposed to have done with one piece of a parameter.
@@ -34,9 +35,12 @@ pub(super) struct Supposed<'a> {
     pub(super) weight_decay: Option<f64>,
     /// Whether it forgot its state.
     pub(super) is_reset: bool,
+    /// Whether norms and matrices inside the rule are of the rank's own part of the parameter.
+    pub(super) is_local: bool,
 }
 
 /// The tensors of one parameter's step of the optimizer.
+#[derive(Clone, Copy)]
 pub(super) struct Tensors<'a> {
     pub(super) parameter: &'a str,
     pub(super) before: &'a TensorKey,
@@ -158,7 +162,8 @@ impl Judge<'_> {
                 (by, Some(microbatches)) if by == microbatches => ": microbatches are counted",
                 _ => "",
             };
-            let words = format!("{name} was {before} before the step and is {count} after it{more}");
+            let words =
+                format!("{name} was {before} before the step and is {count} after it{more}");
             let mut readings = vec![causes::STEP_COUNTER.reads(words.clone())];
             if count <= 1.0 && before > 1.0 {
                 readings.insert(0, causes::STATE_RESET.reads(RESET));
@@ -206,6 +211,12 @@ impl Judge<'_> {
         let Some(rule) = Rule::of(optimizer, hyper, step) else {
             return unchecked(unknown_rule(optimizer));
         };
+        let shape = &inventory.dump.tensors()[tensors.after].shape;
+        let stored = inventory.precision(tensors.after);
+        let rule = match rule.of_parameter(shape, stored, self.is_factored(parameter)) {
+            Ok(rule) => rule,
+            Err(why) => return unchecked(why),
+        };
         if counted.is_none() && rule.names().counts_steps {
             let name = rule.names().words;
             return unchecked(format!("{name} counts its steps, and the count was not recorded"));
@@ -224,9 +235,14 @@ impl Judge<'_> {
             lr_factor: 1.0,
             weight_decay: None,
             is_reset: false,
+            is_local: false,
         };
         match self.stages(tensors, piece, &supposed) {
-            Ok(compared) => self.read_stages(tensors, piece, &supposed, compared),
+            Ok(compared) => {
+                let mut judged = self.read_stages(tensors, piece, &supposed, compared);
+                judged.extend(self.judged_factors(tensors, &supposed));
+                judged
+            }
             Err(why) => unchecked(why),
         }
     }
@@ -299,6 +315,9 @@ impl Judge<'_> {
             _ => {}
         }
         let state = rule.names().states.iter().find(|state| state.after == name)?;
+        if rule.takes_wholes() && self.is_factored(tensors.parameter) {
+            return None;
+        }
         let part = |own: &&str| Part::StateAfter((*own).to_string());
         let key =
             state.recorded.iter().find_map(|own| inventory.key(tensors.parameter, &part(own)))?;
@@ -313,20 +332,29 @@ impl Judge<'_> {
         supposed: &Supposed<'_>,
     ) -> Result<Vec<Compared>, String> {
         let declared = arithmetic(self.inventory.precision(tensors.after), None);
-        let operands = |part: &IndexBox| self.operands(tensors, supposed, part);
-        match &supposed.first {
+        // Without what is made of the whole parameter its state is judged all the same.
+        let (wholes, lacking) = match self.wholes(tensors, piece, supposed) {
+            Ok(wholes) => (wholes, None),
+            Err(why) => (Vec::new(), Some(why)),
+        };
+        let operands = |part: &IndexBox| self.operands(tensors, supposed, &wholes, part);
+        let compared = match &supposed.first {
             None => supposed.rule.compare(self, &declared, &piece.place, &operands),
             Some(first) => {
                 supposed.rule.compare_after(first, self, &declared, &piece.place, &operands)
             }
-        }
+        }?;
+        let told =
+            |(name, tally): Compared| (name, tally.map_err(|why| lacking.clone().unwrap_or(why)));
+        Ok(compared.into_iter().map(told).collect())
     }
 
     /// What a supposed rule takes and gives of a part of the parameter.
-    fn operands(
+    pub(super) fn operands(
         &self,
         tensors: &Tensors<'_>,
         supposed: &Supposed<'_>,
+        wholes: &[Whole],
         part: &IndexBox,
     ) -> Result<Vec<Operand>, String> {
         let inventory = self.inventory;
@@ -353,8 +381,13 @@ impl Judge<'_> {
                 let key = |own: &&str| inventory.key(parameter, &part((*own).to_string()));
                 state.recorded.iter().find_map(key)
             };
-            let before = find(supposed.state_of, Part::StateBefore);
-            let after = find(tensors.parameter, Part::StateAfter);
+            // In place of a tensor that a parameter has not, optimizers keep one of another shape.
+            let shape = |key: &TensorKey| &inventory.dump.tensors()[key].shape;
+            let is_fit = |key: &&TensorKey| {
+                !supposed.rule.takes_wholes() || shape(key) == shape(tensors.after)
+            };
+            let before = find(supposed.state_of, Part::StateBefore).filter(is_fit);
+            let after = find(tensors.parameter, Part::StateAfter).filter(is_fit);
             // A state that there is after a later step, and was not recorded before it, is unknown.
             let is_unknown = before.is_none() && after.is_some() && !tensors.is_first;
             match before.filter(|_| !supposed.is_reset) {
@@ -372,6 +405,7 @@ impl Judge<'_> {
         for (name, value) in hyper_numbers(supposed)? {
             operands.push(Operand::row(name, vec![value], Some(Precision::F32)));
         }
+        operands.extend(wholes.iter().flat_map(|whole| whole.operands(part)));
         Ok(operands)
     }
 
@@ -386,9 +420,10 @@ impl Judge<'_> {
         let declared = arithmetic(self.inventory.precision(tensors.after), None);
         // Scalar products: of the rule's change, the parameter and the change with each other.
         let (mut rr, mut rp, mut pp, mut rc, mut pc) = (0.0, 0.0, 0.0, 0.0, 0.0);
+        let wholes = self.wholes(tensors, piece, supposed).ok()?;
         for part in crate::assemble::pieces(&piece.place, 8) {
-            let operands = self.operands(tensors, supposed, &part).ok()?;
-            let rule = supposed.rule.change(&operands, &declared).ok()?;
+            let operands = self.operands(tensors, supposed, &wholes, &part).ok()?;
+            let rule = supposed.rule.stage(&operands, &declared, "update").ok()?;
             let named = |name: &str| operands.iter().find(|operand| operand.name == name);
             let (before, after) = (&named("before")?.values, &named("after")?.values);
             for ((r, p), a) in rule.iter().zip(before).zip(after) {
@@ -409,7 +444,12 @@ impl Judge<'_> {
     }
 
     /// Whether a supposition gives every stage that was recorded.
-    pub(super) fn agrees(&self, tensors: &Tensors<'_>, piece: &Piece, supposed: &Supposed<'_>) -> bool {
+    pub(super) fn agrees(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> bool {
         let Ok(compared) = self.stages(tensors, piece, supposed) else { return false };
         let bound = self.bound(&piece.place);
         let mut judged = compared.iter().filter_map(|(name, tally)| {
@@ -439,6 +479,14 @@ impl Judge<'_> {
         let reset = Supposed { is_reset: true, ..supposed.clone() };
         if !tensors.is_first && agrees(&reset) {
             readings.push(causes::STATE_RESET.reads(RESET));
+        }
+        let shape = &self.inventory.dump.tensors()[tensors.after].shape;
+        if supposed.rule.takes_wholes() && piece.place != IndexBox::whole(shape) {
+            let local = Supposed { is_local: true, ..supposed.clone() };
+            if agrees(&local) {
+                let words = "what the rule takes of the whole parameter is of this rank's part";
+                readings.push(causes::SHARDED_NORM.reads(words));
+            }
         }
         for variation in supposed.rule.variations() {
             if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
@@ -551,7 +599,7 @@ impl Judge<'_> {
         groups.iter().filter_map(|group| group.number("weight_decay")).collect()
     }
 
-    fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
+    pub(super) fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
         let numbers = hyper_numbers(supposed).ok()?;
         numbers.iter().find(|(name, _)| *name == "lr").map(|(_, value)| *value)
     }

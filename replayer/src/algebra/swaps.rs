@@ -28,8 +28,10 @@ impl Judge<'_> {
         piece: &Piece,
         supposed: &Supposed<'_>,
     ) -> Option<Reading> {
-        let inventory = self.inventory;
-        let declared = inventory.declared.get(&tensors.rank)?;
+        if supposed.rule.takes_wholes() {
+            return None;
+        }
+        let declared = self.inventory.declared.get(&tensors.rank)?;
         let (optimizer, hyper) = declared.optimizer_of(tensors.parameter)?;
         let rule = |step: f64| Rule::of(optimizer, hyper, step);
         let counted = self.step_of(tensors.rank, tensors.parameter);
@@ -46,7 +48,8 @@ impl Judge<'_> {
         };
         let mut steps = steps.into_iter().filter(|[first, _]| !(*first < 1.0)).filter_map(of);
         steps.any(|other| self.agrees(tensors, piece, &other)).then(|| {
-            let names = if self.is_tied(tensors.parameter) { ", which has several names" } else { "" };
+            let names =
+                if self.is_tied(tensors.parameter) { ", which has several names" } else { "" };
             let words = format!("the step is applied to the parameter{names} twice");
             causes::UPDATED_TWICE.reads(words)
         })
@@ -71,8 +74,11 @@ impl Judge<'_> {
             let of_state = Supposed { state_of: other, ..supposed.clone() };
             let gradient = inventory.key(other, &part);
             let of_gradient = gradient.map(|gradient| Supposed { gradient, ..supposed.clone() });
+            // What is made of a whole parameter is not made of a corner of it.
+            let is_quick = !supposed.rule.takes_wholes();
             let agrees = |supposed: &Supposed<'_>| {
-                self.agrees(tensors, &corner, supposed) && self.agrees(tensors, piece, supposed)
+                (!is_quick || self.agrees(tensors, &corner, supposed))
+                    && self.agrees(tensors, piece, supposed)
             };
             if !supposed.rule.names().states.is_empty() && agrees(&of_state) {
                 let words = format!("the state before the step is that of {other}");

@@ -11,5 +11,6 @@ pub mod walker;
 
 pub use table::{Op, Reduction, Shape, Side, Stage, Tensor};
 pub use walker::{
-    Declared, Judged, Judgement, Recorded, Span, Tensors, tallies, tallies_of_two, values, walk,
+    Declared, Judged, Judgement, Recorded, Span, Tensors, tallies, tallies_from, tallies_of_two,
+    values, walk,
 };

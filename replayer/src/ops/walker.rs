@@ -131,12 +131,24 @@ pub fn tallies_of_two<O: Op>(
         }
         made.insert(*input, expected);
     }
-    let rest = tensors.iter().filter(|(name, _)| !made.contains_key(*name));
+    tallies_from(ops[1], made, tensors, declared, span)
+}
+
+/// The same as [`tallies`] where some inputs were computed before, with the error that rounding may
+/// have brought to them: those of `computed`, in place of tensors of their names.
+pub fn tallies_from<O: Op>(
+    op: &O,
+    computed: BTreeMap<&'static str, Expected>,
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    span: Span,
+) -> Vec<(&'static Stage, Result<Tally, String>)> {
+    let rest = tensors.iter().filter(|(name, _)| !computed.contains_key(*name));
     let rest: Tensors<'_> = rest.map(|(name, recorded)| (*name, *recorded)).collect();
-    let mut second = Walk::new(ops[1], &rest, declared);
-    second.span = Some(span);
-    second.computed = made;
-    let stages = (0..O::STAGES.len()).map(|at| (&O::STAGES[at], second.stage(at)));
+    let mut walk = Walk::new(op, &rest, declared);
+    walk.span = Some(span);
+    walk.computed = computed;
+    let stages = (0..O::STAGES.len()).map(|at| (&O::STAGES[at], walk.stage(at)));
     stages.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
 }
 

@@ -215,7 +215,7 @@ fn a_planted_variation_diverges_and_is_explained_by_itself() {
 }
 
 #[test]
-fn rules_of_whole_matrices_and_unknown_modes_are_unknown() {
+fn unknown_modes_of_known_optimizers_are_unknown() {
     let of = |name: &str, hyper: serde_json::Value| {
         let hyper: Hyper = serde_json::from_value(hyper).unwrap();
         let (name, module) = (Some(name.to_string()), String::new());
@@ -223,9 +223,13 @@ fn rules_of_whole_matrices_and_unknown_modes_are_unknown() {
         let optimizer = Optimizer { name, module, skipped: false, groups, foreign: Vec::new() };
         Rule::of(&optimizer, &hyper, 2.0)
     };
-    for name in ["LAMB", "Muon", "Adafactor", "optax.lamb", "muon", "adafactor"] {
-        assert_eq!(of(name, json!({"lr": 0.1})), None, "{name}");
-    }
+    // Other variants of these take other norms: of all gradients, or of a clamped parameter.
+    assert_eq!(of("Lamb", json!({"lr": 0.1, "max_grad_norm": 1.0})), None);
+    assert_eq!(of("Adafactor", json!({"lr": 0.1, "scale_parameter": true})), None);
+    assert_eq!(of("adafactor", json!({"lr": 0.1, "momentum": 0.9})), None);
+    assert_eq!(of("Muon", json!({"lr": 0.1})), None, "a class of another module than torch's");
+    assert_eq!(of("muon", json!({"lr": 0.1, "adaptive": true})), None);
+    assert!(of("optax.lamb", json!({"lr": 0.1})).is_some_and(|rule| rule.takes_wholes()));
     assert_eq!(of("lion", json!({"lr": 0.1, "mode": "smooth"})), None);
     assert_eq!(of("radam", json!({"lr": 0.1, "nesterov": true})), None);
     assert_eq!(of("optax.lion", json!({})), of("lion", json!({"mode": "hard"})));
