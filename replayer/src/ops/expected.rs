@@ -61,7 +61,8 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    fn roundings(&self) -> Roundings {
+    /// What numbers round that are computed so.
+    pub(super) fn roundings(&self) -> Roundings {
         // In an f64 job the reference errs as much as the job does, so both count.
         let unit = Sum { precision: self.compute, ..self.sum }.unit();
         Roundings::new(unit, self.between)
@@ -69,7 +70,8 @@ impl Arithmetic {
 }
 
 impl Input<'_> {
-    fn number<'r>(&self, at: usize, roundings: &'r Roundings) -> Uncertain<'r> {
+    /// An element, with the error that it may have.
+    pub(super) fn number<'r>(&self, at: usize, roundings: &'r Roundings) -> Uncertain<'r> {
         match self.source {
             Source::Given(matrix) => roundings.exact(matrix.get_f64(at)),
             Source::Recorded(matrix, stored) => {
@@ -217,6 +219,7 @@ impl<O: Op> Evaluation<'_, O> {
     fn of_rows(&self, sum: &Summed, of_rows: f64) -> Finished {
         let roundings = self.arithmetic.roundings();
         let mut total = roundings.with_variance(sum.total(), of_rows);
+        roundings.reserve();
         roundings.share();
         total = total + roundings.with_variance(0.0, sum.variance(&self.arithmetic));
         let [number, emulated] = self.finished(total, sum);

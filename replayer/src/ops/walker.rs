@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 
 use super::expected::{Arithmetic, Evaluation, Expected, Input, Source};
+use super::parts;
 use super::table::{Op, Shape, Stage};
 use crate::compare::allowance::{Allowance, Rounding};
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
@@ -97,6 +98,22 @@ pub fn tallies<O: Op>(
     declared: &Declared,
     span: Span,
 ) -> Vec<(&'static Stage, Result<Tally, String>)> {
+    let mut walk = Walk::new(op, tensors, declared, Some(span));
+    if let Some(found) = parts::tallies(&mut walk, span) {
+        return found;
+    }
+    let compared = compared(op, tensors, declared, Some(span)).into_iter();
+    compared.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
+}
+
+/// The same by the numbers that carry their errors alone, one element after the other.
+#[cfg(test)]
+pub(crate) fn tallies_by_numbers<O: Op>(
+    op: &O,
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    span: Span,
+) -> Vec<(&'static Stage, Result<Tally, String>)> {
     let compared = compared(op, tensors, declared, Some(span)).into_iter();
     compared.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
 }
@@ -114,7 +131,7 @@ pub fn tallies_of_two<O: Op>(
     let is_input = |name: &str| O::INPUTS.iter().any(|input| input.name == name);
     let given = tensors.iter().filter(|(name, _)| is_input(name));
     let given: Tensors<'_> = given.map(|(name, recorded)| (*name, *recorded)).collect();
-    let mut first = Walk::new(ops[0], &given, declared);
+    let mut first = Walk::new(ops[0], &given, declared, None);
     let mut made = BTreeMap::new();
     for (at, stage) in O::STAGES.iter().enumerate() {
         // A stage that lacks an input is none that the second time can take over.
@@ -145,8 +162,7 @@ pub fn tallies_from<O: Op>(
 ) -> Vec<(&'static Stage, Result<Tally, String>)> {
     let rest = tensors.iter().filter(|(name, _)| !computed.contains_key(*name));
     let rest: Tensors<'_> = rest.map(|(name, recorded)| (*name, *recorded)).collect();
-    let mut walk = Walk::new(op, &rest, declared);
-    walk.span = Some(span);
+    let mut walk = Walk::new(op, &rest, declared, Some(span));
     walk.computed = computed;
     let stages = (0..O::STAGES.len()).map(|at| (&O::STAGES[at], walk.stage(at)));
     stages.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
@@ -159,7 +175,10 @@ pub fn values<O: Op>(
     declared: &Declared,
     stage: &str,
 ) -> Result<Vec<f64>, String> {
-    let mut walk = Walk::new(op, tensors, declared);
+    if let Some(values) = parts::values(&mut Walk::new(op, tensors, declared, None), stage) {
+        return values;
+    }
+    let mut walk = Walk::new(op, tensors, declared, None);
     for (at, row) in O::STAGES.iter().enumerate() {
         let expected = walk.expect(at)?;
         if row.name == stage {
@@ -179,30 +198,40 @@ fn compared<O: Op>(
     declared: &Declared,
     span: Option<Span>,
 ) -> Vec<Compared> {
-    let mut walk = Walk::new(op, tensors, declared);
-    walk.span = span;
+    let mut walk = Walk::new(op, tensors, declared, span);
     (0..O::STAGES.len()).map(|stage| (&O::STAGES[stage], walk.stage(stage))).collect()
 }
 
-struct Walk<'a, O> {
-    op: &'a O,
-    tensors: &'a Tensors<'a>,
+/// A walk over the stages of an op.
+pub(super) struct Walk<'a, O> {
+    pub(super) op: &'a O,
+    pub(super) tensors: &'a Tensors<'a>,
     declared: &'a Declared,
     /// Which part this is of a larger op; `None` for a whole op.
     span: Option<Span>,
     /// Rows and columns of the op's planes.
-    extent: Option<(usize, usize)>,
+    pub(super) extent: Option<(usize, usize)>,
     /// What stages should be, by name.
-    computed: BTreeMap<&'static str, Expected>,
+    pub(super) computed: BTreeMap<&'static str, Expected>,
 }
 
 impl<'a, O: Op> Walk<'a, O> {
-    /// A walk over a whole op.
-    fn new(op: &'a O, tensors: &'a Tensors<'a>, declared: &'a Declared) -> Walk<'a, O> {
+    fn new(
+        op: &'a O,
+        tensors: &'a Tensors<'a>,
+        declared: &'a Declared,
+        span: Option<Span>,
+    ) -> Walk<'a, O> {
         let computed = BTreeMap::new();
-        let mut walk = Walk { op, tensors, declared, span: None, extent: None, computed };
+        let mut walk = Walk { op, tensors, declared, span, extent: None, computed };
         walk.extent = walk.find_extent();
         walk
+    }
+
+    /// What its arithmetic rounds.
+    pub(super) fn arithmetic(&self) -> Arithmetic {
+        let Declared { compute, between, sum } = *self.declared;
+        Arithmetic { compute, between, sum }
     }
 
     /// The extent of the first recorded plane.
@@ -237,14 +266,13 @@ impl<'a, O: Op> Walk<'a, O> {
         let Some((rows, columns)) = self.extent else {
             return Err(format!("no [rows, columns] tensor of {} was recorded", O::NAME));
         };
-        let Declared { compute, between, sum } = *self.declared;
-        let arithmetic = Arithmetic { compute, between, sum };
+        let arithmetic = self.arithmetic();
         Ok(Evaluation { op: self.op, stage: at, inputs: &inputs, arithmetic }
             .expected(rows, columns))
     }
 
     /// An input of a stage: recorded, or else computed before.
-    fn input(&self, name: &'static str) -> Result<Input<'_>, String> {
+    pub(super) fn input(&self, name: &'static str) -> Result<Input<'_>, String> {
         let (_, shape) = *Self::shapes().iter().find(|(of, _)| *of == name).expect("of the table");
         let is_given = O::INPUTS.iter().any(|input| input.name == name);
         let source = match (self.tensors.get(name), self.computed.get(name)) {
@@ -269,7 +297,7 @@ impl<'a, O: Op> Walk<'a, O> {
     }
 
     /// Refuses a tensor of another extent than the op's planes have.
-    fn check(&self, name: &str, shape: Shape, recorded: &Recorded<'_>) -> Result<(), String> {
+    pub(super) fn check(&self, name: &str, shape: Shape, recorded: &Recorded<'_>) -> Result<(), String> {
         let Some((rows, columns)) = self.extent else { return Ok(()) };
         let (rows, columns) = shape.extent(rows, columns);
         let Matrix { rows: found_rows, cols: found_columns, .. } = recorded.values;

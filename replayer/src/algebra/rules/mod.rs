@@ -35,7 +35,7 @@ use crate::kernels::round::Precision;
 use crate::ops::expected::Expected;
 use crate::ops::{Declared, Recorded, Tensors, tallies_from, tallies_of_two, values};
 #[cfg(test)]
-use crate::ops::{Span, tallies};
+use crate::ops::{Span, tallies, tallies_by_numbers};
 
 pub(crate) use variation::Variation;
 
@@ -199,6 +199,23 @@ macro_rules! rules {
                 let tensors = operands.iter().map(|operand| operand.recorded(columns)).collect();
                 let compared = match self {
                     $(Rule::$rule(rule) => tallies(rule, &tensors, declared, span),)*
+                };
+                compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
+            }
+
+            /// The same by numbers that carry their errors, one element after the other.
+            #[cfg(test)]
+            pub(crate) fn tallies_by_numbers(
+                &self,
+                operands: &[Operand],
+                declared: &Declared,
+                span: Span,
+            ) -> Vec<Compared> {
+                let columns = operands.iter().map(|operand| operand.values.len()).max();
+                let columns = columns.unwrap_or(0);
+                let tensors = operands.iter().map(|operand| operand.recorded(columns)).collect();
+                let compared = match self {
+                    $(Rule::$rule(rule) => tallies_by_numbers(rule, &tensors, declared, span),)*
                 };
                 compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
             }

@@ -1,0 +1,429 @@
+//! The way back through a program: the derivative of its result by each of its steps, and with it
+//! what each rounding on the way brings to the result.
+
+use super::program::{Action, Block, Input, Known, LANES, Place, Program, Term, Two, ZERO, each, value};
+use crate::kernels::vectorised;
+
+/// What of the errors is asked for, beside the variance of each element's own.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Asked {
+    /// The sum of the sizes of what the row shares.
+    pub shared: bool,
+    /// Its variance.
+    pub row: bool,
+    /// The sum of the sizes of each element's own.
+    pub own: bool,
+}
+
+/// The errors of a block.
+pub(super) struct Errors {
+    /// Variance of each element's own.
+    pub own: Block,
+    /// Sums of sizes of the deviations that the row shares.
+    pub shared: Block,
+    /// Their variance.
+    pub row: Block,
+    /// Sums of sizes of the deviations of the elements' own.
+    pub most: Block,
+    last: Block,
+    kept: Vec<Block>,
+}
+
+impl Default for Errors {
+    fn default() -> Errors {
+        let [own, shared, row, most, last] = [ZERO; 5];
+        Errors { own, shared, row, most, last, kept: Vec::new() }
+    }
+}
+
+impl Errors {
+    fn clear(&mut self, asked: Asked, kept: usize) {
+        self.kept.resize(kept, ZERO);
+        self.kept.iter_mut().for_each(|block| *block = ZERO);
+        (self.own, self.last) = (ZERO, ZERO);
+        let asked = [(asked.shared, &mut self.shared), (asked.row, &mut self.row)];
+        asked.into_iter().filter(|(is, _)| *is).for_each(|(_, block)| *block = ZERO);
+        self.most = ZERO;
+    }
+}
+
+/// The derivative of the result by a node.
+#[derive(Clone, Copy)]
+enum Adjoint {
+    /// It is no part of the result.
+    None,
+    /// One number for all columns.
+    Uniform(f64),
+    /// A block times a number.
+    Lanes(Held, f64),
+}
+
+/// Where a block is.
+#[derive(Clone, Copy)]
+enum Held {
+    /// A derivative.
+    Slot(usize),
+    /// The value of a node.
+    Value(usize),
+}
+
+/// A program that was evaluated over a block.
+pub(super) struct Of<'b> {
+    pub program: &'b Program,
+    pub inputs: &'b [Input<'b>],
+    /// By node.
+    pub values: &'b [Block],
+    /// By node, for those that have one: the deviation of its further error.
+    pub extra: &'b [Block],
+}
+
+/// Memory for the way back.
+#[derive(Default)]
+pub(super) struct Way {
+    adjoints: Vec<Adjoint>,
+    slots: Vec<Box<Block>>,
+    free: Vec<Box<Block>>,
+}
+
+vectorised!(
+    /// Finds the errors of a weighted sum of nodes that were evaluated.
+    backward,
+    backward_body,
+    (of: &Of<'_>, seeds: &[(usize, f64)], asked: Asked, way: &mut Way, errors: &mut Errors) -> ()
+);
+
+
+/// A derivative as a number and a block, which may both be there.
+#[derive(Clone, Copy)]
+struct Factor<'b>(f64, Option<&'b Block>);
+
+/// Calls `each` with the product of a derivative, a block and a number.
+#[inline(always)]
+fn products(by: Factor<'_>, block: Option<&Block>, mut each: impl FnMut(usize, f64)) {
+    match (by, block) {
+        (Factor(k, None), None) => (0..LANES).for_each(|i| each(i, k)),
+        (Factor(k, Some(a)), None) | (Factor(k, None), Some(a)) => {
+            (0..LANES).for_each(|i| each(i, k * a[i]));
+        }
+        (Factor(k, Some(a)), Some(b)) => (0..LANES).for_each(|i| each(i, k * a[i] * b[i])),
+    }
+}
+
+impl Errors {
+    /// Adds the error of a rounding: the derivative by it, times its deviation.
+    #[inline(always)]
+    fn add(&mut self, place: Place, asked: Asked, by: Factor<'_>, deviation: Option<&Block>) {
+        match place {
+            Place::Own => {
+                let own = &mut self.own;
+                products(by, deviation, |i, c| own[i] += c * c);
+                if asked.own {
+                    let most = &mut self.most;
+                    products(by, deviation, |i, c| most[i] += c.abs());
+                }
+            }
+            Place::Last => {
+                let last = &mut self.last;
+                products(by, deviation, |i, c| last[i] += c.abs());
+            }
+            Place::Shared => self.add_shared(asked, by, deviation, [1.0, 1.0]),
+        }
+    }
+
+    /// The same of errors of the row, of which the sum of sizes and that of squares are given.
+    #[inline(always)]
+    fn add_shared(&mut self, asked: Asked, by: Factor<'_>, block: Option<&Block>, of: [f64; 2]) {
+        let [most, squares] = of;
+        if asked.shared {
+            let shared = &mut self.shared;
+            products(by, block, |i, c| shared[i] += most * c.abs());
+        }
+        if asked.row {
+            let row = &mut self.row;
+            products(by, block, |i, c| row[i] += squares * (c * c));
+        }
+    }
+
+    /// Adds the errors of a known number: the derivative by it is `by` times `block`.
+    #[inline(always)]
+    fn add_known(&mut self, known: &Known, asked: Asked, by: Factor<'_>, block: Option<&Block>) {
+        if known.own.squares > 0.0 {
+            let (own, squares) = (&mut self.own, known.own.squares);
+            products(by, block, |i, c| own[i] += squares * (c * c));
+            if asked.own {
+                let (most, sizes) = (&mut self.most, known.own.most);
+                products(by, block, |i, c| most[i] += sizes * c.abs());
+            }
+        }
+        if known.last > 0.0 {
+            let (last, size) = (&mut self.last, known.last);
+            products(by, block, |i, c| last[i] += size * c.abs());
+        }
+        if known.shared.most > 0.0 {
+            self.add_shared(asked, by, block, [known.shared.most, known.shared.squares]);
+        }
+        for (at, error) in &known.kept {
+            let kept = &mut self.kept[*at];
+            products(by, block, |i, c| kept[i] += error * c);
+        }
+    }
+
+    /// Adds the errors that were kept apart, and those that share the last place.
+    #[inline(always)]
+    fn close(&mut self, kept: &[bool], asked: Asked, has_last: bool) {
+        for (at, is_shared) in kept.iter().enumerate() {
+            let block = std::mem::replace(&mut self.kept[at], ZERO);
+            let place = if *is_shared { Place::Shared } else { Place::Own };
+            self.add(place, asked, Factor(1.0, None), Some(&block));
+        }
+        if has_last {
+            let last = std::mem::replace(&mut self.last, ZERO);
+            self.add(Place::Own, asked, Factor(1.0, None), Some(&last));
+        }
+    }
+}
+
+#[inline(always)]
+fn backward_body(
+    of: &Of<'_>,
+    seeds: &[(usize, f64)],
+    asked: Asked,
+    way: &mut Way,
+    errors: &mut Errors,
+) {
+    let program = of.program;
+    errors.clear(asked, program.kept.len());
+    way.free.append(&mut way.slots);
+    way.adjoints.clear();
+    way.adjoints.resize(program.nodes.len(), Adjoint::None);
+    let mut back = Back { of, way };
+    seeds.iter().for_each(|(node, seed)| back.give(*node, Adjoint::Uniform(*seed)));
+    let top = seeds.iter().map(|(node, _)| *node).max().unwrap_or(0);
+    let mut has_last = program.known.iter().any(|known| known.last > 0.0);
+    for at in (0..=top).rev() {
+        let adjoint = back.way.adjoints[at];
+        if matches!(adjoint, Adjoint::None) {
+            continue;
+        }
+        has_last |= program.nodes[at].place == Some(Place::Last);
+        back.errs(at, adjoint, asked, errors);
+        back.propagate(at, adjoint, asked, errors);
+    }
+    errors.close(&program.kept, asked, has_last);
+}
+
+/// The way back from the result.
+struct Back<'b> {
+    of: &'b Of<'b>,
+    way: &'b mut Way,
+}
+
+impl Adjoint {
+    fn times(self, factor: f64) -> Adjoint {
+        match self {
+            Adjoint::None => Adjoint::None,
+            Adjoint::Uniform(own) => Adjoint::Uniform(own * factor),
+            Adjoint::Lanes(held, own) => Adjoint::Lanes(held, own * factor),
+        }
+    }
+}
+
+impl<'b> Back<'b> {
+    #[inline(always)]
+    fn value(&self, node: usize) -> &'b Block {
+        value(self.of.program, self.of.inputs, self.of.values, node)
+    }
+
+    /// A derivative as a number and a block.
+    #[inline(always)]
+    fn factor(&self, adjoint: Adjoint) -> Factor<'_> {
+        match adjoint {
+            Adjoint::None => Factor(0.0, None),
+            Adjoint::Uniform(factor) => Factor(factor, None),
+            Adjoint::Lanes(Held::Slot(at), factor) => Factor(factor, Some(&self.way.slots[at])),
+            Adjoint::Lanes(Held::Value(at), factor) => Factor(factor, Some(self.value(at))),
+        }
+    }
+
+    /// A derivative times a block of numbers.
+    #[inline(always)]
+    fn product(&mut self, adjoint: Adjoint, by: impl Fn(usize) -> f64) -> Adjoint {
+        let mut out = self.way.free.pop().unwrap_or_else(|| Box::new(ZERO));
+        let Factor(factor, block) = self.factor(adjoint);
+        match block {
+            Some(block) => each(&mut out, |i| block[i] * by(i)),
+            None => each(&mut out, by),
+        }
+        self.way.slots.push(out);
+        Adjoint::Lanes(Held::Slot(self.way.slots.len() - 1), factor)
+    }
+
+    /// Adds to the derivative by a node.
+    #[inline(always)]
+    fn give(&mut self, node: usize, more: Adjoint) {
+        if !self.of.program.nodes[node].is_uncertain {
+            return;
+        }
+        self.way.adjoints[node] = match (self.way.adjoints[node], more) {
+            (Adjoint::None, more) => more,
+            (Adjoint::Uniform(a), Adjoint::Uniform(b)) => Adjoint::Uniform(a + b),
+            (a, b) => {
+                let mut sum = ZERO;
+                products(self.factor(a), None, |i, c| sum[i] += c);
+                products(self.factor(b), None, |i, c| sum[i] += c);
+                self.product(Adjoint::Uniform(1.0), |i| sum[i])
+            }
+        };
+    }
+
+    /// Adds the errors that a step makes itself.
+    #[inline(always)]
+    fn errs(&self, at: usize, adjoint: Adjoint, asked: Asked, errors: &mut Errors) {
+        let node = &self.of.program.nodes[at];
+        let by = self.factor(adjoint);
+        if node.has_extra {
+            errors.add(Place::Own, asked, by, Some(&self.of.extra[at]));
+        }
+        let Some(place) = node.place else { return };
+        let mut deviation = ZERO;
+        match node.action {
+            Action::Input(input) => {
+                let variance = self.of.inputs[input].variance;
+                if place == Place::Own && !asked.own {
+                    let own = &mut errors.own;
+                    return products(by, None, |i, c| own[i] += c * c * variance[i]);
+                }
+                each(&mut deviation, |i| variance[i].sqrt());
+                errors.add(place, asked, by, Some(&deviation));
+            }
+            Action::Stored(of, precision) => {
+                let stored = self.value(of);
+                each(&mut deviation, |i| precision.deviation(stored[i]));
+                errors.add(place, asked, by, Some(&deviation));
+            }
+            Action::Changed(of, change, precision) => {
+                let stored = self.value(of);
+                each(&mut deviation, |i| precision.deviation(stored[i]));
+                errors.add(place, asked, by, Some(&deviation));
+                let root = 1.0 / 3f64.sqrt();
+                match change {
+                    Term::Column(change) => {
+                        let change = self.value(change);
+                        each(&mut deviation, |i| {
+                            precision.deviation(stored[i]).min(change[i].abs() * root)
+                        });
+                    }
+                    Term::Known(change) => {
+                        let most = self.of.program.known[change].value.abs() * root;
+                        each(&mut deviation, |i| precision.deviation(stored[i]).min(most));
+                    }
+                }
+                errors.add(Place::Shared, asked, by, Some(&deviation));
+            }
+            _ => {
+                let Factor(factor, block) = by;
+                let by = Factor(factor * self.of.program.unit, block);
+                errors.add(place, asked, by, Some(self.value(at)));
+            }
+        }
+    }
+
+    /// Carries the derivative by a step back to what it takes.
+    #[inline(always)]
+    fn propagate(&mut self, at: usize, adjoint: Adjoint, asked: Asked, errors: &mut Errors) {
+        match self.of.program.nodes[at].action {
+            Action::Input(_) | Action::Sign(_) => {}
+            Action::Stored(of, _) | Action::Changed(of, ..) => self.give(of, adjoint),
+            Action::Two(two, a, b) => self.propagate_two(at, (two, a, b), adjoint, asked, errors),
+            Action::Square(a) => {
+                let of = self.value(a);
+                let adjoint = match adjoint {
+                    Adjoint::Uniform(factor) => Adjoint::Lanes(Held::Value(a), factor),
+                    lanes => self.product(lanes, |i| of[i]),
+                };
+                self.give(a, adjoint.times(2.0));
+            }
+            Action::Sqrt(a) => {
+                let root = self.value(at);
+                let adjoint =
+                    self.product(adjoint, |i| if root[i] == 0.0 { 0.0 } else { 0.5 / root[i] });
+                self.give(a, adjoint);
+            }
+            Action::Abs(a) => {
+                let of = self.value(a);
+                let adjoint = self.product(adjoint, |i| if of[i] < 0.0 { -1.0 } else { 1.0 });
+                self.give(a, adjoint);
+            }
+            Action::Larger(a, b) => {
+                let (one, other) = (self.value(a), self.value(b));
+                let is_other = |i: usize| super::program::is_second(one[i], other[i]);
+                let to_one = self.product(adjoint, |i| if is_other(i) { 0.0 } else { 1.0 });
+                self.give(a, to_one);
+                let to_other = self.product(adjoint, |i| if is_other(i) { 1.0 } else { 0.0 });
+                self.give(b, to_other);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn propagate_two(
+        &mut self,
+        at: usize,
+        (two, a, b): (Two, Term, Term),
+        adjoint: Adjoint,
+        asked: Asked,
+        errors: &mut Errors,
+    ) {
+        let program = self.of.program;
+        let to_known = |back: &Self, known: usize, adjoint, block: Option<&Block>, errors: &mut Errors| {
+            errors.add_known(&program.known[known], asked, back.factor(adjoint), block);
+        };
+        match (two, a, b) {
+            (Two::Plus | Two::Minus, a, b) => {
+                let second = if two == Two::Plus { 1.0 } else { -1.0 };
+                for (term, adjoint) in [(a, adjoint), (b, adjoint.times(second))] {
+                    match term {
+                        Term::Column(node) => self.give(node, adjoint),
+                        Term::Known(known) => to_known(self, known, adjoint, None, errors),
+                    }
+                }
+            }
+            (Two::Times, Term::Column(a), Term::Column(b)) => {
+                for (to, by) in [(a, b), (b, a)] {
+                    if program.nodes[to].is_uncertain {
+                        let of = self.value(by);
+                        let product = match adjoint {
+                            Adjoint::Uniform(k) => Adjoint::Lanes(Held::Value(by), k),
+                            lanes => self.product(lanes, |i| of[i]),
+                        };
+                        self.give(to, product);
+                    }
+                }
+            }
+            (Two::Times, Term::Column(column), Term::Known(known))
+            | (Two::Times, Term::Known(known), Term::Column(column)) => {
+                to_known(self, known, adjoint, Some(self.value(column)), errors);
+                self.give(column, adjoint.times(program.known[known].value));
+            }
+            (Two::Over, Term::Column(column), Term::Known(known)) => {
+                let reciprocal = 1.0 / program.known[known].value;
+                let quotient = Some(self.value(at));
+                to_known(self, known, adjoint.times(-reciprocal), quotient, errors);
+                self.give(column, adjoint.times(reciprocal));
+            }
+            (Two::Over, of, Term::Column(divisor)) => {
+                let (by, quotient) = (self.value(divisor), self.value(at));
+                let to_first = self.product(adjoint, |i| 1.0 / by[i]);
+                if program.nodes[divisor].is_uncertain {
+                    let to_second = self.product(to_first, |i| quotient[i]);
+                    self.give(divisor, to_second.times(-1.0));
+                }
+                match of {
+                    Term::Column(node) => self.give(node, to_first),
+                    Term::Known(known) => to_known(self, known, to_first, None, errors),
+                }
+            }
+            (_, Term::Known(_), Term::Known(_)) => unreachable!("known numbers were computed"),
+        }
+    }
+}
