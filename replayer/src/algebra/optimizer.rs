@@ -264,14 +264,20 @@ impl Judge<'_> {
             judged.push(self.judged(stage, tensors.parameter, (key, piece), result));
         }
         let is_diverged = judged.iter().any(|one| one.result.divergence().is_some());
-        let readings = match is_diverged {
+        let mut readings = match is_diverged {
             true => self.explained(tensors, piece, supposed),
             false => Vec::new(),
         };
+        let unexplained = is_diverged && readings.is_empty();
+        let swapped = if unexplained { self.swapped(tensors, piece, supposed) } else { None };
+        readings.extend(swapped.iter().map(|(reading, _)| reading.clone()));
         for one in &mut judged {
             let is_change = one.stage == Stage::Update;
             if let Outcome::Diverged(divergence) = &mut one.result {
                 divergence.readings = readings.clone();
+                if let Some((_, other)) = &swapped {
+                    divergence.reason += &format!("; what it took is that of {other}");
+                }
                 if is_change {
                     divergence.factor = self.factor_of_change(tensors, piece, supposed, &readings);
                 }
@@ -505,9 +511,6 @@ impl Judge<'_> {
             let part = part.map(|part| part.to_string()).unwrap_or_default();
             let words = format!("the optimizer took the gradient of the stage {part}");
             readings.push(causes::OTHER_GRADIENT.reads(words));
-        }
-        if readings.is_empty() {
-            readings.extend(self.swapped(tensors, piece, supposed));
         }
         readings
     }

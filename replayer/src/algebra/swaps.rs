@@ -55,13 +55,13 @@ impl Judge<'_> {
         })
     }
 
-    /// The state or the gradient of another parameter of the same extent.
+    /// The state or the gradient of another parameter of the same shape, and its name.
     pub(super) fn swapped(
         &self,
         tensors: &Tensors<'_>,
         piece: &Piece,
         supposed: &Supposed<'_>,
-    ) -> Option<Reading> {
+    ) -> Option<(Reading, String)> {
         let inventory = self.inventory;
         let shape = &inventory.dump.tensors()[tensors.after].shape;
         let corner = Piece { place: corner(&piece.place), ..piece.clone() };
@@ -81,12 +81,12 @@ impl Judge<'_> {
                     && self.agrees(tensors, piece, supposed)
             };
             if !supposed.rule.names().states.is_empty() && agrees(&of_state) {
-                let words = format!("the state before the step is that of {other}");
-                return Some(causes::STATE_SWAPPED.reads(words));
+                let words = "the state before the step is that of another parameter of its shape";
+                return Some((causes::STATE_SWAPPED.reads(words), other.clone()));
             }
             if of_gradient.is_some_and(|supposed| agrees(&supposed)) {
-                let words = format!("the optimizer took the gradient of {other}");
-                return Some(causes::OTHER_GRADIENT.reads(words));
+                let words = "the optimizer took the gradient of another parameter of its shape";
+                return Some((causes::OTHER_GRADIENT.reads(words), other.clone()));
             }
         }
         None

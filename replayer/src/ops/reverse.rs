@@ -1,7 +1,9 @@
 //! The way back through a program: the derivative of its result by each of its steps, and with it
 //! what each rounding on the way brings to the result.
 
-use super::program::{Action, Block, Input, Known, LANES, Place, Program, Term, Two, ZERO, each, value};
+use super::program::{
+    Action, Block, Input, Known, LANES, Place, Program, Term, Two, ZERO, each, value,
+};
 use crate::kernels::vectorised;
 
 /// What of the errors is asked for, beside the variance of each element's own.
@@ -91,7 +93,6 @@ vectorised!(
     backward_body,
     (of: &Of<'_>, seeds: &[(usize, f64)], asked: Asked, way: &mut Way, errors: &mut Errors) -> ()
 );
-
 
 /// A derivative as a number and a block, which may both be there.
 #[derive(Clone, Copy)]
@@ -375,9 +376,10 @@ impl<'b> Back<'b> {
         errors: &mut Errors,
     ) {
         let program = self.of.program;
-        let to_known = |back: &Self, known: usize, adjoint, block: Option<&Block>, errors: &mut Errors| {
-            errors.add_known(&program.known[known], asked, back.factor(adjoint), block);
-        };
+        let to_known =
+            |back: &Self, known: usize, adjoint, block: Option<&Block>, errors: &mut Errors| {
+                errors.add_known(&program.known[known], asked, back.factor(adjoint), block);
+            };
         match (two, a, b) {
             (Two::Plus | Two::Minus, a, b) => {
                 let second = if two == Two::Plus { 1.0 } else { -1.0 };

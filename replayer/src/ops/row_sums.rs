@@ -63,10 +63,7 @@ pub(super) fn compared<O: Op>(
     }))
 }
 
-fn added_row<'a, O: Op>(
-    walk: &Walk<'a, O>,
-    row: usize,
-) -> Result<Option<AddedRow<'a>>, String> {
+fn added_row<'a, O: Op>(walk: &Walk<'a, O>, row: usize) -> Result<Option<AddedRow<'a>>, String> {
     let names = O::STAGES[0].inputs;
     let sources = names.iter().map(|name| walk.input(name)).collect::<Result<Vec<_>, _>>()?;
     let roundings = walk.arithmetic().roundings();
@@ -144,13 +141,7 @@ vectorised!(
 );
 
 #[inline(always)]
-fn add_body(
-    sums: &mut Sums,
-    row: &Block,
-    errors: &Errors,
-    shares: bool,
-    accumulator: Precision,
-) {
+fn add_body(sums: &mut Sums, row: &Block, errors: &Errors, shares: bool, accumulator: Precision) {
     for i in 0..LANES {
         let (x, before) = (row[i], sums.sum[i]);
         let sum = before + x;
@@ -202,7 +193,8 @@ fn expected(
         let (mut total, mut variance) = (ZERO, ZERO);
         for i in 0..LANES {
             total[i] = sums.sum[i] + sums.lost[i];
-            variance[i] = sums.own[i] + of_total * total[i] * total[i] + of_squares * sums.squares[i];
+            variance[i] =
+                sums.own[i] + of_total * total[i] * total[i] + of_squares * sums.squares[i];
         }
         let inputs = [
             Input { values: &total, variance: &sums.shared },
@@ -258,12 +250,7 @@ fn summed(
     sums
 }
 
-fn tally(
-    recorded: &Recorded<'_>,
-    expected: &Expected,
-    bound: &Bound,
-    first_row: u64,
-) -> Tally {
+fn tally(recorded: &Recorded<'_>, expected: &Expected, bound: &Bound, first_row: u64) -> Tally {
     let mut row = lanes::Row::new(recorded.stored, bound);
     let (mut captured, mut shared) = (ZERO, ZERO);
     let columns = expected.values.len();

@@ -297,7 +297,12 @@ impl<'a, O: Op> Walk<'a, O> {
     }
 
     /// Refuses a tensor of another extent than the op's planes have.
-    pub(super) fn check(&self, name: &str, shape: Shape, recorded: &Recorded<'_>) -> Result<(), String> {
+    pub(super) fn check(
+        &self,
+        name: &str,
+        shape: Shape,
+        recorded: &Recorded<'_>,
+    ) -> Result<(), String> {
         let Some((rows, columns)) = self.extent else { return Ok(()) };
         let (rows, columns) = shape.extent(rows, columns);
         let Matrix { rows: found_rows, cols: found_columns, .. } = recorded.values;
