@@ -19,6 +19,7 @@ mod names;
 mod norm;
 mod norm_gap;
 mod optimizer;
+mod optimizer_causes;
 mod orthogonal;
 mod outcome;
 mod rules;

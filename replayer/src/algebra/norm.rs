@@ -411,3 +411,44 @@ impl Judge<'_> {
         Ok(total)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Goal: a norm of few bits is told from one that is off by as much. Method: bf16 and f16 of a
+    /// number, and numbers of f32 beside them.
+    #[test]
+    fn a_norm_of_few_bits_is_told_from_one_that_is_off() {
+        let expected = 3.917_324_8;
+        let told = |value: f64| {
+            let joined = Joined { value, expected, total: expected * expected, power: 2.0 };
+            joined.read_rounded().map(|reading| reading.cause)
+        };
+        for format in [Precision::Bf16, Precision::F16] {
+            assert_eq!(told(format.round64(expected)), Some("norm-low-precision"));
+        }
+        assert_eq!(told(f64::from((expected * 1.001) as f32)), None);
+        assert_eq!(told(Precision::Bf16.round64(2.0 * expected)), None);
+    }
+
+    /// The norm of norms that were rounded one by one.
+    #[test]
+    fn norms_of_parameters_that_are_rounded_are_told() {
+        let norms = [1.234_567, 0.345_678, 2.718_281];
+        let share = |norm: &f64| Share { whole: norm * norm, copies: 1.0, ..Share::default() };
+        let shares: BTreeMap<&str, Share> =
+            ["a", "b", "c"].into_iter().zip(norms.iter().map(share)).collect();
+        let total: f64 = norms.iter().map(|norm| norm * norm).sum();
+        let value =
+            norms.map(|norm| Precision::Bf16.round64(norm).powi(2)).iter().sum::<f64>().sqrt();
+        let joined = Joined { value, expected: total.sqrt(), total, power: 2.0 };
+        let is = |other: f64| (other.sqrt() / value - 1.0).abs() < 1e-6;
+        let reading = joined.read_rounded_parts(&shares, &is);
+        assert_eq!(reading.map(|reading| reading.cause), Some("norm-low-precision"));
+        assert_eq!(
+            joined.read_rounded_parts(&shares, &|other| (other.sqrt() / 3.0 - 1.0).abs() < 1e-6),
+            None
+        );
+    }
+}

@@ -111,6 +111,12 @@ impl Rule {
         }
     }
 
+    /// What a second step takes over from a first one: its inputs, and the stages that they were.
+    fn again(&self) -> Vec<(&'static str, &'static str)> {
+        let states = self.names().states.iter().map(|state| (state.before, state.after));
+        states.chain([("before", "after")]).collect()
+    }
+
     /// Whether it takes a norm or a matrix of the whole parameter.
     pub(crate) fn takes_wholes(&self) -> bool {
         !self.names().wholes.is_empty()
@@ -220,6 +226,28 @@ macro_rules! rules {
                 compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
             }
 
+            /// The same of a step that was applied twice, the first time by the rule `first`.
+            #[cfg(test)]
+            pub(crate) fn tallies_after(
+                &self,
+                first: &Rule,
+                operands: &[Operand],
+                declared: &Declared,
+                span: Span,
+            ) -> Vec<Compared> {
+                let columns = operands.iter().map(|operand| operand.values.len()).max();
+                let columns = columns.unwrap_or(0);
+                let tensors = operands.iter().map(|operand| operand.recorded(columns)).collect();
+                let again = self.again();
+                let compared = match (first, self) {
+                    $((Rule::$rule(first), Rule::$rule(rule)) => {
+                        tallies_of_two([first, rule], &again, &tensors, declared, span)
+                    })*
+                    _ => panic!("the two steps are of two rules"),
+                };
+                compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
+            }
+
             /// Compares its stages over a box.
             pub(crate) fn compare(
                 &self,
@@ -252,8 +280,7 @@ macro_rules! rules {
                 place: &IndexBox,
                 operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
             ) -> Result<Vec<Compared>, String> {
-                let states = self.names().states.iter().map(|state| (state.before, state.after));
-                let again: Vec<(&str, &str)> = states.chain([("before", "after")]).collect();
+                let again = self.again();
                 match (first, self) {
                     $((Rule::$rule(first), Rule::$rule(rule)) => {
                         judge.compare_by(place, operands, &|tensors, span| {

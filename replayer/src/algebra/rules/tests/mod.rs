@@ -86,9 +86,21 @@ fn operands(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Vec<Operand> {
 
 /// Why a rule does not give what the job made; `None` where it does.
 fn excess(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Option<String> {
+    excess_by(rule, hyper, recorded, &|operands, declared, span| {
+        rule.tallies(operands, declared, span)
+    })
+}
+
+/// The same where `tallies` compares.
+fn excess_by(
+    rule: &Rule,
+    hyper: &Hyper,
+    recorded: &Recorded,
+    tallies: &dyn Fn(&[Operand], &Declared, Span) -> Vec<Compared>,
+) -> Option<String> {
     let (job, operands) = (&recorded.job, operands(rule, hyper, recorded));
     let span = Span { bound: Bound::new(100, 1, ELEMENTS), first_row: 0 };
-    let compared = rule.tallies(&operands, &arithmetic(Some(job.parameters), None), span);
+    let compared = tallies(&operands, &arithmetic(Some(job.parameters), None), span);
     let recorded = compared.into_iter().filter_map(|(name, tally)| match tally {
         Err(why) if why == format!("{name} was not recorded") => None,
         Err(why) => panic!("{}: {name}: {why}", job.class),
@@ -273,6 +285,32 @@ fn a_planted_variation_diverges_and_is_explained_by_itself() {
         }
     }
     assert!(planted > 200, "{planted} planted");
+}
+
+/// Goal: a step that was applied twice is told from one, and from one of twice the learning rate.
+/// Method: the independent implementation takes its last step once more with the same gradient.
+#[test]
+fn a_step_that_is_applied_twice_is_the_rule_after_itself() {
+    let mut draw = Draw::new(23);
+    for kind in JOBS {
+        for rounding in ROUNDING {
+            let job = drawn(kind, rounding, &mut draw);
+            let words = format!("{job:?}");
+            let steps = 3 + draw.below(6) as u32;
+            let mut recorded = run(job, steps, None, &mut draw);
+            recorded.job.step += 1;
+            recorded.job.run(&recorded.grad.clone());
+            let (first, hyper) = rule(&recorded.job, steps);
+            let (second, _) = rule(&recorded.job, steps + 1);
+            let left = excess_by(&second, &hyper, &recorded, &|operands, declared, span| {
+                second.tallies_after(&first, operands, declared, span)
+            });
+            assert_eq!(left, None, "not explained: {words}");
+            let is_f32 = rounding == [Precision::F32; 2];
+            let seen = excess(&second, &hyper, &recorded).is_some();
+            assert!(seen || !is_f32, "not seen: {words}");
+        }
+    }
 }
 
 #[test]
