@@ -165,6 +165,10 @@ def clipping_scaled(job, rng, ranges):
     scaled(job, rng, ranges)
 
 
+def lamb(job, rng, ranges):
+    job.own, job.rule = True, "Lamb"
+
+
 SOME = ("all", "all", "norms", "matrices", "embedding", "inner")
 
 fault(
@@ -345,6 +349,13 @@ fault(
     own_optimizer,
     scopes=("embedding",),
     lasting=False,
+)
+fault(
+    "sharded-norm-inside-update",
+    "update",
+    lambda j: j.mesh in ("fsdp2", "hsdp"),
+    lamb,
+    scopes=("all", "matrices", "inner"),
 )
 fault(
     "inf-skipped-on-some-ranks",

@@ -4,6 +4,7 @@ What a job declares is what stands in `param_groups`; that a step does something
 """
 
 import torch
+import torch.distributed as dist
 
 from step_corpus.meshes import local
 
@@ -136,6 +137,33 @@ class AdamW(_Adaptive):
     decoupled = True
 
 
+class Lamb(_Adaptive):
+    """Adam's direction with the decay in it, times the norm of the parameter over that of the direction."""
+
+    def apply(self, value, gradient, state, group, name, parameter):
+        beta1, beta2 = group["betas"]
+        first = self.zeros(state, "exp_avg", value, parameter)
+        second = self.zeros(state, "exp_avg_sq", value, parameter)
+        step = self.count(state, name)
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        direction = first / (1 - beta1**step)
+        direction = direction / ((second / (1 - beta2**step)).sqrt() + group["eps"])
+        direction = direction.add(value, alpha=self.decay_of(group, name))
+        norms = torch.stack([one.float().square().sum() for one in (value, direction)])
+        if not self.bug.hits("sharded-norm-inside-update", name):
+            self.over_shards(norms, parameter)
+        norms = norms.sqrt()
+        ratio = float(norms[0] / norms[1]) if norms.all() else 1.0
+        value.add_(direction, alpha=-group["lr"] * ratio)
+
+    def over_shards(self, norms, parameter):
+        """Adds up over the ranks that hold other parts of the parameter."""
+        for axis, placement in enumerate(getattr(parameter, "placements", ())):
+            if placement.is_shard():
+                dist.all_reduce(norms, group=parameter.device_mesh.get_group(axis))
+
+
 class SGD(Handwritten):
     """Momentum, plain or Nesterov's."""
 
@@ -171,7 +199,7 @@ def build(job, named, bug):
     else:
         defaults |= {"betas": job.betas, "eps": job.eps}
     if job.own:
-        return {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}[job.rule](
+        return {"SGD": SGD, "Adam": Adam, "AdamW": AdamW, "Lamb": Lamb}[job.rule](
             named, groups, defaults, job, bug
         )
     options = {

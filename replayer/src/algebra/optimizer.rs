@@ -438,10 +438,15 @@ impl Judge<'_> {
     ) -> bool {
         let Ok(compared) = self.stages(tensors, piece, supposed) else { return false };
         let bound = self.bound(&piece.place);
-        let mut judged = compared.iter().filter_map(|(name, tally)| {
-            self.tensor_of(tensors, &supposed.rule, name)?;
-            tally.as_ref().ok()
-        });
+        let of_tensor = compared
+            .iter()
+            .filter(|(name, _)| self.tensor_of(tensors, &supposed.rule, name).is_some());
+        // What cannot be made of the whole parameter agrees with nothing.
+        let is_lacking = |(name, tally): &Compared| *name == "after" && tally.is_err();
+        if supposed.rule.takes_wholes() && compared.iter().any(is_lacking) {
+            return false;
+        }
+        let mut judged = of_tensor.filter_map(|(_, tally)| tally.as_ref().ok());
         let mut any = false;
         judged.all(|tally| {
             any = true;

@@ -11,7 +11,7 @@ use crate::draw::Draw;
 use crate::kernels::round::Precision;
 
 /// Multiplications of one product above which it is not computed.
-const MOST_WORK: usize = 1 << 33;
+const MOST_WORK: usize = 1 << 32;
 /// Draws of the roundings: of a small matrix more, as fewer elements tell their size.
 const DRAWS: [usize; 2] = [12, 4];
 /// Elements from which a matrix is not small.
