@@ -121,19 +121,21 @@ impl Muon {
         Ok(Muon { factor, ..self })
     }
 
-    /// What is made orthogonal, from an element of the gradient and of the momentum, up to a factor
-    /// that all elements share.
+    /// What is made orthogonal, from an element of the gradient and of the momentum. optax corrects
+    /// both for their bias; ε is added to the norm of what is corrected.
     pub(crate) fn mixed(&self, gradient: f64, moment: f64, momentum: f64) -> f64 {
-        let is_mixed = self.nesterov && self.taken == Taken::Momentum;
-        match (self.taken, is_mixed && self.step.is_finite() && self.is_optax) {
-            (Taken::Gradient, _) => gradient,
-            (_, true) => {
-                let correction = |step: f64| 1.0 - libm::pow(momentum, step);
-                momentum * moment / correction(self.step + 1.0)
-                    + (1.0 - momentum) * gradient / correction(self.step)
+        let corrects = self.is_optax && self.step.is_finite();
+        let corrected = |x: f64, step: f64| match corrects {
+            true => x / (1.0 - libm::pow(momentum, step)),
+            false => x,
+        };
+        match self.taken {
+            Taken::Gradient => gradient,
+            Taken::Momentum if self.nesterov => {
+                momentum * corrected(moment, self.step + 1.0)
+                    + (1.0 - momentum) * corrected(gradient, self.step)
             }
-            (_, false) if is_mixed => momentum * moment + (1.0 - momentum) * gradient,
-            (_, false) => moment,
+            Taken::Momentum | Taken::MomentumBefore => corrected(moment, self.step),
         }
     }
 
