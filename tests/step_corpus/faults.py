@@ -356,6 +356,7 @@ fault(
     lambda j: j.mesh in ("fsdp2", "hsdp"),
     lamb,
     scopes=("all", "matrices", "inner"),
+    lasting=False,
 )
 fault(
     "inf-skipped-on-some-ranks",
