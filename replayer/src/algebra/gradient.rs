@@ -56,9 +56,35 @@ impl Judge<'_> {
     /// The stages of the gradient of a parameter.
     pub(crate) fn gradient(&self, parameter: &str) -> Vec<Judged> {
         let mut judged = self.accumulated(parameter);
+        judged.extend(self.accumulated_by_devices(parameter));
         judged.extend(self.reduced(parameter));
         judged.extend(self.unscaled(parameter));
         judged.extend(self.clipped(parameter));
+        judged
+    }
+
+    /// The sums over microbatches that one tensor holds of several devices, side by side.
+    fn accumulated_by_devices(&self, parameter: &str) -> Vec<Judged> {
+        let inventory = self.inventory;
+        let tensors = &inventory.parameters[parameter].tensors;
+        let mut judged = Vec::new();
+        for ((part, _), key) in tensors {
+            let Part::AccumulatedBy(axis) = part else { continue };
+            let by = Part::GradBy(axis.clone());
+            for piece in inventory.pieces(key, &|rank| rank) {
+                let rank = piece.ranks[0];
+                let own = tensors.iter().filter(|((part, _), _)| *part == by);
+                let addends = own.map(|((_, at), key)| Addend::new(rank, *at, key.clone()));
+                let addends: Vec<Addend> = addends.collect();
+                let at = (parameter, key, &piece);
+                let sum = match addends.is_empty() {
+                    true => Err(format!("rank {rank} recorded no gradient of a microbatch of it")),
+                    false => self.sum_of_addends(at, &addends, &Domain::alone(rank)),
+                };
+                let result = sum.map(|(outcome, _)| outcome);
+                judged.push(self.judged(Stage::Accumulate, parameter, (key, &piece), result));
+            }
+        }
         judged
     }
 
@@ -123,7 +149,7 @@ impl Judge<'_> {
         domain: &Domain,
     ) -> Result<(Outcome, Energies), String> {
         let (rank, place, sent) = (piece.ranks[0], &piece.place, domain.sent);
-        let mut first = None;
+        let mut diverged = Vec::new();
         for accumulation in self.accumulations(rank, addends) {
             let scale = domain.scale * accumulation;
             let (domain, weights) =
@@ -133,9 +159,15 @@ impl Judge<'_> {
             if sum.0.divergence().is_none() {
                 return Ok(sum);
             }
-            first.get_or_insert(sum);
+            diverged.push(sum);
         }
-        first.ok_or_else(|| "it has no addends".into())
+        // What has a known cause by one of the two is told by that one.
+        let is_known = |sum: &(Outcome, Energies)| {
+            let readings = sum.0.divergence().map(|own| own.readings.iter());
+            readings.is_some_and(|mut own| own.any(|one| one.cause != causes::UNKNOWN.name))
+        };
+        let known = diverged.iter().position(is_known).unwrap_or(0);
+        diverged.into_iter().nth(known).ok_or_else(|| "it has no addends".into())
     }
 
     /// What the sum over a rank's microbatches may be multiplied by: in torch gradients are summed;

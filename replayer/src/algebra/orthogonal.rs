@@ -244,16 +244,15 @@ mod tests {
         let norm = r(matrix.iter().map(|x| r(*x).powi(2)).sum::<f64>().sqrt());
         let mut x: Vec<f64> = (0..n * m).map(|k| r(r(matrix[at(k / m, k % m)]) / norm)).collect();
         for _ in 0..5 {
-            let dot = |i: usize, j: usize| (0..m).map(|k| x[i * m + k] * x[j * m + k]).sum();
+            let dot = |i: usize, j: usize| (0..m).map(|k| x[i * m + k] * x[j * m + k]).sum::<f64>();
             let g: Vec<f64> = (0..n * n).map(|k| r(dot(k / n, k % n))).collect();
-            let square = |i: usize, j: usize| (0..n).map(|k| g[i * n + k] * g[k * n + j]).sum();
-            let u: Vec<f64> = (0..n * n)
-                .map(|k| r(-4.7750 * g[k] + 2.0315 * Into::<f64>::into(square(k / n, k % n))))
-                .collect();
-            let moved = |i: usize, j: usize| (0..n).map(|k| u[i * n + k] * x[k * m + j]).sum();
-            x = (0..n * m)
-                .map(|k| r(3.4445 * x[k] + Into::<f64>::into(moved(k / m, k % m))))
-                .collect();
+            let square =
+                |i: usize, j: usize| (0..n).map(|k| g[i * n + k] * g[k * n + j]).sum::<f64>();
+            let u: Vec<f64> =
+                (0..n * n).map(|k| r(-4.7750 * g[k] + 2.0315 * square(k / n, k % n))).collect();
+            let moved =
+                |i: usize, j: usize| (0..n).map(|k| u[i * n + k] * x[k * m + j]).sum::<f64>();
+            x = (0..n * m).map(|k| r(3.4445 * x[k] + moved(k / m, k % m))).collect();
         }
         let mut made = vec![0.0; n * m];
         (0..n * m).for_each(|k| made[at(k / m, k % m)] = x[k]);
