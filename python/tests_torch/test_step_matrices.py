@@ -7,7 +7,6 @@ import torch.nn as nn
 import backtape
 import backtape.torch
 
-SHAPES = [(24, 40), (40, 16)]
 RULES = {
     "Muon": lambda own: torch.optim.Muon(own, lr=0.02),
     "Muon of the RMS of AdamW": lambda own: torch.optim.Muon(
