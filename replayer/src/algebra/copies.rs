@@ -75,7 +75,7 @@ impl Judge<'_> {
         whole.ranks = pieces.iter().flat_map(|piece| piece.ranks.clone()).collect();
         whole.ranks.sort();
         let result = match pieces {
-            [_] => Outcome::Agreed { seen_from: None },
+            [_] => Outcome::Agreed { seen_from: None, error: 0.0, floor: 0.0 },
             _ => Outcome::Diverged(Box::new(self.drift(parameter, pieces))),
         };
         self.judged(Stage::Param, parameter, (after, &whole), Ok(result))

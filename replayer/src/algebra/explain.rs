@@ -32,8 +32,7 @@ impl Judge<'_> {
         let (captured, right) = (tally.captured_energy, tally.reference_energy);
         let energies = Energies { captured, right };
         let Some(mut divergence) = self.divergence(&tally, of.place, &bound) else {
-            let seen_from = tally.seen_from(&bound).map(|seen| seen.factor);
-            return Ok((Outcome::Agreed { seen_from }, energies));
+            return Ok((Outcome::agreed(&tally, &bound), energies));
         };
         if tally.nonfinite == 0 {
             divergence.readings = self.read_sum(of, (parameter, domain), &divergence)?;

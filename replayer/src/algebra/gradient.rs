@@ -284,10 +284,7 @@ impl Judge<'_> {
     ) -> Outcome {
         let bound = self.bound(place);
         match self.divergence(tally, place, &bound) {
-            None => {
-                let seen_from = tally.seen_from(&bound).map(|seen| seen.factor);
-                Outcome::Agreed { seen_from }
-            }
+            None => Outcome::agreed(tally, &bound),
             Some(mut divergence) => {
                 let tolerance = (4.0 * tally.expected()).max(NEAR);
                 let factor = divergence.factor.map(|value| Factor { value, tolerance });

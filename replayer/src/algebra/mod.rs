@@ -23,6 +23,7 @@ mod rules;
 mod sum_causes;
 mod summary;
 mod sums;
+mod table;
 
 use backtape::part::Part;
 use backtape::shard::TensorKey;
@@ -32,9 +33,11 @@ use crate::dump::StepDump;
 use inventory::Inventory;
 use judge::Judge;
 
+pub(crate) use names::kind;
 pub use norm_gap::NormGap;
 pub use outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
 pub use summary::{Group, StageSummary, StepReport, Unchecked};
+pub use table::{Fate, Row, Status};
 
 /// The word of `--compare` that asks for the step.
 pub const WORD: &str = "step";

@@ -102,9 +102,9 @@ impl Judge<'_> {
         let unit = format.unit_roundoff().max(Precision::F32.unit_roundoff());
         let allowed = expected * (REACH * relative + 4.0 * unit);
         if (value - expected).abs() <= allowed {
-            return Ok(Outcome::Agreed {
-                seen_from: Some(allowed / expected.max(f64::MIN_POSITIVE)),
-            });
+            let least = expected.max(f64::MIN_POSITIVE);
+            let (error, floor) = ((value - expected).abs() / least, allowed / least);
+            return Ok(Outcome::Agreed { seen_from: Some(floor), error, floor });
         }
         let factor = value / expected;
         let error = (factor - 1.0).abs();

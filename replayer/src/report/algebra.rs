@@ -61,7 +61,7 @@ impl Report {
 }
 
 /// What a group of parameters is, in one clause.
-fn said(group: &Group) -> String {
+pub(super) fn said(group: &Group) -> String {
     let words = match (&group.reading, group.factor) {
         (Some(reading), _) => reading.words.clone(),
         (None, Some(factor)) => format!("captured = {factor:.7} x reference"),
@@ -101,7 +101,7 @@ pub(super) fn render(out: &mut String, algebra: &StepReport) {
 }
 
 /// What the norm is and would have been, in one sentence.
-fn gap(norm: &NormGap) -> String {
+pub(super) fn gap(norm: &NormGap) -> String {
     let reported = norm.reported.map(|value| format!("{} as reported, ", short(value)));
     let share = |(what, share): &(String, f64)| format!("{:.1} % from {what}", 100.0 * share);
     let shares: Vec<String> = norm.shares.iter().map(share).collect();
@@ -127,8 +127,20 @@ fn stage(out: &mut String, own: &StageSummary) {
     );
 }
 
-fn diverged(out: &mut String, group: &Group) {
+/// The ranks on which a group diverges.
+pub(super) fn held(group: &Group) -> String {
     let ranks: Vec<_> = group.ranks.iter().map(|rank| backtape::identity::Rank(*rank)).collect();
+    crate::dump::name_ranks(&ranks)
+}
+
+/// The element of a group that is furthest off.
+pub(super) fn worst(group: &Group) -> Option<String> {
+    let (parameter, index, captured, reference) = group.worst.as_ref()?;
+    let (captured, reference) = (short(*captured), short(*reference));
+    Some(format!("{parameter} {index:?} is {captured}, and should be {reference}"))
+}
+
+fn diverged(out: &mut String, group: &Group) {
     let label = format!("{:<11}", group.stage.name());
     let by = match group.error.is_finite() {
         true => {
@@ -136,15 +148,9 @@ fn diverged(out: &mut String, group: &Group) {
         }
         false => String::new(),
     };
-    let held = crate::dump::name_ranks(&ranks);
-    wrap(out, &label, &format!("FAIL on {held}: {}{by}", said(group)));
-    if let Some((parameter, index, captured, reference)) = &group.worst {
-        let text = format!(
-            "worst: {parameter} {index:?} is {}, and should be {}",
-            short(*captured),
-            short(*reference)
-        );
-        wrap(out, INDENT, &text);
+    wrap(out, &label, &format!("FAIL on {}: {}{by}", held(group), said(group)));
+    if let Some(worst) = worst(group) {
+        wrap(out, INDENT, &format!("worst: {worst}"));
     }
     let Some(reading) = &group.reading else {
         wrap(out, INDENT, "cause: unknown");

@@ -26,6 +26,7 @@ use backtape::dtype::Dtype;
 use backtape::fingerprint::Fingerprint;
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::part::Part;
 use backtape::placement::Reduction;
 use backtape::role::Role;
 use backtape::shard::{FingerprintSource, TensorKey};
@@ -264,9 +265,12 @@ fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) ->
             ),
         });
     }
+    // What a rank declares of its step is text, and has no place.
+    let is_text = |key: &TensorKey| Part::declaring_rank(key.tensor.as_str()).is_some();
     let mut declared: Vec<String> = verdicts
         .iter()
         .filter(|verdict| verdict.fingerprint_source == FingerprintSource::Recorder)
+        .filter(|verdict| !is_text(&verdict.key))
         .map(|verdict| verdict.key.to_string())
         .collect();
     if let n @ 1.. = declared.len() {
