@@ -113,8 +113,9 @@ pub(super) fn table(inventory: &Inventory<'_>, judged: &[Judged]) -> Vec<Row> {
     let declared = inventory.declared.values().flat_map(|own| &own.order).map(String::as_str);
     let recorded = inventory.parameters.keys().map(String::as_str);
     let mut told = BTreeSet::new();
-    let is_new = |name: &&str| inventory.parameters.contains_key(*name) && told.insert(*name);
-    let names: Vec<&str> = declared.chain(recorded).filter(is_new).collect();
+    let recorded_too = |name: &&str| inventory.parameters.contains_key(*name);
+    let all = declared.filter(recorded_too).chain(recorded);
+    let names: Vec<&str> = all.filter(|name| told.insert(name.to_string())).collect();
     let row = |name: &str| {
         let stages = of.get(name).into_iter().flatten();
         let stages = stages.map(|(stage, all)| fate(*stage, all)).collect();
