@@ -1,10 +1,10 @@
 """One rank of a torch job over gloo whose model has 413 parameters, run by test_step_page.py.
 
-    python many_parameters.py RANK WORLD PORT DIRECTORY FAULT
+    python many_parameters.py RANK WORLD PORT DIRECTORY FAULT ...
 
-FAULT: `none`; `reduce`: the gradients of `up.weight` of every layer are summed over the ranks once
-more after DDP averaged them; `two`: besides it the norms of the layers decay, which their group
-declares not to.
+A fault is recorded into DIRECTORY/FAULT. `one`: the gradients of `up.weight` of every layer are summed
+over the ranks once more after DDP averaged them; `two`: besides it the norms of the layers decay, which
+their group declares not to.
 """
 
 import os
@@ -19,7 +19,7 @@ import backtape
 import backtape.torch
 
 rank, world, port = map(int, sys.argv[1:4])
-directory, fault = Path(sys.argv[4]), sys.argv[5]
+directory = Path(sys.argv[4])
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 LAYERS, WIDTH, VOCABULARY, LENGTH, DECAY = 24, 8, 32, 6, 0.1
@@ -67,7 +67,7 @@ class AdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def optimizer_of(model):
+def optimizer_of(model, fault):
     matrices = [one for one in model.parameters() if one.dim() > 1]
     others = [one for one in model.parameters() if one.dim() == 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -79,14 +79,14 @@ def optimizer_of(model):
     return optimizer
 
 
-def main():
+def main(fault):
     torch.manual_seed(0)
     model = Model()
     assert len(list(model.parameters())) == 413
     wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, fault)
     recorder = backtape.Recorder.from_env(
-        steps="1", dir=directory, mesh={"data": world}, rank=rank, world_size=world, strict=True
+        steps="1", dir=directory / fault, mesh={"data": world}, rank=rank, world_size=world, strict=True
     )
     with recorder:
         for step in range(2):
@@ -98,9 +98,8 @@ def main():
                     tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=draw)
                     logits = wrapped(tokens[:, :-1]).transpose(1, 2)
                     (nn.functional.cross_entropy(logits, tokens[:, 1:]) / 2).backward()
-                if fault != "none":
-                    for layer in model.layers:
-                        dist.all_reduce(layer.up.weight.grad)
+                for layer in model.layers:
+                    dist.all_reduce(layer.up.weight.grad)
                 capture.reduced()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -109,5 +108,6 @@ def main():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    main()
+    for fault in sys.argv[5:]:
+        main(fault)
     dist.destroy_process_group()

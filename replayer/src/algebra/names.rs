@@ -37,13 +37,16 @@ pub(crate) fn pattern(names: &[&str], all: &[&str]) -> String {
 /// The name with `*` in place of each number that counts modules: `layers.3.w` and `layers_3.w` are
 /// of the kinds `layers.*.w` and `layers_*.w`.
 pub(crate) fn kind(name: &str) -> String {
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let part = |part: &str| match part.rsplit_once('_') {
         _ if is_number(part) => "*".to_string(),
         Some((word, number)) if is_number(number) => format!("{word}_*"),
         _ => part.to_string(),
     };
     name.split('.').map(part).collect::<Vec<_>>().join(".")
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// At most [`SHOWN`] patterns that together name all of `names` and no other.
@@ -61,13 +64,21 @@ fn cover(names: &[&str], all: &[&str]) -> Option<Vec<String>> {
     let found: Vec<(String, BTreeSet<&str>)> = globs.into_iter().filter_map(named).collect();
     let mut cover = Vec::new();
     while !left.is_empty() && cover.len() < SHOWN {
+        // The widest first, of as wide ones a name before a pattern, then the shortest.
         let gain = |(glob, named): &&(String, BTreeSet<&str>)| {
-            (named.intersection(&left).count(), Reverse(glob.len()))
+            let is_name = !glob.contains('*');
+            (named.intersection(&left).count(), is_name, Reverse(glob.len()))
         };
         let (glob, named) = found.iter().max_by_key(gain)?;
         left.retain(|name| !named.contains(name));
         cover.push(glob.clone());
     }
+    // In the order of the first name that each has.
+    let first = |glob: &String| {
+        let named = found.iter().find(|(of, _)| of == glob);
+        named.and_then(|(_, named)| named.first().copied())
+    };
+    cover.sort_by_key(first);
     left.is_empty().then_some(cover)
 }
 
@@ -81,7 +92,8 @@ fn globs(name: &str) -> Vec<String> {
             globs.push(format!("*.{}", parts[at..].join(".")));
         }
         let inner = parts.iter().skip(1).take(parts.len().saturating_sub(2));
-        globs.extend(inner.map(|part| format!("*.{part}.*")));
+        let words = inner.filter(|part| !is_number(part) && **part != "*");
+        globs.extend(words.map(|part| format!("*.{part}.*")));
         globs.push(name);
     }
     globs
@@ -164,13 +176,10 @@ mod tests {
             pattern(&all.iter().copied().filter(|name| is(name)).collect::<Vec<_>>(), &all)
         };
         let norms = told(&|name| name.contains("norm"));
-        assert_eq!(
-            norms,
-            "*.norm1.weight, *.norm2.weight and norm.weight (49 parameters)"
-        );
-        assert_eq!(told(&|name| name.starts_with("layers.3.")), "layers.3.* (5 parameters)");
+        assert_eq!(norms, "*.norm1.*, *.norm2.* and norm.weight (49 parameters)");
+        assert_eq!(told(&|name| name.starts_with("layers.3.")), "layers.3.*.* (5 parameters)");
         let two = |name: &str| name.starts_with("layers.3.") || name.ends_with("up.bias");
-        assert_eq!(told(&two), "*.up.bias and layers.3.* (28 parameters)");
+        assert_eq!(told(&two), "*.bias and layers.3.* (28 parameters)");
         let scattered = told(&|name| name.len() == 18 && !name.contains(".2"));
         assert!(scattered.ends_with(" more parameters"), "{scattered}");
     }

@@ -144,7 +144,8 @@ fn fate(stage: Stage, all: &[&Judged]) -> Fate {
         gravest.clone().flat_map(|one| one.ranks.iter().map(|rank| rank.0)).collect();
     let told = gravest.map(|one| told(one));
     // What is no number is furthest off.
-    let over = |fate: &Fate| fate.over().map_or(-1.0, |x| if x.is_nan() { f64::INFINITY } else { x });
+    let over =
+        |fate: &Fate| fate.over().map_or(-1.0, |x| if x.is_nan() { f64::INFINITY } else { x });
     let worst = told.max_by(|a, b| over(a).total_cmp(&over(b)));
     Fate { stage, ranks: ranks.into_iter().collect(), ..worst.expect("a stage was judged") }
 }

@@ -33,7 +33,8 @@ const RARE: usize = 1000;
 pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
         let mut of_step = 0;
-        for (key, info) in subject.dump.tensors().iter().filter(|(_, info)| info.partial.is_none()) {
+        for (key, info) in subject.dump.tensors().iter().filter(|(_, info)| info.partial.is_none())
+        {
             match Part::of_tensor(key.tensor.as_str()) {
                 None => tensor(subject, key, info, results),
                 Some(_) => of_step += 1,
@@ -42,7 +43,8 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
         let step = subject.dump.step;
         if of_step > 0 {
             let what = format!("step {step}: copies of the {of_step} values of parameters");
-            let why = "they are judged with what the ranks declare of the step: `replay --compare step`";
+            let why =
+                "they are judged with what the ranks declare of the step: `replay --compare step`";
             results.skip(what, why);
         } else if results.looked_at == 0 {
             let why = "no box of a tensor was held by two ranks";

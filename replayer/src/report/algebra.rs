@@ -9,6 +9,9 @@ use crate::algebra::{Group, NormGap, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
 use crate::replay::outcome::NotChecked;
 
+/// Groups that the text tells: it is one screen.
+const GROUPS: usize = 4;
+
 /// What stands in front of the lines that follow the first of a group.
 const INDENT: &str = "           ";
 
@@ -91,8 +94,12 @@ pub(super) fn render(out: &mut String, algebra: &StepReport) {
         "stage", "pass", "FAIL", "unchecked"
     );
     algebra.stages.iter().for_each(|own| stage(out, own));
-    for group in &algebra.diverged {
+    for group in algebra.diverged.iter().take(GROUPS) {
         diverged(out, group);
+    }
+    if let more @ 1.. = algebra.diverged.len().saturating_sub(GROUPS) {
+        let groups = plural(more as u64, "more group");
+        wrap(out, "and        ", &format!("{groups} of parameters: --report and --json have all"));
     }
     if let Some(norm) = &algebra.norm {
         wrap(out, "grad_norm  ", &gap(norm));

@@ -13,6 +13,10 @@ use crate::number::{count, error, plural, short};
 use crate::report::algebra::{gap, held, said, worst};
 use crate::report::norm::percent;
 
+/// Letters of a label that are shown, and the pixels that one takes.
+const LABEL: usize = 56;
+const LETTER: i32 = 8;
+
 #[derive(Template)]
 #[template(path = "step.html")]
 struct Step<'a> {
@@ -120,8 +124,15 @@ impl Page<'_> {
         };
         let largest = norm.shares.iter().map(|(_, share)| share.abs()).filter(|x| x.is_finite());
         let largest = largest.fold(f64::MIN_POSITIVE, f64::max);
+        // As wide as the longest label, within what a window has room for.
+        let label = |what: &str| match what.char_indices().nth(LABEL) {
+            Some((at, _)) => format!("{}…", &what[..at]),
+            None => what.to_string(),
+        };
+        let longest = norm.shares.iter().map(|(what, _)| label(what).chars().count()).max();
+        let room = 16 + LETTER * longest.unwrap_or(0) as i32;
         let share = |(what, share): &(String, f64)| Bar {
-            label: what.clone(),
+            label: label(what),
             from: 0.0,
             to: if share.is_finite() { share.abs() / largest } else { 1.0 },
             class: if *share < 0.0 { "bt-down" } else { "bt-up" },
@@ -134,7 +145,7 @@ impl Page<'_> {
         NormShown {
             words: gap(norm),
             norms: draw(of_norms, norms.iter().map(bar).collect(), &Widths(190, 190, 90)).bars,
-            shares: draw(of_shares, shares, &Widths(300, 190, 90)).bars,
+            shares: draw(of_shares, shares, &Widths(room, 190, 90)).bars,
         }
     }
 }

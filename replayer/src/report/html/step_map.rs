@@ -62,7 +62,9 @@ pub(super) fn legend() -> Vec<String> {
     let name = |class: usize| match class {
         0 => "equal".into(),
         1 => "below 1".into(),
-        at if at < CLASSES - 1 => format!("{} to {}", short_end(ENDS[at - 2]), short_end(ENDS[at - 1])),
+        at if at < CLASSES - 1 => {
+            format!("{} to {}", short_end(ENDS[at - 2]), short_end(ENDS[at - 1]))
+        }
         _ => format!("{} and more", short_end(ENDS[ENDS.len() - 1])),
     };
     (0..CLASSES).map(name).collect()
@@ -117,10 +119,11 @@ pub(super) fn kind_rows(table: &[Row], columns: &[Stage]) -> Kinds {
 fn cell(members: &[&Row], stage: Stage) -> Cell {
     let fates: Vec<Option<&Fate>> = members.iter().map(|row| row.fate(stage)).collect();
     let with = |status: Status| fates.iter().flatten().filter(move |fate| fate.status == status);
-    let (diverged, unchecked) =
-        (with(Status::Diverged).count(), with(Status::Unchecked).count());
+    let (diverged, unchecked) = (with(Status::Diverged).count(), with(Status::Unchecked).count());
     let there = fates.iter().flatten().count();
-    let of = |n: usize| if n == members.len() { format!("{n}") } else { format!("{n} of {}", members.len()) };
+    let of = |n: usize| {
+        if n == members.len() { format!("{n}") } else { format!("{n} of {}", members.len()) }
+    };
     let (class, label) = match (diverged, unchecked, there) {
         (1.., 1.., _) => ("bt-fail", format!("✕ {diverged}, ? {}", of(unchecked))),
         (1.., ..) => ("bt-fail", format!("✕ {}", of(diverged))),
@@ -129,7 +132,9 @@ fn cell(members: &[&Row], stage: Stage) -> Cell {
         _ => ("bt-pass", format!("✓ {}", of(there))),
     };
     let worst = members.iter().zip(&fates).filter_map(|(row, fate)| Some((row, (*fate)?)));
-    let worst = worst.max_by(|(_, a), (_, b)| weight(a).0.cmp(&weight(b).0).then(weight(a).1.total_cmp(&weight(b).1)));
+    let worst = worst.max_by(|(_, a), (_, b)| {
+        weight(a).0.cmp(&weight(b).0).then(weight(a).1.total_cmp(&weight(b).1))
+    });
     let about = match worst {
         Some((row, fate)) => format!("furthest off: {}: {}", row.name, numbers(fate)),
         None => "not recorded".into(),
@@ -256,7 +261,8 @@ mod tests {
             (8, "w") => Vec::new(),
             _ => vec![fate(Status::Agreed, 0.5)],
         };
-        let named = |layer: usize, name: &str| row(format!("layers.{layer}.{name}"), of(layer, name));
+        let named =
+            |layer: usize, name: &str| row(format!("layers.{layer}.{name}"), of(layer, name));
         let table: Vec<Row> =
             (0..5000).flat_map(|layer| ["w", "b"].map(|name| named(layer, name))).collect();
         let kinds = kind_rows(&table, &[Stage::Reduce, Stage::Clip]);
@@ -276,9 +282,8 @@ mod tests {
     #[test]
     fn of_too_many_kinds_those_that_fail_are_shown() {
         let of = |at: usize| fate(if at == 900 { Status::Diverged } else { Status::Agreed }, 2.0);
-        let table: Vec<Row> = (0..1000)
-            .map(|at| row(format!("word{}.w{at}", at % 7), vec![of(at)]))
-            .collect();
+        let table: Vec<Row> =
+            (0..1000).map(|at| row(format!("word{}.w{at}", at % 7), vec![of(at)])).collect();
         let kinds = kind_rows(&table, &[Stage::Reduce]);
         assert_eq!((kinds.all, kinds.rows.len()), (1000, ROWS));
         assert!(kinds.rows.iter().any(|kind| kind.cells[0].class == "bt-fail"));

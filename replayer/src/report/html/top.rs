@@ -80,7 +80,11 @@ impl Page<'_> {
                 .map(|other| format!("{}; to tell, look at {}", other.sentence(), other.look)),
             causes: self.shown(&report.causes),
             said: summary_of(&report.causes),
-            of_step: report.algebra.as_ref().and_then(StepReport::first).filter(|_| self.step_leads()),
+            of_step: report
+                .algebra
+                .as_ref()
+                .and_then(StepReport::first)
+                .filter(|_| self.step_leads()),
             facts,
             parts,
         })
