@@ -55,6 +55,9 @@ def causes():
 
 def train(names, directory):
     """Runs the jobs of these causes, those of one number of ranks in the same processes."""
+    for name in names:
+        for folder in (directory / name, directory / f"{name}-right"):
+            shutil.rmtree(folder, ignore_errors=True)
     for world in sorted({PLANTS[name].ranks for name in names}):
         some = [name for name in names if PLANTS[name].ranks == world]
         with socket.socket() as probe:
@@ -86,7 +89,7 @@ def replay(dump, step):
     told = dump.with_suffix(".json")
     command = [binary, "--dump", dump, "--step", step, "--compare", "step", "--json", told]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=LONGEST)
-    return done.returncode, done.stdout, json.loads(told.read_text()) if told.exists() else {}
+    return done.returncode, done.stdout + done.stderr, json.loads(told.read_text()) if told.exists() else {}
 
 
 def excerpt(text, stage):
@@ -139,8 +142,7 @@ def table():
 
 def shown(name, directory):
     """The screen and the picture of one cause; raises ValueError where it is not named."""
-    import backtape
-    from step_drawing import picture
+    from step_drawing import Dump, picture
 
     plant, dumps = PLANTS[name], [directory / name, directory / f"{name}-right"]
     code, text, told = replay(dumps[0], plant.step)
@@ -152,11 +154,12 @@ def shown(name, directory):
     if right != 0:
         raise ValueError(f"{name}: the right job has exit code {right}\n{clean}")
     first = groups[0]
-    steps = [backtape.open(dump).step(plant.step) for dump in dumps]
-    sizes = {one: steps[0].tensor(f"step.before:{one}").size for one in first["parameters"]} if first["parameters"] else {}
+    drawn = [Dump(dump, plant.step) for dump in dumps]
+    rank = first["ranks"][0]
+    sizes = {one: drawn[0].tensor(f"step.before:{one}", rank).size for one in first["parameters"]}
     largest = max(sizes, key=sizes.get, default=None)
-    where = {"stage": first["stage"], "parameter": largest, "rank": first["ranks"][0]}
-    return excerpt(text, first["stage"]), picture(plant, where, steps)
+    where = {"stage": first["stage"], "parameter": largest, "rank": rank}
+    return excerpt(text, first["stage"]), picture(plant, where, drawn)
 
 
 def masked(lines):
@@ -175,6 +178,7 @@ def main(argv):
     parser.add_argument("cause", nargs="*", help="only these")
     parser.add_argument("--check", action="store_true", help="compare with the page; write nothing")
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps here")
+    parser.add_argument("--again", action="store_true", help="replay what --keep DIR holds")
     arguments = parser.parse_args(argv)
     known = causes()
     if missing := [told.name for told in known if told.name not in PLANTS]:
@@ -182,7 +186,8 @@ def main(argv):
     names = [told.name for told in known if not arguments.cause or told.name in arguments.cause]
     directory = Path(arguments.keep or tempfile.mkdtemp(prefix="step-causes-")).resolve()
     try:
-        train(names, directory)
+        if not arguments.again:
+            train(names, directory)
         sections, wrong = old_sections(), []
         for told in known:
             if told.name not in names:

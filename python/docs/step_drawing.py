@@ -10,6 +10,8 @@ import json
 
 import numpy as np
 
+import backtape
+
 WRONG, RIGHT, GREY = "#dd6b3a", "#6d9fcb", "#999"
 TEXT = 'font-family="sans-serif" font-size="11" fill="#333"'
 WIDTH = 440
@@ -19,45 +21,66 @@ MOST_POINTS = 160
 NEAR = 0.02
 
 
-def tensor(step, name, rank=None, microbatch=None):
-    """A recorded tensor in f64, whenever it was recorded."""
-    (when,) = {key[2] for key in step.keys() if key[:2] == (name, microbatch)}
-    return np.asarray(step.tensor(name, microbatch, when=when, rank=rank)).astype(np.float64)
+class Dump:
+    """What each rank holds of the step, from its own files: copies may differ, that is the fault."""
+
+    def __init__(self, folder, step):
+        self.whole = backtape.open(folder).step(step)
+        self.held = {}
+        for path in sorted(folder.glob(f"step-{step:08}/rank-*.safetensors")):
+            raw = path.read_bytes()
+            length = int.from_bytes(raw[:8], "little")
+            header = json.loads(raw[8 : 8 + length])
+            for shard in json.loads(header["__metadata__"]["backtape"])["shards"]:
+                entry = header[shard["entry"]]
+                begin, end = (8 + length + at for at in entry["data_offsets"])
+                key = shard["tensor"], shard["rank"], shard["microbatch"]
+                self.held[key] = values(raw[begin:end], shard["dtype"]).reshape(entry["shape"])
+
+    def names(self, prefix=""):
+        return sorted({name for name, _, _ in self.held if name.startswith(prefix)})
+
+    def tensor(self, name, rank, microbatch=None):
+        """A tensor of one rank in f64."""
+        return self.held[name, rank, microbatch]
+
+    def declared(self, rank):
+        return json.loads(bytes(self.held[f"step.declared:{rank}", rank, None].astype(np.uint8)))
 
 
-def has(step, name):
-    return any(key[0] == name for key in step.keys())
+def values(raw, dtype):
+    """The numbers of a shard in f64."""
+    if dtype == "bf16":
+        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return np.frombuffer(raw, {"f32": "<f4", "u8": "u1"}[dtype]).astype(np.float64)
 
 
-def addends(step, parameter, ranks):
+def addends(dump, parameter, ranks):
     """The gradients that may be in a sum, with a label for each."""
-    name, found = f"step.grad:{parameter}", []
-    indices = sorted(key[1] for key in step.keys() if key[0] == name)
+    found = []
     for rank in range(ranks):
         label = f"rank {rank} " if ranks > 1 else ""
-        for index in indices:
-            found.append((f"{label}mb {index}", tensor(step, name, rank, index)))
-        if has(step, f"step.stale:{parameter}"):
-            found.append((f"{label}before", tensor(step, f"step.stale:{parameter}", rank)))
+        own = [key for key in dump.held if key[:2] == (f"step.grad:{parameter}", rank)]
+        found += [(f"{label}mb {key[2]}", dump.held[key]) for key in sorted(own)]
+        stale = dump.held.get((f"step.stale:{parameter}", rank, None))
+        found += [(f"{label}before", stale)] if stale is not None else []
     return found
 
 
-def coefficients(step, parameter, ranks, rank):
+def coefficients(dump, parameter, ranks, rank):
     """What each gradient is multiplied by in the reduced one: the least-squares solution."""
-    named = addends(step, parameter, ranks)
-    own = f"step.reduced:{parameter}"
-    total = tensor(step, own, rank).ravel()
+    named = addends(dump, parameter, ranks)
+    total = dump.tensor(f"step.reduced:{parameter}", rank).ravel()
     matrix = np.stack([gradient.ravel() for _, gradient in named], axis=1)
     solved = np.linalg.lstsq(matrix, total, rcond=None)[0]
     return {label: float(value) for (label, _), value in zip(named, solved)}
 
 
-def reported(step, ranks):
+def reported(dump, ranks):
     """The norm that each rank has; one entry where all have the same."""
     found = {}
     for rank in range(ranks):
-        raw = bytes(np.asarray(step.tensor(f"step.declared:{rank}")).astype(np.uint8))
-        norm = json.loads(raw)["norms"][0]
+        norm = dump.declared(rank)["norms"][0]
         found[f"rank {rank}"] = float(norm["value"] if norm["value"] is not None else norm["local"])
     return found if len({f"{value:.6g}" for value in found.values()}) > 1 else {"": found["rank 0"]}
 
@@ -139,69 +162,68 @@ def points(cause, below, right, captured, plot=190):
     return frame(cause, below, top + plot + 26, body)
 
 
-def of_sum(plant, told, steps):
+def of_sum(plant, told, dumps):
     """A sum by its addends, or by its elements where no coefficient is wrong."""
     parameter, rank = told["parameter"], told["rank"]
-    pair = [coefficients(step, parameter, plant.ranks, rank) for step in steps]
+    pair = [coefficients(dump, parameter, plant.ranks, rank) for dump in dumps]
     differ = any(abs(pair[0][label] - pair[1].get(label, 0.0)) > 0.02 for label in pair[0])
     where = f"{parameter} on rank {rank}" if plant.ranks > 1 else parameter
     if not differ:
-        name = f"step.reduced:{parameter}"
-        both = [tensor(step, name, rank) for step in steps]
+        both = [dump.tensor(f"step.reduced:{parameter}", rank) for dump in dumps]
         return points(plant.cause, f"the reduced gradient of {where}", both[1], both[0])
     rows = [(label, (value, pair[1].get(label))) for label, value in pair[0].items()]
     return bars(plant.cause, f"what gradients are multiplied by in the sum: {where}", rows)
 
 
-def of_norm(plant, told, steps):
+def of_norm(plant, told, dumps):
     """The norm that was reported, and the squares of all parameters."""
-    pair = [reported(step, plant.ranks) for step in steps]
+    pair = [reported(dump, plant.ranks) for dump in dumps]
     (right,) = pair[1].values()
-    rows = [(f"norm² reported {label}".strip(), (value**2, right**2)) for label, value in pair[0].items()]
-    names = sorted(key[0] for key in steps[1].keys() if key[0].startswith("step.reduced:"))
-    squares = [(name.split(":")[1], float((tensor(steps[1], name) ** 2).sum())) for name in names]
+    rows = [
+        (f"norm² {label}".strip(), (value**2, right**2)) for label, value in pair[0].items()
+    ]
+    squares = []
+    for name in dumps[1].names("step.reduced:"):
+        whole = np.asarray(dumps[1].whole.tensor(name)).astype(np.float64)
+        squares.append((name.partition(":")[2], float((whole**2).sum())))
     squares.sort(key=lambda pair: -pair[1])
     rows += [(f"of {name}", (None, value)) for name, value in squares[:6]]
-    return bars(plant.cause, "the square of the norm, and of the largest gradients", rows)
+    return bars(plant.cause, "the square of the norm, and of the largest gradients in it", rows)
 
 
-def changes(step, parameter, rank):
-    """Tensors of the step's end, by what they are."""
-    found = {}
-    prefix = "step.state_after."
-    for name in sorted({key[0] for key in step.keys()}):
-        if name.startswith(prefix) and name.endswith(f":{parameter}"):
-            state = name.removeprefix(prefix).partition(":")[0]
-            found[f"{state} after the step"] = tensor(step, name, rank)
-    before, after = (tensor(step, f"step.{part}:{parameter}", rank) for part in ("before", "after"))
-    found["the change of the parameter"] = after - before
-    found["the parameter after the step"] = after
-    return found
+def ends(dump, parameter, rank, stage):
+    """What a stage makes, by its name: the first that is another is drawn."""
+    part = lambda name: dump.held.get((f"step.{name}:{parameter}", rank, None))
+    gradient = part("clipped") if part("clipped") is not None else part("reduced")
+    change = part("after") - part("before")
+    states = {
+        name: dump.tensor(name, rank)
+        for name in dump.names("step.state_after.")
+        if name.partition(":")[2] == parameter
+    }
+    state_words = lambda name: name.removeprefix("step.state_after.").partition(":")[0]
+    return {
+        "unscale": {"the unscaled gradient": part("unscaled")},
+        "clip": {"the gradient that the optimizer takes": gradient},
+        "state": {f"{state_words(name)} after the step": value for name, value in states.items()}
+        | {"the change of the parameter": change},
+        "update": {"the change of the parameter": change},
+        "param": {"the parameter after the step": part("after")},
+    }[stage]
 
 
-def of_elements(plant, told, steps):
-    """The first tensor of the stage or after it that is another than without the fault."""
-    parameter, rank = told["parameter"], told["rank"]
-    if told["stage"] in ("clip", "unscale"):
-        part = {"clip": "clipped", "unscale": "unscaled"}[told["stage"]]
-        what = {"clip": "the gradient that the optimizer takes", "unscale": "the unscaled gradient"}
-        both = [
-            tensor(step, name if has(step, name := f"step.{part}:{parameter}") else f"step.reduced:{parameter}", rank)
-            for step in steps
-        ]
-        return points(plant.cause, f"{what[told['stage']]}: {parameter}", both[1], both[0])
-    wrong, right = (changes(step, parameter, rank) for step in steps)
-    skipped = () if told["stage"] in ("state", "update") else ("the change of the parameter",)
+def of_elements(plant, told, dumps):
+    """What the stage makes, element by element."""
+    where = told["parameter"], told["rank"], told["stage"]
+    wrong, right = (ends(dump, *where) for dump in dumps)
     for what, value in wrong.items():
-        if what in skipped or (told["stage"] != "state" and "after the step" in what and what not in skipped and "parameter" not in what):
-            continue
         if np.abs(value - right[what]).max() > 1e-6 * np.abs(right[what]).max():
-            return points(plant.cause, f"{what}: {parameter}", right[what], value)
-    raise ValueError(f"{plant.cause}: nothing of {parameter} differs")
+            return points(plant.cause, f"{what}: {told['parameter']}", right[what], value)
+    raise ValueError(f"{plant.cause}: nothing of {told['parameter']} differs")
 
 
-def picture(plant, told, steps):
-    """The picture of a plant. told: stage, parameter and rank of its first divergence. steps: of the
-    two dumps, with the fault and without."""
+def picture(plant, told, dumps):
+    """The picture of a plant. told: stage, parameter and rank of its first divergence. dumps: with
+    the fault and without."""
     kind = {"accumulate": of_sum, "reduce": of_sum, "norm": of_norm}.get(told["stage"], of_elements)
-    return kind(plant, told, steps)
+    return kind(plant, told, dumps)

@@ -192,7 +192,7 @@ plant(
     ('dist.all_reduce(squared, group=mesh["shard"].get_group())', "dist.all_reduce(squared)"),
     mesh={"copies": 2, "shard": 2},
     sharded=True,
-    threads="Megatron-LM 5916",
+    threads="ROCm/TransformerEngine 715, NVIDIA-NeMo/RL 3788, mindspore-ai/hyper-parallel 526",
     **FOUR,
 )
 plant(
@@ -201,6 +201,7 @@ plant(
     "clip",
     CLIP,
     ("for p in model.parameters()]", "for p in model.layers.parameters()]"),
+    threads="Megatron-LM 5916",
 )
 plant(
     "clip-recorded-not-applied",
@@ -222,7 +223,7 @@ of_rule(
     "AdamW",
     ("(v / (1 - beta2**t)).sqrt()", "v.sqrt()"),
     ("-lr / (1 - beta1**t)", "-lr"),
-    threads="pytorch_optimizer 308",
+    threads="pytorch_optimizer 308, mlx 1640, mlx-rs 301",
 )
 of_rule(
     "bias-correction-twice",
@@ -245,6 +246,7 @@ of_rule(
     "AdamW's.",
     "AdamW",
     ("w.mul_(1 - lr * decay)", "g = g + decay * w"),
+    threads="nntrainer 3565",
 )
 of_rule(
     "decay-on-excluded",
@@ -255,9 +257,10 @@ of_rule(
 )
 of_rule(
     "decay-other",
-    "The decay is not multiplied by the learning rate of this step, but by that of the start of the schedule.",
+    "The decay is not multiplied by the learning rate, which leaves nothing of the weights within some hundred steps.",
     "AdamW",
-    ("lr * decay", 'defaults["lr"] * decay'),
+    ("lr * decay", "decay"),
+    threads="tensorflow/addons 2282",
 )
 of_rule(
     "lr-scaled",
@@ -275,12 +278,14 @@ plant(
     rule="AdamW",
     microbatches=3,
     pieces={"rule": RULES["AdamW"]},
+    threads="TrenTorch 187, tt-metal 53212",
 )
 of_rule(
     "state-reset",
     "The state is made anew in the midst of training: a new optimizer, or one that was loaded without its state.",
     "AdamW",
     ("m.lerp_(", "m.zero_(), v.zero_()\nm.lerp_("),
+    threads="KempnerForge 115, OpenNMT-py 617",
 )
 of_rule(
     "nesterov",
