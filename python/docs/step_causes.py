@@ -6,8 +6,8 @@
 For each cause of replayer/src/algebra/causes.rs a small job in torch (step_job.py) is trained twice, with
 its fault (step_plants.py) and without, and both dumps are replayed. The page shows the lines of the
 job that differ, what `replay` printed, and a picture of the captured numbers. Where the fault is not named,
-or the right job does not agree, nothing is written, and the exit code is 1. It needs torch, and `replay` in
-the PATH or as $REPLAY.
+or the right job does not agree, that section stays as it was, and the exit code is 1. It needs torch, and
+`replay` in the PATH or as $REPLAY.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,12 +112,12 @@ def fix(plant):
     return ["..." if line.startswith("@@") else line for line in list(lines)[3:]]
 
 
-def section(told, plant, printed):
+def section(plant, printed):
     """The part of the page on one cause."""
     lines = [
-        f"### {told.name}",
+        f"### {plant.cause}",
         "",
-        f"![{told.name}: captured, and as it should be](pictures/step/{told.name}.svg)",
+        f"![{plant.cause}: captured, and as it should be](pictures/step/{plant.cause}.svg)",
         "",
         plant.about,
         "",
@@ -141,7 +142,7 @@ def table():
 
 
 def shown(name, directory):
-    """The screen and the picture of one cause; raises ValueError where it is not named."""
+    """The screen and the picture of one cause; or, as text, why there is none."""
     from step_drawing import Dump, picture
 
     plant, dumps = PLANTS[name], [directory / name, directory / f"{name}-right"]
@@ -149,10 +150,10 @@ def shown(name, directory):
     groups = (told.get("algebra") or {}).get("diverged") or []
     reading = (groups[0].get("reading") or {}) if groups else {}
     if code != 1 or reading.get("cause", "unknown") != name:
-        raise ValueError(f"{name}: exit code {code}, {reading.get('cause')}\n{text}")
+        return f"{name}: exit code {code}, {reading.get('cause')}\n{text}"
     right, clean, _ = replay(dumps[1], plant.step)
     if right != 0:
-        raise ValueError(f"{name}: the right job has exit code {right}\n{clean}")
+        return f"{name}: the right job has exit code {right}\n{clean}"
     first = groups[0]
     drawn = [Dump(dump, plant.step) for dump in dumps]
     rank = first["ranks"][0]
@@ -160,6 +161,18 @@ def shown(name, directory):
     largest = max(sizes, key=sizes.get, default=None)
     where = {"stage": first["stage"], "parameter": largest, "rank": rank}
     return excerpt(text, first["stage"]), picture(plant, where, drawn)
+
+
+def write(sections, pictures):
+    """The page below its introduction, and the pictures."""
+    known = causes()
+    written = [line for told in known for line in [*sections.get(told.name, []), ""]]
+    head = PAGE.read_text().partition(BEGIN)[0]
+    body = "\n".join([BEGIN, *table(), "", "## One by one", "", *written])
+    PAGE.write_text(re.sub(r"\n{3,}", "\n\n", head + body).rstrip() + "\n")
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, drawn in pictures.items():
+        (PICTURES / f"{name}.svg").write_text(drawn)
 
 
 def masked(lines):
@@ -178,6 +191,7 @@ def main(argv):
     parser.add_argument("cause", nargs="*", help="only these")
     parser.add_argument("--check", action="store_true", help="compare with the page; write nothing")
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps here")
+    parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
     parser.add_argument("--again", action="store_true", help="replay what --keep DIR holds")
     arguments = parser.parse_args(argv)
     known = causes()
@@ -188,30 +202,20 @@ def main(argv):
     try:
         if not arguments.again:
             train(names, directory)
-        sections, wrong = old_sections(), []
-        for told in known:
-            if told.name not in names:
-                continue
-            try:
-                printed, drawn = shown(told.name, directory)
-            except ValueError as error:
-                wrong.append(str(error))
-                continue
-            made = section(told, PLANTS[told.name], printed)
-            if not arguments.check:
-                sections[told.name] = made
-                PICTURES.mkdir(parents=True, exist_ok=True)
-                (PICTURES / f"{told.name}.svg").write_text(drawn)
-            elif masked(made) != masked(sections.get(told.name, [])):
-                wrong.append("\n".join([f"{told.name}: the page has another screen:", *made]))
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            found = dict(zip(names, pool.map(lambda name: shown(name, directory), names)))
     finally:
         if not arguments.keep:
             shutil.rmtree(directory, ignore_errors=True)
-    if not arguments.check:
-        written = [line for told in known for line in [*sections.get(told.name, []), ""]]
-        head = PAGE.read_text().partition(BEGIN)[0]
-        body = "\n".join([BEGIN, *table(), "", "## One by one", "", *written])
-        PAGE.write_text(re.sub(r"\n{3,}", "\n\n", head + body).rstrip() + "\n")
+    right = {name: made for name, made in found.items() if not isinstance(made, str)}
+    wrong = [told for told in found.values() if isinstance(told, str)]
+    sections = old_sections()
+    made = {name: section(PLANTS[name], printed) for name, (printed, _) in right.items()}
+    if arguments.check:
+        other = [name for name in made if masked(made[name]) != masked(sections.get(name, []))]
+        wrong += ["\n".join([f"{name}: the page has another screen:", *made[name]]) for name in other]
+    else:
+        write(sections | made, {name: drawn for name, (_, drawn) in right.items()})
     print("\n".join(wrong) or f"{len(names)} causes are named")
     return 1 if wrong else 0
 

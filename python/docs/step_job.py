@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import backtape
 import backtape.torch
@@ -38,11 +39,25 @@ class Model(nn.Module):
         )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens, labels):
+    def forward(self, tokens, labels, expert=None):
         x = self.embed(tokens)
+        x = x if expert is None else x + x @ expert
         for layer in self.layers:
             x = x + layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+class Expert(nn.Module):
+    """Experts of which each rank along an axis holds its own, and answers its own tokens with it."""
+
+    def __init__(self, model, axis):
+        super().__init__()
+        self.model = model
+        whole = 0.3 * torch.randn(axis.size(), WIDTH, WIDTH)
+        self.experts = nn.Parameter(distribute_tensor(whole, axis, [Shard(0)]))
+
+    def forward(self, tokens, labels):
+        return self.model(tokens, labels, self.experts.to_local()[0])
 
 
 class Own(torch.optim.Optimizer):
@@ -74,7 +89,7 @@ class Own(torch.optim.Optimizer):
         names = {key: group[key] for key in ("lr", "eps", "momentum", "alpha") if key in group}
         names |= {"beta1": group["betas"][0], "beta2": group["betas"][1]} if "betas" in group else {}
         names |= {"p": p, "w": w, "g": g, "state": state, "decay": group.get("weight_decay", 0.0)}
-        names |= {"defaults": self.defaults, "batches": self.job.batches, "torch": torch}
+        names |= {"kept": self.job.kept, "defaults": self.defaults, "batches": self.job.batches, "torch": torch}
         names |= {own: state[name] for name, own in states.items()}
         self.job.run("count", names)
         self.job.run("rule", names | {"t": float(state["step"])})
@@ -94,6 +109,11 @@ class Scaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
 
+def local(tensor):
+    """This rank's part of a DTensor, or all of another."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class Job:
     """One rank of one run of a plant, with its fault or without."""
 
@@ -110,6 +130,8 @@ class Job:
             self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         if plant.sharded:
             fully_shard(self.model, mesh=self.mesh)
+        if plant.experts:
+            self.model = Expert(self.model, self.mesh["expert"])
         self.optimizer = self.own_optimizer() if plant.rule else self.torch_optimizer()
         self.scaler = Scaler(self) if plant.scaled else None
         sizes = plant.mesh or ({"data": world} if world > 1 else None)
@@ -128,19 +150,20 @@ class Job:
         return kind(self.groups(), HYPER[self.plant.rule] | self.plant.hyper, self)
 
     def torch_optimizer(self):
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        # torch's loop over several tensors takes no mixture of DTensors and others.
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
 
     def run(self, piece, names=None):
         """Runs a piece of the job's source."""
         plant = self.plant
         source = plant.right if piece == plant.piece else plant.pieces.get(piece, PIECES[piece])
-        if piece == plant.piece and self.faulty and self.active:
+        if piece == plant.piece and self.faulty and (self.active or plant.always):
             source = plant.wrong
         scope = {
             "model": self.model, "optimizer": self.optimizer, "batches": self.batches,
             "rank": self.rank, "world": self.world, "mesh": self.mesh, "torch": torch, "dist": dist,
             "scaler": self.scaler, "limit": 0.02, "algebra": getattr(self, "algebra", None),
-            "kept": getattr(self, "kept", {}), "without_last": self.group_without_last(),
+            "without_last": self.group_without_last(), "local": local,
         }  # fmt: skip
         exec(compile(source, f"<{plant.cause}: {piece}>", "exec"), scope | (names or {}))
 
@@ -164,6 +187,8 @@ class Job:
         of = lambda axis, op: {"axis": axis, "op": op} | (
             {"group": group(axis)} if self.mesh else {}
         )
+        if self.plant.experts:
+            return {"experts": [of("data", "mean")], "*": [of("data", "mean"), of("expert", "mean")]}
         return {"*": [of(axis, op) for axis, op in axes.items()]}
 
     def train(self):

@@ -51,10 +51,11 @@ for name, p in model.named_parameters():
     dist.all_reduce(p.grad)
 """
 BY_AXIS = """\
-group = mesh["data"].get_group()
 for name, p in model.named_parameters():
-    dist.all_reduce(p.grad, group=group)
-    p.grad /= group.size()
+    axes = ["data"] if name == "experts" else ["data", "expert"]
+    for axis in axes:
+        dist.all_reduce(local(p.grad), group=mesh[axis].get_group())
+        p.grad /= mesh[axis].size()
 """
 CLIP = """\
 norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
@@ -176,6 +177,8 @@ class Plant:
     mesh: dict[str, int] = field(default_factory=dict)
     reduced_over: dict[str, str] = field(default_factory=dict)
     sharded: bool = False
+    experts: bool = False
+    always: bool = False  # the fault is in all steps, not in the recorded one alone
     scaled: bool = False
     master: bool = False
     excludes: bool = False

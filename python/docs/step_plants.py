@@ -133,11 +133,16 @@ plant(
 )
 plant(
     "wrong-group",
-    "The gradient is reduced over another axis of the mesh, whose ranks hold other parts of the model.",
+    "The gradient is reduced over another axis of the mesh: here that of experts over the ranks that hold other experts.",
     "reduce",
     BY_AXIS,
-    ('mesh["data"]', 'mesh["tensor"]'),
-    mesh={"data": 2, "tensor": 2},
+    (
+        '    axes = ["data"] if name == "experts" else ["data", "expert"]\n',
+        '    axes = ["expert"] if name == "experts" else ["data", "expert"]\n',
+    ),
+    mesh={"data": 2, "expert": 2},
+    experts=True,
+    pieces={"clip": ""},
     **FOUR,
 )
 plant(
@@ -330,6 +335,7 @@ of_rule(
     "RMSprop",
     ("square_avg.sqrt() + eps)", "square_avg.sqrt() + eps, value=lr)"),
     ("alpha=-lr", "alpha=-1"),
+    always=True,
 )
 of_rule(
     "momentum-schedule",
@@ -383,13 +389,11 @@ of_rule(
     ("w.mul_(1 - lr * decay)", "w = w.clone()\nw.mul_(1 - lr * decay)"),
     threads="Megatron-LM 4426",
 )
-plant(
+of_rule(
     "update-from-other-gradient",
-    "A copy of the gradients from before the clipping is put back, as one that was kept for a log.",
-    "step",
-    PIECES["step"],
-    ("optimizer.step()", "for p in model.parameters():\n    p.grad = kept[p]\noptimizer.step()"),
-    pieces={"clip": CLIP},
+    "The optimizer reads a copy of the gradients that was made before the clipping.",
+    "AdamW",
+    ("w.mul_(1 - lr * decay)", "g = kept[p]\nw.mul_(1 - lr * decay)"),
 )
 of_rule(
     "master-stale",
