@@ -19,6 +19,8 @@ WIDTH = 440
 MOST_POINTS = 160
 # A difference that is smaller beside the largest value is drawn by itself.
 NEAR = 0.02
+# A number that is smaller beside the largest is what rounding leaves of zero.
+NOTHING = 1e-6
 
 
 class Dump:
@@ -125,7 +127,8 @@ def bars(cause, below, rows):
             box = f'x="{x:.1f}" y="{y + down}" width="{max(width, 1):.1f}" height="10"'
             body.append(f'<rect {box} fill="{colour}"/>')
             at = f'x="{max(x + width, zero) + 5:.1f}" y="{y + down + 9}"'
-            body.append(f'<text {at} {TEXT}>{value:.4g}</text>')
+            word = f"{value:.4g}" if abs(value) > NOTHING * largest else "0"
+            body.append(f"<text {at} {TEXT}>{word}</text>")
         y += line
     return frame(cause, below, y + 24, [*body, *legend(y + 6)])
 

@@ -133,7 +133,7 @@ plant(
 )
 plant(
     "wrong-group",
-    "The gradient is reduced over another axis of the mesh: here that of experts over the ranks that hold other experts.",
+    "The gradient is reduced over another axis of the mesh: here an expert's over the ranks that hold other experts.",
     "reduce",
     BY_AXIS,
     (
@@ -142,7 +142,7 @@ plant(
     ),
     mesh={"data": 2, "expert": 2},
     experts=True,
-    pieces={"clip": ""},
+    pieces={"clip": "", "start": ""},
     **FOUR,
 )
 plant(
@@ -262,7 +262,7 @@ of_rule(
 )
 of_rule(
     "decay-other",
-    "The decay is not multiplied by the learning rate, which leaves nothing of the weights within some hundred steps.",
+    "The decay is not multiplied by the learning rate: within some hundred steps nothing is left of the weights.",
     "AdamW",
     ("lr * decay", "decay"),
     threads="tensorflow/addons 2282",
