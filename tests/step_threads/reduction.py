@@ -66,6 +66,7 @@ def torchtitan_2318(rank, fixed):
     model = rank.transformer()
     fully_shard(model, mesh=mesh["shard"])
     model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     optimizer = adamw(model)
     operation = {"op": "sum"}
     reduce = {"*": [{"axis": "shard"} | operation, {"axis": "replicate"} | operation]}
