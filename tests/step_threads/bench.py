@@ -16,6 +16,9 @@ from step_threads.threads import ELSEWHERE, THREADS
 def train(threads, directory, python):
     """Trains jobs of one framework and number of ranks; those after one that fails are started again."""
     waiting = list(threads)
+    for thread in waiting:
+        for name in (thread.case, f"{thread.case}-fixed"):
+            shutil.rmtree(directory / name, ignore_errors=True)
     while waiting:
         first = waiting[0]
         with tempfile.NamedTemporaryFile("w", suffix=".json") as plan:

@@ -151,6 +151,8 @@ def pytorch_160285(rank, fixed):
         model.experts.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     fully_shard(model, mesh=rank.mesh(dp=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with rank.recorded(model, optimizer, edp=2, ep=2):
+    # Experts see the tokens of all ranks: that is what their gradient is to be a mean of.
+    reduce = {"experts.*": [{"axis": "edp", "op": "sum", "divisor": rank.world}]}
+    with rank.recorded(model, optimizer, reduce=reduce, edp=2, ep=2):
         model(*rank.batch()).backward()
         optimizer.step()

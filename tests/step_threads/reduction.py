@@ -31,7 +31,9 @@ def torchtune_2172(rank, fixed):
     fully_shard(model, mesh=rank.mesh(data=2))
     optimizer = adamw(model)
     tokens = tokens_of_all(rank, 2, 2)
-    with rank.recorded(model, optimizer, data=2):
+    # What the recipe is to do: the sum over all ranks, divided by all tokens.
+    reduce = {"*": [{"axis": "data", "op": "sum", "divisor": tokens}]}
+    with rank.recorded(model, optimizer, reduce=reduce, data=2):
         for i in range(2):
             batch = rank.batch(i)
             (model(*batch) * batch[1].numel()).backward()
@@ -48,9 +50,8 @@ def torchtune_2436(rank, fixed):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     own, ranks = rank.index // 2, 2 if fixed else rank.world
     tokens = tokens_of_all(rank, 2, 1)
-    with rank.recorded(
-        model, optimizer, reduce={"*": [{"axis": "data", "op": "mean"}]}, data=2, tp=2
-    ) as capture:
+    reduce = {"*": [{"axis": "data", "op": "sum", "divisor": tokens}]}
+    with rank.recorded(model, optimizer, reduce=reduce, data=2, tp=2) as capture:
         batch = rank.batch(of=own)
         (model(*batch) * batch[1].numel()).backward()
         for parameter in model.parameters():

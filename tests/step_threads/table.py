@@ -1,10 +1,41 @@
 """What the replay said of each thread, beside what is right."""
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 
 import backtape
 from step_corpus.table import Outcome, detected
 from step_threads.thread import Thread
+
+# What the first replay of each job said, judged by the expectations as they stood before it.
+FIRST_RUN = json.loads(Path(__file__).with_name("first_run.json").read_text())
+
+
+PAGE = """# Public threads, rebuilt
+
+What `make bench-step-threads` said. {threads} public threads in which a gradient or an update was wrong are
+rebuilt as {jobs} small jobs: gloo ranks in torch, or jax, on the CPU, with the mechanism that the thread
+describes, and a twin without it. None of the threads' code is here. What is expected of each was written
+down from its thread before its first replay (tests/step_threads/threads.py), and the table keeps what that first
+replay came to. Until then it had been tried on the corpus of planted faults alone (`make bench-step-causes`).
+"""
+
+NOT_HERE = """
+## Threads that are no case here
+"""
+
+NOTES = """
+## How to read it
+
+- **stage, group, factor**: the first divergence of the report has one of the expected stages, exactly the
+  parameters that are concerned, and captured / right where that is one number.
+- **cause**: right, `unknown` although there is a name, or WRONG: one was named that is not what happened. Where
+  what went wrong has no name, `unknown` is right.
+- A job whose fault is in an optimizer that no rule is known of, in a gradient that comes in pieces, or in a number
+  that the job itself declares cannot be detected; [step.md](step.md) says what is not seen.
+"""
 
 
 @dataclass
@@ -108,6 +139,41 @@ def counts(rows):
 def summary(rows):
     threads = len({row.thread.url for row in rows})
     return f"\n{len(rows)} jobs of {threads} threads: {counts(rows)}"
+
+
+def cell(row):
+    """What a row came to, in one cell of the page: what is not right of it."""
+    if not row.detected:
+        parts = ["not detected"]
+    else:
+        parts = [name for name in ("stage", "group", "factor") if getattr(row, name) is False]
+        parts = [f"{name} not right" for name in parts]
+        parts += {"right": [], "unknown": ["cause unknown"]}.get(row.cause, ["cause WRONG"])
+    return ", ".join(parts + ([] if row.twin else ["twin DIVERGED"])) or "right"
+
+
+def page(rows, elsewhere):
+    """docs/step-threads.md."""
+    first = [SimpleNamespace(thread=row.thread, **FIRST_RUN[row.thread.case]) for row in rows]
+    lines = [
+        PAGE.format(threads=len({row.thread.url for row in rows}), jobs=len(rows)),
+        f"First run: {counts(first)}.",
+        f"Now: {counts(rows)}.",
+        "",
+        "| thread | what the job does | expected | first run | now | what the replay says |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row, before in zip(rows, first):
+        thread = row.thread
+        factor = "" if thread.factor is None else f", x {thread.factor:.4g}"
+        cause = "/".join(f"`{name}`" for name in thread.causes) or "no name"
+        expected = f"{'/'.join(thread.stages)}, {cause}{factor}"
+        told = said(row.faulty) + (f": {row.faulty.words}" if row.faulty.words else "")
+        source = f"[{thread.source}]({thread.url})"
+        cells = (source, thread.wrong, expected, cell(before), cell(row), told.replace("|", "\\|"))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [NOT_HERE, *(f"- {one.source}: {one.why}." for one in elsewhere), NOTES]
+    return "\n".join(lines)
 
 
 def exit_code(rows):

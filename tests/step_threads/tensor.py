@@ -43,10 +43,11 @@ class LatentAttention(nn.Module):
     """A layer of attention whose heads are cut over ranks, between an embedding and a head.
 
     q_a and kv_a are the same on each rank, q_b, kv_b, out and sink are cut by heads. `k_pe` is one key for
-    all heads; `sums_k_pe`: its gradient is summed over the ranks that have the heads.
+    all heads; `sums_k_pe`: its gradient is summed over the ranks that have the heads. A norm of what heads
+    give takes out what sinks do, so a model has one of the two.
     """
 
-    def __init__(self):
+    def __init__(self, has_sinks):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
@@ -55,8 +56,8 @@ class LatentAttention(nn.Module):
         self.q_b = nn.Parameter(torch.empty(HEADS * (HEAD + ROPE), LATENT))
         self.kv_a = nn.Linear(WIDTH, LATENT + ROPE, bias=False)
         self.kv_b = nn.Parameter(torch.empty(HEADS * 2 * HEAD, LATENT))
-        self.sink = nn.Parameter(torch.empty(HEADS))
-        self.out_norm = nn.RMSNorm(HEAD)
+        self.sink = nn.Parameter(torch.empty(HEADS)) if has_sinks else None
+        self.out_norm = nn.Identity() if has_sinks else nn.RMSNorm(HEAD)
         self.out = nn.Parameter(torch.empty(WIDTH, HEADS * HEAD))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.sums_k_pe = True
@@ -64,6 +65,8 @@ class LatentAttention(nn.Module):
     def cut(self, mesh):
         """Leaves each rank its heads."""
         for name, axis in (("q_b", 0), ("kv_b", 0), ("sink", 0), ("out", 1)):
+            if getattr(self, name) is None:
+                continue
             whole = getattr(self, name).detach()
             setattr(self, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(axis)])))
         return self
@@ -81,9 +84,12 @@ class LatentAttention(nn.Module):
         k = torch.cat([k, k_pe[:, None].expand(-1, k.shape[1], -1, -1)], -1)
         scores = q @ k.transpose(-1, -2) * (HEAD + ROPE) ** -0.5
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
-        sink = self.sink.to_local().view(1, -1, 1, 1).expand(batch, -1, length, 1)
-        shares = torch.cat([scores.masked_fill(later, float("-inf")), sink], -1).softmax(-1)
-        o = self.out_norm(shares[..., :-1] @ v).transpose(1, 2).flatten(2)
+        scores = scores.masked_fill(later, float("-inf"))
+        if self.sink is not None:
+            sink = self.sink.to_local().view(1, -1, 1, 1).expand(batch, -1, length, 1)
+            scores = torch.cat([scores, sink], -1)
+        shares = scores.softmax(-1)[..., :length]
+        o = self.out_norm(shares @ v).transpose(1, 2).flatten(2)
         x = x + FromRegion.apply(F.linear(o, self.out.to_local()))
         return cross_entropy(self.head(x), labels)
 
@@ -95,10 +101,10 @@ REDUCE = {"out_norm.*": [{"axis": "tp", "op": "sum"}], "*": []}
 class Job:
     """The model on two tensor ranks with the same data."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, has_sinks=False):
         mesh = rank.mesh(tp=2)
         self.rank, self.batch = rank, rank.batch(of=0)
-        self.model = rank.started(LatentAttention()).cut(mesh)
+        self.model = rank.started(LatentAttention(has_sinks)).cut(mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
         self.named = dict(self.model.named_parameters())
 
@@ -151,11 +157,10 @@ def areno_496(rank, fixed):
 
 def megatron_7452_8(rank, fixed):
     """A norm that counts on every rank what is marked as cut; the sinks are cut and not marked."""
-    job = Job(rank)
+    job = Job(rank, has_sinks=True)
     is_marked = lambda name, one: is_cut(one) and (fixed or name != "sink")
     with job.recorded() as capture:
         job.model(*job.batch).backward()
-        sum_over(job.model.out_norm.weight.grad)
         counts = lambda name, one: float(is_marked(name, one) or rank.index == 0)
         clip(job.model, capture, job.norm(counts))
         job.optimizer.step()
