@@ -62,7 +62,7 @@ impl Judge<'_> {
         let judge = |((at, ..), (rank, ranks)): (&(usize, u64, String), &(Rank, Vec<Rank>))| {
             let norm = &self.inventory.declared[rank].norms[*at];
             let result =
-                self.norm(norm, *rank, *at).unwrap_or_else(|why| Outcome::Unchecked { why });
+                self.norm(norm, ranks, *at).unwrap_or_else(|why| Outcome::Unchecked { why });
             let parameter = String::new();
             let (tensor, ranks) = (format!("norm {at}"), ranks.clone());
             let (place, energies) = (IndexBox(Vec::new()), None);
@@ -78,8 +78,9 @@ impl Judge<'_> {
         norms.flat_map(|norm| norm.parameters.iter().map(String::as_str)).collect()
     }
 
-    fn norm(&self, norm: &Norm, rank: Rank, at: usize) -> Result<Outcome, String> {
-        let is_local = norm.value.is_none();
+    /// A norm that these ranks declare.
+    fn norm(&self, norm: &Norm, ranks: &[Rank], at: usize) -> Result<Outcome, String> {
+        let (is_local, rank) = (norm.value.is_none(), ranks[0]);
         let value = norm.value.or(norm.local).ok_or("the job recorded no value of it")?;
         if norm.others > 0 {
             return Err(format!(
@@ -141,7 +142,7 @@ impl Judge<'_> {
             let is_apart = (other - expected).abs() > 2.0 * tolerance * expected;
             is_apart && (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
-        let read = self.read_norm(&shares, (rank, total, is_max), &is);
+        let read = self.read_norm(&shares, (ranks, total, is_max), &is);
         divergence.readings = read.into_iter().collect();
         Ok(Outcome::Diverged(Box::new(divergence)))
     }
@@ -187,7 +188,7 @@ impl Judge<'_> {
     fn read_norm(
         &self,
         shares: &BTreeMap<&str, Share>,
-        (rank, total, is_max): (Rank, f64, bool),
+        (declaring, total, is_max): (&[Rank], f64, bool),
         is: &dyn Fn(f64) -> bool,
     ) -> Option<Reading> {
         let held = |rank: &Rank| -> f64 {
@@ -196,9 +197,11 @@ impl Judge<'_> {
         };
         let ranks: BTreeSet<Rank> =
             shares.values().flat_map(|share| share.held.keys().copied()).collect();
-        let local = held(&rank);
-        if !is_near(local, total) && is(local) {
-            let words = format!("it is the norm of what rank {rank} holds alone");
+        // Of ranks that hold different parts no two have one norm of their own: a number that both
+        // declare went over ranks.
+        let is_own = |rank: &Rank| !is_near(held(rank), total) && is(held(rank));
+        if declaring.iter().all(is_own) {
+            let words = format!("it is the norm of what rank {} holds alone", declaring[0]);
             return Some(causes::NORM_LOCAL.reads(words));
         }
         let all: f64 = ranks.iter().map(held).sum();
@@ -250,6 +253,18 @@ impl Judge<'_> {
             }
             if is(sum(names)) {
                 return Some(causes::NORM_MISSES.reads(format!("{group} alone are in it")));
+            }
+        }
+        // Copies count on their lowest rank, and so do parts that are taken for copies.
+        let lost = |name: &str| {
+            let (share, held) = (&shares[name], shares[name].held.first_key_value());
+            held.map_or(0.0, |(_, held)| share.whole - held).max(0.0)
+        };
+        for (group, names) in &groups {
+            let lost: f64 = names.iter().map(|name| lost(name)).sum();
+            if lost > 0.0 && is(total - lost) {
+                let words = format!("of {group} only what the lowest rank holds is in it");
+                return Some(causes::NORM_MISSES.reads(words));
             }
         }
         for (group, names) in &groups {
