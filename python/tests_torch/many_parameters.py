@@ -1,4 +1,4 @@
-"""One rank of a torch job over gloo whose model has 413 parameters, run by test_step_page.py.
+"""One rank of a torch job over gloo whose model has 413 parameters, run by test_step_many_parameters.py.
 
     python many_parameters.py RANK WORLD PORT DIRECTORY FAULT ...
 
