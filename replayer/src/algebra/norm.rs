@@ -115,7 +115,7 @@ impl Judge<'_> {
         // A step is left out for gradients that are not finite, and their norm is neither.
         let is_infinite = !expected.is_finite() || expected > format.largest_finite();
         if is_infinite && !value.is_finite() && self.inventory.is_left_out() {
-            return Ok(Outcome::Agreed { seen_from: None });
+            return Ok(Outcome::Agreed { seen_from: None, error: 0.0, floor: 0.0 });
         }
         if (value - expected).abs() <= allowed {
             let least = expected.max(f64::MIN_POSITIVE);
