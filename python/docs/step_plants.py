@@ -333,8 +333,8 @@ of_rule(
     "lr-in-momentum",
     "The momentum adds up changes, each with the learning rate of its step: under a schedule that is another sum.",
     "RMSprop",
-    ("square_avg.sqrt() + eps)", "square_avg.sqrt() + eps, value=lr)"),
-    ("alpha=-lr", "alpha=-1"),
+    ("square_avg.sqrt() + eps)", "square_avg.sqrt() + eps, value=-lr)"),
+    ("w.add_(buffer, alpha=-lr)", "w.add_(buffer)"),
     always=True,
 )
 of_rule(
