@@ -101,7 +101,8 @@ def step_algebra(
         accumulation="sum" or "mean": what becomes of the gradients of microbatches; without it
             either is taken for right;
         reduce={"*": [{"axis": "data", "op": "mean"}]}: by glob, the communications that bring the
-            addends together, with "dtype" and "ranks" where the shardings do not tell them.
+            addends together, with "dtype" and "ranks" where the shardings do not tell them, and
+            "divisor" where a sum is divided by another number than that of the addends.
 
     Call it outside jit, in every process. It waits for the values of the step. What is not given,
     or cannot be recorded, is declared as absent with the reason.

@@ -99,6 +99,9 @@ impl Solved<'_> {
             let count = self.microbatches;
             parts.push((format!("{count} microbatches"), count as f64));
         }
+        for (name, size) in self.other_axes() {
+            parts.push((format!("|{name}| = {size}, which it is not reduced over"), size));
+        }
         let mut found = Vec::new();
         for (name, size) in &parts {
             if is_near(factor, *size) {
@@ -117,6 +120,14 @@ impl Solved<'_> {
             }
         }
         found
+    }
+
+    /// The axes of the job's mesh that it is not declared to be reduced over, and their sizes.
+    fn other_axes(&self) -> impl Iterator<Item = (&str, f64)> {
+        let axes = self.inventory.dump.manifest.mesh.0.iter();
+        let is_own = |name: &str| self.domain.axes.iter().any(|axis| axis.name == name);
+        let axes = axes.filter(move |(name, size)| *size > 1 && !is_own(name));
+        axes.map(|(name, size)| (name.as_str(), f64::from(*size)))
     }
 
     fn cause_of_factor(&self, factor: f64) -> Cause {
@@ -138,6 +149,7 @@ impl Solved<'_> {
             () if is(1.0 / averaged) || divided_axis => causes::MEAN_TWICE,
             () if is(summed) || is_axis => causes::REDUCED_TWICE,
             () if is(microbatches) || is(1.0 / microbatches) => causes::MICROBATCH_SCALE,
+            () if self.other_axes().any(|(_, size)| is(size)) => causes::REDUCED_TWICE,
             () => causes::SCALED,
         }
     }
