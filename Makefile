@@ -13,7 +13,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	bench-step-causes bench-step-threads \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
-	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures api clean
+	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures step-causes api clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -343,6 +343,11 @@ bench-search: $(VENV)/.installed
 # docs/pictures: what each cause looks like, drawn from the planted-fault corpus; minutes.
 pictures: $(VENV)/.installed-dev
 	$(BIN)/python python/docs/pictures.py
+
+# docs/step-causes.md and its pictures: jobs in torch with each fault of the step, trained and replayed.
+# CAUSE chooses one.
+step-causes: $(VENV)-torch/.installed-dev
+	REPLAY=$(VENV)-torch/bin/replay $(VENV)-torch/bin/python python/docs/step_causes.py $(CAUSE)
 
 # docs/api.md, from the docstrings.
 api:

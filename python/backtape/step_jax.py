@@ -8,8 +8,9 @@ after the step ran.
                                          "eps": 1e-8, "weight_decay": 0.01},
                               norm=taped.grad_norm, max_norm=1.0)
 
-docs/step.md says which tensors that are and how `replay` judges them. The step that is recorded
-returns what is to be recorded, and must not donate the arrays that it takes (`donate_argnums`).
+docs/step-format.md says which tensors that are, docs/step.md how `replay` judges them. The step
+that is recorded returns what is to be recorded, and must not donate the arrays that it takes
+(`donate_argnums`).
 """
 
 import fnmatch

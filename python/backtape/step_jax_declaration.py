@@ -1,4 +1,4 @@
-"""What a rank of a jax job declares of its step: `step.declared:RANK` of docs/step.md."""
+"""What a rank of a jax job declares of its step: `step.declared:RANK` of docs/step-format.md."""
 
 import fnmatch
 import json

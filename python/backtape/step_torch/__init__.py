@@ -7,7 +7,7 @@
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-docs/step.md says what is recorded, under which names. Nothing of the job is changed: hooks of
+docs/step-format.md says what is recorded, under which names. Nothing of the job is changed: hooks of
 tensors, modules and optimizers, and functions of torch that are replaced while the tape is open,
 look at what passes and hand it on. No collective runs that the job does not run itself.
 

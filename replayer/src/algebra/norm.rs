@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::nan::larger;
 use backtape::part::Part;
 use backtape::shard::TensorKey;
 use rayon::prelude::*;
@@ -34,6 +35,13 @@ struct Share {
     variance: f64,
     /// How many ranks hold each element.
     copies: f64,
+}
+
+/// By how much `x^(1/p)` errs for each unit of `ln x`, where a job has `1/p` in f32. A job takes
+/// such a root of each parameter, of what a rank holds, and of all.
+fn exponent_error(power: f64) -> f64 {
+    let exponent = 1.0 / power;
+    (f64::from(exponent as f32) - exponent).abs()
 }
 
 impl Judge<'_> {
@@ -85,7 +93,7 @@ impl Judge<'_> {
         let (shares, stored) = self.shares(norm, rank, (at, power))?;
         let is_max = power.is_infinite();
         let join = |values: &mut dyn Iterator<Item = f64>| match is_max {
-            true => values.fold(0.0, f64::max),
+            true => values.fold(0.0, larger),
             false => values.sum(),
         };
         let root = |total: f64| if is_max { total } else { total.powf(1.0 / power) };
@@ -101,7 +109,14 @@ impl Judge<'_> {
         let relative =
             if is_max { 0.0 } else { variance.sqrt() / (power * total.max(f64::MIN_POSITIVE)) };
         let unit = format.unit_roundoff().max(Precision::F32.unit_roundoff());
-        let allowed = expected * (REACH * relative + 4.0 * unit);
+        let roots = 3.0 * exponent_error(power) * total.max(f64::MIN_POSITIVE).ln().abs();
+        let small = (1.0 + (shares.len() as f64).sqrt()) * format.smallest_subnormal();
+        let allowed = expected * (REACH * relative + 4.0 * unit + roots) + small;
+        // A step is left out for gradients that are not finite, and their norm is neither.
+        let is_infinite = !expected.is_finite() || expected > format.largest_finite();
+        if is_infinite && !value.is_finite() && self.inventory.is_left_out() {
+            return Ok(Outcome::Agreed { seen_from: None });
+        }
         if (value - expected).abs() <= allowed {
             return Ok(Outcome::Agreed {
                 seen_from: Some(allowed / expected.max(f64::MIN_POSITIVE)),
@@ -121,9 +136,11 @@ impl Judge<'_> {
             readings: Vec::new(),
         };
         let tolerance = (allowed / expected).max(1e-6);
+        // What is as near to the right norm as the job's explains nothing.
         let is = |other: f64| {
             let other = root(other);
-            (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
+            let is_apart = (other - expected).abs() > 2.0 * tolerance * expected;
+            is_apart && (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
         let read = self.read_norm(&shares, (ranks, total, is_max), &is);
         divergence.readings = read.into_iter().collect();
@@ -176,7 +193,7 @@ impl Judge<'_> {
     ) -> Option<Reading> {
         let held = |rank: &Rank| -> f64 {
             let own = shares.values().filter_map(|share| share.held.get(rank)).copied();
-            if is_max { own.fold(0.0, f64::max) } else { own.sum() }
+            if is_max { own.fold(0.0, larger) } else { own.sum() }
         };
         let ranks: BTreeSet<Rank> =
             shares.values().flat_map(|share| share.held.keys().copied()).collect();
@@ -306,7 +323,7 @@ impl Judge<'_> {
             let [value, squares, count] = self.powers(key, &piece, power)?;
             for rank in &piece.ranks {
                 let held = share.held.entry(*rank).or_default();
-                *held = if power.is_infinite() { held.max(value) } else { *held + value };
+                *held = if power.is_infinite() { larger(*held, value) } else { *held + value };
             }
             if counted.contains(&piece.place) {
                 continue;
@@ -314,11 +331,12 @@ impl Judge<'_> {
             counted.push(piece.place.clone());
             share.copies = share.copies.max(piece.ranks.len() as f64);
             share.whole = match power.is_infinite() {
-                true => share.whole.max(value),
+                true => larger(share.whole, value),
                 false => share.whole + value,
             };
             let unit = format.map_or(0.0, Precision::unit_roundoff);
             share.variance += sum.variance(count, value, squares) + (2.0 * unit * value).powi(2);
+            share.variance += count * Precision::F32.smallest_subnormal().powi(2);
         }
         Ok(share)
     }
@@ -332,7 +350,7 @@ impl Judge<'_> {
             for x in values {
                 let x = x.abs();
                 if power.is_infinite() {
-                    sums[0] = f64::max(sums[0], x);
+                    sums[0] = larger(sums[0], x);
                     continue;
                 }
                 let raised = if power == 2.0 { x * x } else { x.powf(power) };
@@ -346,7 +364,7 @@ impl Judge<'_> {
         for part in parts {
             let [value, squares, count] = part?;
             let before: f64 = total[0];
-            let joined = if power.is_infinite() { before.max(value) } else { before + value };
+            let joined = if power.is_infinite() { larger(before, value) } else { before + value };
             total = [joined, total[1] + squares, total[2] + count];
         }
         Ok(total)
