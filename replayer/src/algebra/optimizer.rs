@@ -50,7 +50,9 @@ impl Judge<'_> {
         let both = copies.iter().find_map(|(before, after)| {
             Some((inventory.key(parameter, before)?, inventory.key(parameter, after)?))
         });
-        let Some((before, after)) = both else { return Vec::new() };
+        let Some((before, after)) = both else {
+            return self.not_recorded(parameter).into_iter().collect();
+        };
         let tensors = &inventory.parameters[parameter].tensors;
         let others: Vec<&TensorKey> = tensors.values().filter(|key| *key != after).collect();
         let origin = |rank: Rank| {
@@ -69,6 +71,18 @@ impl Judge<'_> {
             judged.extend(self.optimized(&tensors, &piece));
         }
         judged
+    }
+
+    /// Why nothing is said of the update of a parameter that has a gradient: as that no optimizer
+    /// holds it.
+    fn not_recorded(&self, parameter: &str) -> Option<Judged> {
+        let gradient = self.inventory.key(parameter, &Part::Reduced)?;
+        let pieces = self.inventory.pieces(gradient, &|_| ());
+        let piece = pieces.first()?;
+        let absent = &self.inventory.declared_of(piece.ranks[0], parameter)?.absent;
+        let why = absent.get("master_after").or_else(|| absent.get("after"))?.clone();
+        let result = Ok(Outcome::Unchecked { why });
+        Some(self.judged(Stage::Update, parameter, (gradient, piece), result))
     }
 
     /// The hyper-parameters as text, which tells ranks that declare others apart.
