@@ -12,7 +12,7 @@ use super::row_sums;
 use super::trace::{Given, program};
 use super::walker::{Recorded, Span, Walk};
 use crate::compare::lanes;
-use crate::compare::{Bound, Tally};
+use crate::compare::Tally;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 use crate::kernels::uncertain::{LAST, Roundings};

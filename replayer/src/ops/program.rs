@@ -11,7 +11,7 @@ use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
 
 /// Columns that are evaluated at a time.
-pub(super) const LANES: usize = 256;
+pub(super) const LANES: usize = 128;
 /// A number of each column.
 pub(super) type Block = [f64; LANES];
 pub(super) const ZERO: Block = [0.0; LANES];
@@ -27,6 +27,8 @@ pub(super) struct Program {
     pub output: usize,
     /// The deviation of rounding 1 in arithmetic.
     pub unit: f64,
+    /// Whether an error has the last place.
+    pub has_last: bool,
 }
 
 /// A step of a formula.
@@ -38,6 +40,8 @@ pub(super) struct Node {
     pub has_extra: bool,
     /// Whether it has an error at all.
     pub is_uncertain: bool,
+    /// Whether the result depends on it.
+    pub is_needed: bool,
 }
 
 /// Whose error a rounding is.
@@ -80,6 +84,15 @@ pub(super) enum Two {
 pub(super) enum Term {
     Column(usize),
     Known(usize),
+}
+
+impl Term {
+    pub(super) fn node(self) -> Option<usize> {
+        match self {
+            Term::Column(node) => Some(node),
+            Term::Known(_) => None,
+        }
+    }
 }
 
 /// A number that the row shares, with its errors.
@@ -188,6 +201,9 @@ pub(super) fn value<'b>(
 #[inline(always)]
 fn forward_body(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation) {
     for (at, node) in program.nodes.iter().enumerate() {
+        if !node.is_needed {
+            continue;
+        }
         if node.has_extra {
             extra(program, inputs, memory, at);
         }

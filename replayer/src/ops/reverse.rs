@@ -37,13 +37,18 @@ impl Default for Errors {
 }
 
 impl Errors {
-    fn clear(&mut self, asked: Asked, kept: usize) {
-        self.kept.resize(kept, ZERO);
+    fn clear(&mut self, asked: Asked, program: &Program) {
+        self.kept.resize(program.kept.len(), ZERO);
         self.kept.iter_mut().for_each(|block| *block = ZERO);
-        (self.own, self.last) = (ZERO, ZERO);
-        let asked = [(asked.shared, &mut self.shared), (asked.row, &mut self.row)];
+        self.own = ZERO;
+        let Errors { shared, row, most, last, .. } = self;
+        let asked = [
+            (asked.shared, shared),
+            (asked.row, row),
+            (asked.own, most),
+            (program.has_last, last),
+        ];
         asked.into_iter().filter(|(is, _)| *is).for_each(|(_, block)| *block = ZERO);
-        self.most = ZERO;
     }
 }
 
@@ -170,13 +175,13 @@ impl Errors {
 
     /// Adds the errors that were kept apart, and those that share the last place.
     #[inline(always)]
-    fn close(&mut self, kept: &[bool], asked: Asked, has_last: bool) {
-        for (at, is_shared) in kept.iter().enumerate() {
+    fn close(&mut self, program: &Program, asked: Asked) {
+        for (at, is_shared) in program.kept.iter().enumerate() {
             let block = std::mem::replace(&mut self.kept[at], ZERO);
             let place = if *is_shared { Place::Shared } else { Place::Own };
             self.add(place, asked, Factor(1.0, None), Some(&block));
         }
-        if has_last {
+        if program.has_last {
             let last = std::mem::replace(&mut self.last, ZERO);
             self.add(Place::Own, asked, Factor(1.0, None), Some(&last));
         }
@@ -192,24 +197,22 @@ fn backward_body(
     errors: &mut Errors,
 ) {
     let program = of.program;
-    errors.clear(asked, program.kept.len());
+    errors.clear(asked, program);
     way.free.append(&mut way.slots);
     way.adjoints.clear();
     way.adjoints.resize(program.nodes.len(), Adjoint::None);
     let mut back = Back { of, way };
     seeds.iter().for_each(|(node, seed)| back.give(*node, Adjoint::Uniform(*seed)));
     let top = seeds.iter().map(|(node, _)| *node).max().unwrap_or(0);
-    let mut has_last = program.known.iter().any(|known| known.last > 0.0);
     for at in (0..=top).rev() {
         let adjoint = back.way.adjoints[at];
         if matches!(adjoint, Adjoint::None) {
             continue;
         }
-        has_last |= program.nodes[at].place == Some(Place::Last);
         back.errs(at, adjoint, asked, errors);
         back.propagate(at, adjoint, asked, errors);
     }
-    errors.close(&program.kept, asked, has_last);
+    errors.close(program, asked);
 }
 
 /// The way back from the result.
@@ -276,6 +279,19 @@ impl<'b> Back<'b> {
         };
     }
 
+    /// Adds the errors of a known number, by which the derivative is a derivative times a block.
+    #[inline(always)]
+    fn give_known(
+        &self,
+        known: usize,
+        adjoint: Adjoint,
+        block: Option<&Block>,
+        asked: Asked,
+        errors: &mut Errors,
+    ) {
+        errors.add_known(&self.of.program.known[known], asked, self.factor(adjoint), block);
+    }
+
     /// Adds the errors that a step makes itself.
     #[inline(always)]
     fn errs(&self, at: usize, adjoint: Adjoint, asked: Asked, errors: &mut Errors) {
@@ -285,7 +301,6 @@ impl<'b> Back<'b> {
             errors.add(Place::Own, asked, by, Some(&self.of.extra[at]));
         }
         let Some(place) = node.place else { return };
-        let mut deviation = ZERO;
         match node.action {
             Action::Input(input) => {
                 let variance = self.of.inputs[input].variance;
@@ -293,16 +308,17 @@ impl<'b> Back<'b> {
                     let own = &mut errors.own;
                     return products(by, None, |i, c| own[i] += c * c * variance[i]);
                 }
+                let mut deviation = ZERO;
                 each(&mut deviation, |i| variance[i].sqrt());
                 errors.add(place, asked, by, Some(&deviation));
             }
             Action::Stored(of, precision) => {
-                let stored = self.value(of);
+                let (stored, mut deviation) = (self.value(of), ZERO);
                 each(&mut deviation, |i| precision.deviation(stored[i]));
                 errors.add(place, asked, by, Some(&deviation));
             }
             Action::Changed(of, change, precision) => {
-                let stored = self.value(of);
+                let (stored, mut deviation) = (self.value(of), ZERO);
                 each(&mut deviation, |i| precision.deviation(stored[i]));
                 errors.add(place, asked, by, Some(&deviation));
                 let root = 1.0 / 3f64.sqrt();
@@ -375,16 +391,13 @@ impl<'b> Back<'b> {
         errors: &mut Errors,
     ) {
         let program = self.of.program;
-        let to_known = |back: &Self, known: usize, adjoint, block: Option<&Block>, errors: &mut Errors| {
-            errors.add_known(&program.known[known], asked, back.factor(adjoint), block);
-        };
         match (two, a, b) {
             (Two::Plus | Two::Minus, a, b) => {
                 let second = if two == Two::Plus { 1.0 } else { -1.0 };
                 for (term, adjoint) in [(a, adjoint), (b, adjoint.times(second))] {
                     match term {
                         Term::Column(node) => self.give(node, adjoint),
-                        Term::Known(known) => to_known(self, known, adjoint, None, errors),
+                        Term::Known(known) => self.give_known(known, adjoint, None, asked, errors),
                     }
                 }
             }
@@ -402,13 +415,13 @@ impl<'b> Back<'b> {
             }
             (Two::Times, Term::Column(column), Term::Known(known))
             | (Two::Times, Term::Known(known), Term::Column(column)) => {
-                to_known(self, known, adjoint, Some(self.value(column)), errors);
+                self.give_known(known, adjoint, Some(self.value(column)), asked, errors);
                 self.give(column, adjoint.times(program.known[known].value));
             }
             (Two::Over, Term::Column(column), Term::Known(known)) => {
                 let reciprocal = 1.0 / program.known[known].value;
                 let quotient = Some(self.value(at));
-                to_known(self, known, adjoint.times(-reciprocal), quotient, errors);
+                self.give_known(known, adjoint.times(-reciprocal), quotient, asked, errors);
                 self.give(column, adjoint.times(reciprocal));
             }
             (Two::Over, of, Term::Column(divisor)) => {
@@ -420,7 +433,7 @@ impl<'b> Back<'b> {
                 }
                 match of {
                     Term::Column(node) => self.give(node, to_first),
-                    Term::Known(known) => to_known(self, known, to_first, None, errors),
+                    Term::Known(known) => self.give_known(known, to_first, None, asked, errors),
                 }
             }
             (_, Term::Known(_), Term::Known(_)) => unreachable!("known numbers were computed"),

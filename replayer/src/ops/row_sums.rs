@@ -9,7 +9,6 @@ use super::trace::{Given, program};
 use super::walker::{Recorded, Span, Walk};
 use crate::compare::{Bound, Tally, lanes};
 use crate::kernels::matrix::Matrix;
-use crate::kernels::number::Number;
 use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
 
@@ -193,27 +192,35 @@ fn expected(
     let count = rows.len() as f64;
     let of_total = arithmetic.sum.variance(count, 1.0, 0.0);
     let of_squares = arithmetic.sum.variance(count, 0.0, 1.0);
-    let mut memory = Evaluation::default();
-    let mut errors = Box::<Errors>::default();
+    let inputs = rows.iter().map(|row| row.inputs.len()).max().unwrap_or(0);
+    let mut memory = Memory {
+        evaluation: Evaluation::default(),
+        errors: Box::default(),
+        sums: Box::new(NO_SUMS),
+        held: vec![ZERO; inputs],
+        variance: vec![ZERO; inputs],
+    };
     let asked = Asked { row: true, ..Asked::default() };
     for from in (0..columns).step_by(LANES) {
         let here = LANES.min(columns - from);
-        let sums = summed(rows, arithmetic, (from, here, has_shared), &mut memory);
+        add_up(rows, arithmetic, (from, here, has_shared), &mut memory);
+        let Memory { evaluation, errors, sums, .. } = &mut memory;
         let (mut total, mut variance) = (ZERO, ZERO);
         for i in 0..LANES {
             total[i] = sums.sum[i] + sums.lost[i];
-            variance[i] = sums.own[i] + of_total * total[i] * total[i] + of_squares * sums.squares[i];
+            let adding = of_total * total[i] * total[i] + of_squares * sums.squares[i];
+            variance[i] = sums.own[i] + adding;
         }
         let inputs = [
             Input { values: &total, variance: &sums.shared },
             Input { values: &ZERO, variance: &variance },
         ];
-        finish.uncertain.run(&inputs, &mut memory);
-        finish.uncertain.errors(&inputs, asked, &mut memory, &mut errors);
-        let values = *finish.uncertain.result(&inputs, &memory);
+        finish.uncertain.run(&inputs, evaluation);
+        finish.uncertain.errors(&inputs, asked, evaluation, errors);
+        let values = *finish.uncertain.result(&inputs, evaluation);
         let emulated = [Input { values: &sums.emulated, variance: &ZERO }];
-        finish.exact.run(&emulated, &mut memory);
-        let emulated = finish.exact.result(&emulated, &memory);
+        finish.exact.run(&emulated, evaluation);
+        let emulated = finish.exact.result(&emulated, evaluation);
         for (value, emulated) in values[..here].iter().zip(emulated) {
             along += (emulated - value) * value;
             energy += value * value;
@@ -226,16 +233,25 @@ fn expected(
     expected
 }
 
-/// The sums of some columns.
-fn summed(
+/// Memory for a block of columns.
+struct Memory {
+    evaluation: Evaluation,
+    errors: Box<Errors>,
+    sums: Box<Sums>,
+    /// By input.
+    held: Vec<Block>,
+    variance: Vec<Block>,
+}
+
+/// Adds up some columns.
+fn add_up(
     rows: &[AddedRow<'_>],
     arithmetic: &Arithmetic,
     (from, here, has_shared): (usize, usize, bool),
-    memory: &mut Evaluation,
-) -> Box<Sums> {
-    let mut sums = Box::new(NO_SUMS);
-    let mut errors = Box::<Errors>::default();
-    let (mut held, mut variance) = (vec![ZERO; INPUTS], vec![ZERO; INPUTS]);
+    memory: &mut Memory,
+) {
+    let Memory { evaluation, errors, sums, held, variance } = memory;
+    **sums = NO_SUMS;
     let asked = Asked { row: has_shared, ..Asked::default() };
     for AddedRow { program, inputs, row } in rows {
         for (at, input) in inputs.iter().enumerate() {
@@ -250,12 +266,11 @@ fn summed(
         for (at, given) in given.iter_mut().enumerate().take(inputs.len()) {
             *given = Input { values: &held[at], variance: &variance[at] };
         }
-        program.run(&given, memory);
-        program.errors(&given, asked, memory, &mut errors);
-        let addends = program.result(&given, memory);
-        add(&mut sums, addends, &errors, has_shared, arithmetic.sum.precision);
+        program.run(&given, evaluation);
+        program.errors(&given, asked, evaluation, errors);
+        let addends = program.result(&given, evaluation);
+        add(sums, addends, errors, has_shared, arithmetic.sum.precision);
     }
-    sums
 }
 
 fn tally(

@@ -116,7 +116,7 @@ macro_rules! rules {
             #[cfg(test)]
             pub(crate) fn tallies(
                 &self,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
                 span: Span,
             ) -> Vec<Compared> {
@@ -133,7 +133,7 @@ macro_rules! rules {
             #[cfg(test)]
             pub(crate) fn tallies_by_numbers(
                 &self,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
                 span: Span,
             ) -> Vec<Compared> {
@@ -147,12 +147,12 @@ macro_rules! rules {
             }
 
             /// Compares its stages over a box.
-            pub(crate) fn compare(
+            pub(crate) fn compare<'o>(
                 &self,
                 judge: &Judge<'_>,
                 declared: &Declared,
                 place: &IndexBox,
-                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
+                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
             ) -> Result<Vec<Compared>, String> {
                 match self {
                     $(Rule::$rule(rule) => judge.compare(rule, declared, place, operands),)*
@@ -162,7 +162,7 @@ macro_rules! rules {
             /// The change of the parameter that it gives, in f64.
             pub(crate) fn change(
                 &self,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
             ) -> Result<Vec<f64>, String> {
                 let columns = operands.iter().map(|operand| operand.values.len()).max();

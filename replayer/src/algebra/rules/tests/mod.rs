@@ -59,7 +59,7 @@ fn declared(job: &Job) -> (Optimizer, Hyper) {
 }
 
 /// What a rule takes of a step.
-fn operands(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Vec<Operand> {
+fn operands(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Vec<Operand<'static>> {
     let job = &recorded.job;
     let widened = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();
     let zeros = vec![0.0; ELEMENTS];
