@@ -211,9 +211,8 @@ fn sums_body(block: &Block<'_>, stored: &Rounding, reach: f64, best: f64) -> Sum
         for lane in 0..LANES {
             let (c, x, many, shared) = (c[lane], x[lane], many[lane], shared[lane]);
             let (square, alike) = (x * x, shared * shared);
-            // As `Allowance::storing` has it.
-            let size = x.abs() + 8.0 * (many + alike).sqrt();
-            let most = stored.unit * size + stored.half;
+            // As `Allowance::storing` has it, but for what the error adds to the size: see below.
+            let most = stored.unit * x.abs() + stored.half;
             let own = many + (stored.square * square + stored.constant);
             own_squares[lane] += own * own;
             own_largest[lane] = if own > own_largest[lane] { own } else { own_largest[lane] };
@@ -237,6 +236,10 @@ fn sums_body(block: &Block<'_>, stored: &Rounding, reach: f64, best: f64) -> Sum
     let sum = |lanes: [f64; LANES]| lanes.iter().sum::<f64>();
     let storing = stored.square * sum(reference) + stored.constant * block.reference.len() as f64;
     let largest = |lanes: [f64; LANES]| lanes.into_iter().fold(0.0, f64::max);
+    // The root of the sum of the squares of `most + 8 unit √total` is at most that of those of
+    // `most` and of the rest (Minkowski).
+    let total = sum(many_sum) + sum(shared_sum);
+    let most = (sum(most_squares).sqrt() + 8.0 * stored.unit * total.sqrt()).powi(2);
     Sums {
         error: sum(error),
         reference: sum(reference),
@@ -245,7 +248,7 @@ fn sums_body(block: &Block<'_>, stored: &Rounding, reach: f64, best: f64) -> Sum
         max_abs: largest(max_abs),
         own: [sum(many_sum) + storing, sum(own_squares), largest(own_largest)],
         many: [sum(many_sum), sum(many_squares), largest(many_largest)],
-        most: sum(most_squares),
+        most,
         shared: sum(shared_sum),
         slope: [sum(slope_own), sum(slope_shared)],
         standing_out: standing_out.iter().sum(),
@@ -314,7 +317,7 @@ mod tests {
                 for (at, (one, other)) in sums(&row).into_iter().zip(sums(&plain)).enumerate() {
                     let apart = (one - other).abs();
                     // What is left of the variance without storing has lost digits in one of them.
-                    let near = if (11..14).contains(&at) { 1e-6 } else { 1e-10 };
+                    let near = if (11..15).contains(&at) { 1e-5 } else { 1e-10 };
                     assert!(apart <= near * other.abs() + 1e-25, "{at}: {one:e}, not {other:e}");
                 }
             }

@@ -90,6 +90,8 @@ struct Column<'a> {
     stored: Option<Precision>,
     /// What its elements are uncertain by, where they are an input.
     rounded: Option<Precision>,
+    /// Whether anything that is computed takes it.
+    is_taken: bool,
     values: Box<Block>,
     variance: Box<Block>,
 }
@@ -168,12 +170,12 @@ impl<'a> Part<'a> {
                 variance: Box::new(ZERO),
             });
         }
-        part.mark_fed();
+        part.mark_taken();
         Some(part)
     }
 
-    /// Marks the stages that later ones take, so that what nobody takes is not computed.
-    fn mark_fed(&mut self) {
+    /// Marks the stages and tensors that are taken, so that what nobody takes is not computed.
+    fn mark_taken(&mut self) {
         for at in (0..self.stages.len()).rev() {
             let (before, rest) = self.stages.split_at_mut(at);
             let stage = &rest[0];
@@ -181,9 +183,14 @@ impl<'a> Part<'a> {
                 continue;
             }
             for feed in &stage.feeds {
-                if let Feed::Stage(of) = feed {
-                    before[*of].is_fed = true;
+                match (feed, &stage.program) {
+                    (Feed::Known, _) | (_, Err(_)) => {}
+                    (Feed::Stage(of), _) => before[*of].is_fed = true,
+                    (Feed::Column(of), _) => self.columns[*of].is_taken = true,
                 }
+            }
+            if let Some(captured) = stage.captured {
+                self.columns[captured].is_taken = true;
             }
         }
     }
@@ -227,7 +234,15 @@ impl<'a> Part<'a> {
             given.push(Given::Column(is_uncertain.then(|| place(&roundings))));
         }
         let made = program(&roundings, &given, |numbers| walk.op.element(at, numbers));
-        Ok(made.map(|program| (feeds, program)))
+        Ok(made.map(|program| {
+            // What the formula takes by its table alone need not be read.
+            for (at, feed) in feeds.iter_mut().enumerate() {
+                if !program.takes(at) {
+                    *feed = Feed::Known;
+                }
+            }
+            (feeds, program)
+        }))
     }
 
     fn input<O: Op>(
@@ -250,7 +265,8 @@ impl<'a> Part<'a> {
         let at = known.unwrap_or_else(|| {
             let Recorded { values: matrix, stored, .. } = *recorded;
             let [values, variance] = [(); 2].map(|()| Box::new(ZERO));
-            self.columns.push(Column { name, matrix, stored, rounded: None, values, variance });
+            let (rounded, is_taken) = (None, false);
+            self.columns.push(Column { name, matrix, stored, rounded, is_taken, values, variance });
             self.columns.len() - 1
         });
         self.columns[at].rounded = self.columns[at].rounded.or(rounded);
@@ -267,7 +283,7 @@ impl<'a> Part<'a> {
         let mut memory = Evaluation::default();
         for from in (0..columns).step_by(LANES) {
             let count = LANES.min(columns - from);
-            for column in &mut self.columns {
+            for column in self.columns.iter_mut().filter(|column| column.is_taken) {
                 column.read(from, count);
             }
             for at in 0..self.stages.len() {
@@ -357,8 +373,11 @@ fn read_body(matrix: &Matrix<'_>, from: usize, values: &mut [f64]) {
 
 #[inline(always)]
 fn variances_body(precision: Precision, values: &Block, out: &mut Block) {
+    // As `Precision::deviation` has it.
+    let tiny = precision.deviation(0.0);
+    let unit = precision.unit_roundoff() / 3f64.sqrt();
     for (out, x) in out.iter_mut().zip(values) {
-        let deviation = precision.deviation(*x);
+        let deviation = unit * x.abs() + tiny;
         *out = deviation * deviation;
     }
 }

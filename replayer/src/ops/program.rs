@@ -16,6 +16,9 @@ pub(super) const LANES: usize = 128;
 pub(super) type Block = [f64; LANES];
 pub(super) const ZERO: Block = [0.0; LANES];
 
+/// The deviation of rounding 1, beyond which arithmetic has far fewer bits than f64.
+const COARSE: f64 = 1e-12;
+
 /// A formula.
 pub(super) struct Program {
     pub nodes: Vec<Node>,
@@ -158,6 +161,12 @@ impl Program {
         forward(self, inputs, memory);
     }
 
+    /// Whether its result depends on an input.
+    pub(super) fn takes(&self, input: usize) -> bool {
+        let is_it = |node: &Node| matches!(node.action, Action::Input(at) if at == input);
+        self.nodes.iter().any(|node| node.is_needed && is_it(node))
+    }
+
     /// Its result in the block that was evaluated last.
     pub(super) fn result<'b>(
         &self,
@@ -228,6 +237,8 @@ fn forward_body(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation
                         Two::Plus => each(out, |i| a[i] + b),
                         Two::Minus => each(out, |i| a[i] - b),
                         Two::Times => each(out, |i| a[i] * b),
+                        // Beside what arithmetic of fewer bits rounds a further rounding is nothing.
+                        Two::Over if program.unit > COARSE => each(out, |i| a[i] * (1.0 / b)),
                         Two::Over => each(out, |i| a[i] / b),
                     }
                 }

@@ -187,7 +187,7 @@ fn expected(
 ) -> Expected {
     let [values, own, row] = [(); 3].map(|()| Vec::with_capacity(columns));
     let mut expected = Expected { values, own, row, factor: 0.0 };
-    let (mut along, mut energy) = (0.0, 0.0);
+    let mut fit = [0.0; 2];
     // The variance of adding up is linear in the squared total and in the sum of squares.
     let count = rows.len() as f64;
     let of_total = arithmetic.sum.variance(count, 1.0, 0.0);
@@ -221,16 +221,42 @@ fn expected(
         let emulated = [Input { values: &sums.emulated, variance: &ZERO }];
         finish.exact.run(&emulated, evaluation);
         let emulated = finish.exact.result(&emulated, evaluation);
-        for (value, emulated) in values[..here].iter().zip(emulated) {
-            along += (emulated - value) * value;
-            energy += value * value;
-        }
+        regress(&values[..here], &emulated[..here], &mut fit);
         expected.values.extend_from_slice(&values[..here]);
         expected.own.extend_from_slice(&errors.own[..here]);
         expected.row.extend_from_slice(&errors.row[..here]);
     }
+    let [along, energy] = fit;
     expected.factor = if energy > 0.0 { along / energy } else { 0.0 };
     expected
+}
+
+vectorised!(
+    /// Adds to the scalar products of what was emulated, less the values, and of the values with
+    /// the values.
+    regress,
+    regress_body,
+    (values: &[f64], emulated: &[f64], fit: &mut [f64; 2]) -> ()
+);
+
+#[inline(always)]
+fn regress_body(values: &[f64], emulated: &[f64], fit: &mut [f64; 2]) {
+    const AT_ONCE: usize = 4;
+    let (mut along, mut energy) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
+    let (chunks, others) = (values.chunks_exact(AT_ONCE), emulated.chunks_exact(AT_ONCE));
+    let rest = chunks.remainder().iter().zip(others.remainder());
+    for (x, y) in rest {
+        along[0] += (y - x) * x;
+        energy[0] += x * x;
+    }
+    for (x, y) in chunks.zip(others) {
+        for lane in 0..AT_ONCE {
+            along[lane] += (y[lane] - x[lane]) * x[lane];
+            energy[lane] += x[lane] * x[lane];
+        }
+    }
+    fit[0] += along.iter().sum::<f64>();
+    fit[1] += energy.iter().sum::<f64>();
 }
 
 /// Memory for a block of columns.
