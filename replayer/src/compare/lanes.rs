@@ -39,6 +39,8 @@ pub(crate) struct Row {
     stored: Rounding,
     /// `⟨stored(ref) - ref, ref⟩` so far.
     storing: f64,
+    /// What is larger has become infinite, where values that are not finite are meant.
+    largest: Option<f64>,
 }
 
 vectorised!(
@@ -74,8 +76,9 @@ pub(super) struct Sums {
 }
 
 impl Row {
-    /// A row that is stored in a format, or in none that rounds.
-    pub(crate) fn new(format: Option<Precision>, bound: &Bound) -> Row {
+    /// A row that is stored in a format, or in none that rounds; `largest` is the largest number
+    /// that the job has.
+    pub(crate) fn new(format: Option<Precision>, largest: f64, bound: &Bound) -> Row {
         Row {
             tally: RowTally::NONE,
             columns: 0,
@@ -84,11 +87,19 @@ impl Row {
             format,
             stored: format.map_or(Rounding::default(), Rounding::to),
             storing: 0.0,
+            largest: bound.nan_is_meant.then_some(largest),
         }
     }
 
     /// Adds the next elements of the row.
     pub(crate) fn add(&mut self, block: &Block<'_>) {
+        let Some(largest) = self.largest else { return self.add_all(block) };
+        let overflow = |x: &f64| if x.abs() > largest { x * f64::INFINITY } else { *x };
+        let reference: Vec<f64> = block.reference.iter().map(overflow).collect();
+        self.add_all(&Block { reference: &reference, ..*block });
+    }
+
+    fn add_all(&mut self, block: &Block<'_>) {
         let whole = block.captured.len() / LANES * LANES;
         let cut = |range: std::ops::Range<usize>| Block {
             captured: &block.captured[range.clone()],
@@ -148,7 +159,8 @@ impl Row {
             self.tally.look_at(self.columns + at, element, format, &self.look);
             self.tally.rank(self.columns + at, element);
         }
-        self.store(block.reference, block.reference.iter().map(|x| x * x).sum());
+        let finite: Vec<f64> = block.reference.iter().copied().filter(|x| x.is_finite()).collect();
+        self.store(&finite, finite.iter().map(|x| x * x).sum());
         self.columns += block.captured.len();
     }
 
@@ -279,7 +291,7 @@ mod tests {
                     captured[draw.below(1003)] *= 1.5;
                     captured[draw.below(1003)] = f64::NAN;
                 }
-                let mut row = Row::new(format, &bound);
+                let mut row = Row::new(format, f64::MAX, &bound);
                 for at in (0..1003).step_by(256) {
                     let range = at..(at + 256).min(1003);
                     row.add(&Block {

@@ -43,7 +43,10 @@ pub(super) fn tallies<O: Op>(walk: &mut Walk<'_, O>, span: Span) -> Option<Vec<F
     let mut part = Part::of(walk)?;
     let bound = span.bound;
     for stage in &mut part.stages {
-        stage.row = stage.captured.map(|at| lanes::Row::new(part.columns[at].stored, &bound));
+        stage.row = stage.captured.map(|at| {
+            let stored = part.columns[at].stored;
+            lanes::Row::new(stored, walk.largest(stored), &bound)
+        });
     }
     part.run(columns, true, &mut |_, _, _| {});
     let row = span.first_row;

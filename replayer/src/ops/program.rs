@@ -30,6 +30,8 @@ pub(super) struct Program {
     pub output: usize,
     /// The deviation of rounding 1 in arithmetic.
     pub unit: f64,
+    /// What a result of arithmetic that is not 0 may be off by beside.
+    pub least: f64,
     /// Whether an error has the last place.
     pub has_last: bool,
 }

@@ -2,6 +2,7 @@
 //! what each rounding on the way brings to the result.
 
 use super::program::{Action, Block, Input, Known, LANES, Place, Program, Term, Two, ZERO, each, value};
+use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
 
 /// What of the errors is asked for, beside the variance of each element's own.
@@ -102,22 +103,37 @@ vectorised!(
 #[derive(Clone, Copy)]
 struct Factor<'b>(f64, Option<&'b Block>);
 
-/// Calls `each` with the product of a derivative, a block and a number.
+/// The deviation of keeping a number in a format, as `Precision::deviation` has it.
 #[inline(always)]
-fn products(by: Factor<'_>, block: Option<&Block>, mut each: impl FnMut(usize, f64)) {
-    match (by, block) {
-        (Factor(k, None), None) => (0..LANES).for_each(|i| each(i, k)),
-        (Factor(k, Some(a)), None) | (Factor(k, None), Some(a)) => {
-            (0..LANES).for_each(|i| each(i, k * a[i]));
-        }
-        (Factor(k, Some(a)), Some(b)) => (0..LANES).for_each(|i| each(i, k * a[i] * b[i])),
+fn storing(precision: Precision) -> impl Fn(f64) -> f64 + Copy {
+    let (unit, tiny) = (precision.unit_roundoff() / 3f64.sqrt(), precision.deviation(0.0));
+    move |x: f64| unit * x.abs() + tiny
+}
+
+/// What is multiplied with nothing.
+fn one(_: usize) -> f64 {
+    1.0
+}
+
+/// Calls `each` with the products of a derivative and of what is given for each column.
+#[inline(always)]
+fn products(by: Factor<'_>, of: impl Fn(usize) -> f64, mut each: impl FnMut(usize, f64)) {
+    match by {
+        Factor(k, None) => (0..LANES).for_each(|i| each(i, k * of(i))),
+        Factor(k, Some(block)) => (0..LANES).for_each(|i| each(i, k * block[i] * of(i))),
     }
 }
 
 impl Errors {
     /// Adds the error of a rounding: the derivative by it, times its deviation.
     #[inline(always)]
-    fn add(&mut self, place: Place, asked: Asked, by: Factor<'_>, deviation: Option<&Block>) {
+    fn add(
+        &mut self,
+        place: Place,
+        asked: Asked,
+        by: Factor<'_>,
+        deviation: impl Fn(usize) -> f64 + Copy,
+    ) {
         match place {
             Place::Own => {
                 let own = &mut self.own;
@@ -137,7 +153,13 @@ impl Errors {
 
     /// The same of errors of the row, of which the sum of sizes and that of squares are given.
     #[inline(always)]
-    fn add_shared(&mut self, asked: Asked, by: Factor<'_>, block: Option<&Block>, of: [f64; 2]) {
+    fn add_shared(
+        &mut self,
+        asked: Asked,
+        by: Factor<'_>,
+        block: impl Fn(usize) -> f64 + Copy,
+        of: [f64; 2],
+    ) {
         let [most, squares] = of;
         if asked.shared {
             let shared = &mut self.shared;
@@ -151,7 +173,13 @@ impl Errors {
 
     /// Adds the errors of a known number: the derivative by it is `by` times `block`.
     #[inline(always)]
-    fn add_known(&mut self, known: &Known, asked: Asked, by: Factor<'_>, block: Option<&Block>) {
+    fn add_known(
+        &mut self,
+        known: &Known,
+        asked: Asked,
+        by: Factor<'_>,
+        block: impl Fn(usize) -> f64 + Copy,
+    ) {
         if known.own.squares > 0.0 {
             let (own, squares) = (&mut self.own, known.own.squares);
             products(by, block, |i, c| own[i] += squares * (c * c));
@@ -179,11 +207,11 @@ impl Errors {
         for (at, is_shared) in program.kept.iter().enumerate() {
             let block = std::mem::replace(&mut self.kept[at], ZERO);
             let place = if *is_shared { Place::Shared } else { Place::Own };
-            self.add(place, asked, Factor(1.0, None), Some(&block));
+            self.add(place, asked, Factor(1.0, None), |i| block[i]);
         }
         if program.has_last {
             let last = std::mem::replace(&mut self.last, ZERO);
-            self.add(Place::Own, asked, Factor(1.0, None), Some(&last));
+            self.add(Place::Own, asked, Factor(1.0, None), |i| last[i]);
         }
     }
 }
@@ -272,8 +300,8 @@ impl<'b> Back<'b> {
             (Adjoint::Uniform(a), Adjoint::Uniform(b)) => Adjoint::Uniform(a + b),
             (a, b) => {
                 let mut sum = ZERO;
-                products(self.factor(a), None, |i, c| sum[i] += c);
-                products(self.factor(b), None, |i, c| sum[i] += c);
+                products(self.factor(a), one, |i, c| sum[i] += c);
+                products(self.factor(b), one, |i, c| sum[i] += c);
                 self.product(Adjoint::Uniform(1.0), |i| sum[i])
             }
         };
@@ -285,7 +313,7 @@ impl<'b> Back<'b> {
         &self,
         known: usize,
         adjoint: Adjoint,
-        block: Option<&Block>,
+        block: impl Fn(usize) -> f64 + Copy,
         asked: Asked,
         errors: &mut Errors,
     ) {
@@ -298,7 +326,8 @@ impl<'b> Back<'b> {
         let node = &self.of.program.nodes[at];
         let by = self.factor(adjoint);
         if node.has_extra {
-            errors.add(Place::Own, asked, by, Some(&self.of.extra[at]));
+            let extra = &self.of.extra[at];
+            errors.add(Place::Own, asked, by, |i| extra[i]);
         }
         let Some(place) = node.place else { return };
         match node.action {
@@ -306,40 +335,38 @@ impl<'b> Back<'b> {
                 let variance = self.of.inputs[input].variance;
                 if place == Place::Own && !asked.own {
                     let own = &mut errors.own;
-                    return products(by, None, |i, c| own[i] += c * c * variance[i]);
+                    return products(by, one, |i, c| own[i] += c * c * variance[i]);
                 }
-                let mut deviation = ZERO;
-                each(&mut deviation, |i| variance[i].sqrt());
-                errors.add(place, asked, by, Some(&deviation));
+                errors.add(place, asked, by, |i| variance[i].sqrt());
             }
             Action::Stored(of, precision) => {
-                let (stored, mut deviation) = (self.value(of), ZERO);
-                each(&mut deviation, |i| precision.deviation(stored[i]));
-                errors.add(place, asked, by, Some(&deviation));
+                let (stored, deviation) = (self.value(of), storing(precision));
+                errors.add(place, asked, by, |i| deviation(stored[i]));
             }
             Action::Changed(of, change, precision) => {
-                let (stored, mut deviation) = (self.value(of), ZERO);
-                each(&mut deviation, |i| precision.deviation(stored[i]));
-                errors.add(place, asked, by, Some(&deviation));
+                let (stored, deviation) = (self.value(of), storing(precision));
+                errors.add(place, asked, by, |i| deviation(stored[i]));
                 let root = 1.0 / 3f64.sqrt();
                 match change {
                     Term::Column(change) => {
                         let change = self.value(change);
-                        each(&mut deviation, |i| {
-                            precision.deviation(stored[i]).min(change[i].abs() * root)
-                        });
+                        let most = |i: usize| change[i].abs() * root;
+                        let shared = |i: usize| deviation(stored[i]).min(most(i));
+                        errors.add(Place::Shared, asked, by, shared);
                     }
                     Term::Known(change) => {
                         let most = self.of.program.known[change].value.abs() * root;
-                        each(&mut deviation, |i| precision.deviation(stored[i]).min(most));
+                        let shared = |i: usize| deviation(stored[i]).min(most);
+                        errors.add(Place::Shared, asked, by, shared);
                     }
                 }
-                errors.add(Place::Shared, asked, by, Some(&deviation));
             }
             _ => {
-                let Factor(factor, block) = by;
-                let by = Factor(factor * self.of.program.unit, block);
-                errors.add(place, asked, by, Some(self.value(at)));
+                let (result, program) = (self.value(at), self.of.program);
+                let (unit, least) = (program.unit, program.least);
+                errors.add(place, asked, by, |i| {
+                    unit * result[i].abs() + if result[i] != 0.0 { least } else { 0.0 }
+                });
             }
         }
     }
@@ -397,7 +424,7 @@ impl<'b> Back<'b> {
                 for (term, adjoint) in [(a, adjoint), (b, adjoint.times(second))] {
                     match term {
                         Term::Column(node) => self.give(node, adjoint),
-                        Term::Known(known) => self.give_known(known, adjoint, None, asked, errors),
+                        Term::Known(known) => self.give_known(known, adjoint, one, asked, errors),
                     }
                 }
             }
@@ -415,13 +442,15 @@ impl<'b> Back<'b> {
             }
             (Two::Times, Term::Column(column), Term::Known(known))
             | (Two::Times, Term::Known(known), Term::Column(column)) => {
-                self.give_known(known, adjoint, Some(self.value(column)), asked, errors);
+                let of = self.value(column);
+                self.give_known(known, adjoint, |i| of[i], asked, errors);
                 self.give(column, adjoint.times(program.known[known].value));
             }
             (Two::Over, Term::Column(column), Term::Known(known)) => {
                 let reciprocal = 1.0 / program.known[known].value;
-                let quotient = Some(self.value(at));
-                self.give_known(known, adjoint.times(-reciprocal), quotient, asked, errors);
+                let quotient = self.value(at);
+                let by = adjoint.times(-reciprocal);
+                self.give_known(known, by, |i| quotient[i], asked, errors);
                 self.give(column, adjoint.times(reciprocal));
             }
             (Two::Over, of, Term::Column(divisor)) => {
@@ -433,7 +462,7 @@ impl<'b> Back<'b> {
                 }
                 match of {
                     Term::Column(node) => self.give(node, to_first),
-                    Term::Known(known) => self.give_known(known, to_first, None, asked, errors),
+                    Term::Known(known) => self.give_known(known, to_first, one, asked, errors),
                 }
             }
             (_, Term::Known(_), Term::Known(_)) => unreachable!("known numbers were computed"),

@@ -1,13 +1,13 @@
 //! Sums over the rows of a part, one for each column, block by block.
 
-use super::expected::{Arithmetic, Source};
+use super::expected::{Arithmetic, Source, lost_near_zero};
 use super::parts::{INPUTS, NONE, place, read, variances};
 use super::program::{Block, Evaluation, Input, LANES, Place, Program, ZERO};
 use super::reverse::{Asked, Errors};
 use super::table::Op;
 use super::trace::{Given, program};
 use super::walker::{Recorded, Span, Walk};
-use crate::compare::{Bound, Tally, lanes};
+use crate::compare::{Tally, lanes};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
@@ -58,7 +58,8 @@ pub(super) fn compared<O: Op>(
     Some(recorded.and_then(|recorded| {
         walk.check(stage.name, stage.shape, recorded)?;
         let expected = expected(&rows, &finish, &arithmetic, (columns, has_shared));
-        Ok(tally(recorded, &expected, &span.bound, span.first_row))
+        let row = lanes::Row::new(recorded.stored, walk.largest(recorded.stored), &span.bound);
+        Ok(tally(row, recorded, &expected, &span))
     }))
 }
 
@@ -192,6 +193,7 @@ fn expected(
     let count = rows.len() as f64;
     let of_total = arithmetic.sum.variance(count, 1.0, 0.0);
     let of_squares = arithmetic.sum.variance(count, 0.0, 1.0);
+    let near_zero = lost_near_zero(count, arithmetic);
     let inputs = rows.iter().map(|row| row.inputs.len()).max().unwrap_or(0);
     let mut memory = Memory {
         evaluation: Evaluation::default(),
@@ -223,7 +225,7 @@ fn expected(
         let emulated = finish.exact.result(&emulated, evaluation);
         regress(&values[..here], &emulated[..here], &mut fit);
         expected.values.extend_from_slice(&values[..here]);
-        expected.own.extend_from_slice(&errors.own[..here]);
+        expected.own.extend(errors.own[..here].iter().map(|own| own + near_zero));
         expected.row.extend_from_slice(&errors.row[..here]);
     }
     let [along, energy] = fit;
@@ -245,14 +247,15 @@ fn regress_body(values: &[f64], emulated: &[f64], fit: &mut [f64; 2]) {
     let (mut along, mut energy) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
     let (chunks, others) = (values.chunks_exact(AT_ONCE), emulated.chunks_exact(AT_ONCE));
     let rest = chunks.remainder().iter().zip(others.remainder());
-    for (x, y) in rest {
-        along[0] += (y - x) * x;
-        energy[0] += x * x;
-    }
+    let mut add = |lane: usize, x: f64, y: f64| {
+        let is_finite = x.is_finite() & y.is_finite();
+        along[lane] += if is_finite { (y - x) * x } else { 0.0 };
+        energy[lane] += if is_finite { x * x } else { 0.0 };
+    };
+    rest.for_each(|(x, y)| add(0, *x, *y));
     for (x, y) in chunks.zip(others) {
         for lane in 0..AT_ONCE {
-            along[lane] += (y[lane] - x[lane]) * x[lane];
-            energy[lane] += x[lane] * x[lane];
+            add(lane, x[lane], y[lane]);
         }
     }
     fit[0] += along.iter().sum::<f64>();
@@ -300,12 +303,11 @@ fn add_up(
 }
 
 fn tally(
+    mut row: lanes::Row,
     recorded: &Recorded<'_>,
     expected: &Expected,
-    bound: &Bound,
-    first_row: u64,
+    span: &Span,
 ) -> Tally {
-    let mut row = lanes::Row::new(recorded.stored, bound);
     let (mut captured, mut shared) = (ZERO, ZERO);
     let columns = expected.values.len();
     for from in (0..columns).step_by(LANES) {
@@ -325,5 +327,5 @@ fn tally(
             shared: &shared[..here],
         });
     }
-    Tally::of_row(row, first_row, bound)
+    Tally::of_row(row, span.first_row, &span.bound)
 }

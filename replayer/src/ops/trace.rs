@@ -74,7 +74,8 @@ pub(super) fn program<'a>(
     mark_needed(&mut nodes, output);
     let has_last = known.iter().any(|known| known.last > 0.0)
         || nodes.iter().any(|node| node.place == Some(Place::Last));
-    Some(Program { nodes, known, kept, output, unit, has_last })
+    let least = roundings.least();
+    Some(Program { nodes, known, kept, output, unit, least, has_last })
 }
 
 /// Marks what the result is made of.
