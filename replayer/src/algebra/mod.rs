@@ -10,6 +10,7 @@ mod coefficients;
 mod copies;
 mod declaration;
 mod domain;
+mod elements;
 mod explain;
 mod gradient;
 mod inventory;

@@ -8,6 +8,7 @@ use backtape::shard::TensorKey;
 
 use super::causes;
 use super::declaration::{Hyper, Optimizer};
+use super::elements::Elements;
 use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic};
@@ -287,18 +288,20 @@ impl Judge<'_> {
         tensors: &Tensors<'_>,
         supposed: &Supposed<'_>,
         part: &IndexBox,
-    ) -> Result<Vec<Operand>, String> {
+    ) -> Result<Vec<Operand<'_>>, String> {
         let inventory = self.inventory;
         let given = |name, key: &TensorKey| {
-            let values = inventory.read_box(key, tensors.rank, part)?;
-            Ok::<_, String>(Operand::row(name, values, None))
+            let values = inventory.elements(key, tensors.rank, part)?;
+            Ok::<_, String>(Operand::part(name, values, None))
         };
         let recorded = |name, key: &TensorKey| {
             Ok::<_, String>(Operand { rounded: inventory.precision(key), ..given(name, key)? })
         };
         let mut gradient = given("grad", supposed.gradient)?;
         if supposed.coefficient != 1.0 {
-            gradient.values.iter_mut().for_each(|x| *x *= supposed.coefficient);
+            let mut values = gradient.values.widened();
+            values.iter_mut().for_each(|x| *x *= supposed.coefficient);
+            gradient.values = Elements::of(values);
             // The product was rounded, and so was its coefficient.
             gradient.rounded = inventory.precision(supposed.gradient);
         }
@@ -319,8 +322,8 @@ impl Judge<'_> {
                 Some(key) => operands.push(given(state.before, key)?),
                 None if is_unknown => {}
                 None => {
-                    let zeros = vec![0.0; part.elements().unwrap_or(0) as usize];
-                    operands.push(Operand::row(state.before, zeros, None));
+                    let zeros = Elements::zeros(part.elements().unwrap_or(0) as usize);
+                    operands.push(Operand::part(state.before, zeros, None));
                 }
             }
             if let Some(key) = after {
@@ -348,8 +351,9 @@ impl Judge<'_> {
             let operands = self.operands(tensors, supposed, &part).ok()?;
             let rule = supposed.rule.change(&operands, &declared).ok()?;
             let named = |name: &str| operands.iter().find(|operand| operand.name == name);
-            let (before, after) = (&named("before")?.values, &named("after")?.values);
-            for ((r, p), a) in rule.iter().zip(before).zip(after) {
+            let widened = |name| Some(named(name)?.values.clone().widened());
+            let (before, after) = (widened("before")?, widened("after")?);
+            for ((r, p), a) in rule.iter().zip(&before).zip(&after) {
                 let change = a - p;
                 rr += r * r;
                 rp += r * p;
