@@ -167,6 +167,11 @@ fn join(report: &mut Report, other: Report, differences: Differences, apart: Opt
         .collect();
     report.not_checked.extend(more);
     report.not_checked.extend(differences.not_checked);
+    let apart_from = apart.iter().flat_map(|apart| &apart.not_compared);
+    report.not_checked.extend(
+        apart_from
+            .map(|(what, why)| NotChecked { what: format!("both runs, {what}"), why: why.clone() }),
+    );
     report.against = Some(AgainstReport {
         dump: other.dump,
         stages: other.stages,

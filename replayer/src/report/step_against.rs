@@ -9,6 +9,9 @@ use crate::number::{error, short};
 /// Groups shown one by one.
 const SHOWN: usize = 12;
 
+/// Shares of a gap below this round to nothing.
+const TOLD: f64 = 5e-4;
+
 /// Writes what two runs' steps say of each other.
 pub(super) fn render(out: &mut String, apart: &StepsApart) {
     let [ours, theirs] = &apart.split;
@@ -81,7 +84,8 @@ fn gap(norm: &GapOfRuns) -> String {
     if norm.shares.is_empty() {
         return format!("{both}: roundings explain the difference");
     }
-    let shares = norm.shares.iter().map(|share| {
+    let told = norm.shares.iter().filter(|share| share.share.abs() >= TOLD);
+    let shares = told.map(|share| {
         let whose = if share.run == "both" { String::new() } else { format!(" of {}", share.run) };
         format!("{:.1} % from {} at {}{whose}", 100.0 * share.share, share.what, share.at)
     });

@@ -39,7 +39,7 @@ pub fn render(report: &Report) -> String {
     }
     if let Some(against) = &report.against {
         if let Some(step) = &against.algebra {
-            algebra::render(&mut out, step, "other step");
+            algebra::render(&mut out, step, "other step ");
         }
         if let Some(apart) = &against.step {
             step_against::render(&mut out, apart);

@@ -56,8 +56,9 @@ pub(super) fn groups(
     let mut groups: BTreeMap<(At, Status, Option<&str>, String), Vec<&Compared>> = BTreeMap::new();
     for one in compared.iter().filter(|one| one.status.enters()) {
         let factor = one.factor.map_or(String::new(), |factor| format!("{factor:.4}"));
-        // Where a run is wrong its cause tells parameters apart.
-        let apart = if one.cause.is_some() { String::new() } else { factor };
+        // Where a run is wrong its cause tells parameters apart; of weights a factor says little.
+        let is_gradient = (At::Grad..=At::Clip).contains(&one.at) && one.cause.is_none();
+        let apart = if is_gradient { factor } else { String::new() };
         groups.entry((one.at, one.status, one.cause.as_deref(), apart)).or_default().push(one);
     }
     let (a, b) = (sizes(ours), sizes(theirs));
@@ -80,7 +81,10 @@ pub(super) fn groups(
                 what: pattern(&names, &all),
                 parameters: names.iter().map(|name| name.to_string()).collect(),
                 factor,
-                readings: factor.map_or(Vec::new(), |factor| read_factor(factor, &a, &b)),
+                readings: match (factor, cause) {
+                    (Some(factor), None) => read_factor(factor, &a, &b),
+                    _ => Vec::new(),
+                },
                 difference: furthest.difference,
                 floor: furthest.floor,
                 worst: furthest.worst.clone().map(|worst| (furthest.parameter.clone(), worst)),

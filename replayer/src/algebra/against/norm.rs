@@ -28,7 +28,7 @@ pub struct GapOfRuns {
 /// One share of the difference of the squares.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GapShare {
-    /// The stage that brings it: `grad`, `reduce` or `norm`.
+    /// The stage that brings it: `grad`, `reduce`, `norm`, or `several` for small shares together.
     pub at: &'static str,
     /// Whose stage it is: `both`, `this run`, `the other run`.
     pub run: &'static str,
@@ -58,7 +58,9 @@ pub(super) fn gap(
         let of = |group: &&GroupApart| {
             at.contains(&group.at) && group.parameters.iter().any(|own| own == name)
         };
-        groups.iter().find(of).map_or_else(|| REST.to_string(), |group| group.what.clone())
+        let is_any = groups.iter().any(|group| at.contains(&group.at));
+        let others = if is_any { "other parameters" } else { "all parameters" };
+        groups.iter().find(of).map_or_else(|| others.to_string(), |group| group.what.clone())
     };
     for (pair, own) in aligned.pairs.iter().zip(tensors) {
         let normed = own.at(At::Unscale).or_else(|| own.at(At::Reduce))?;
@@ -120,7 +122,7 @@ fn shares(parts: BTreeMap<Key, f64>, gap: f64, floor: f64) -> Vec<GapShare> {
     }
     shares.sort_by(|a, b| b.share.abs().total_cmp(&a.share.abs()));
     if rest != 0.0 {
-        shares.push(GapShare { at: "grad", run: "both", what: REST.into(), share: rest });
+        shares.push(GapShare { at: "several", run: "both", what: REST.into(), share: rest });
     }
     shares
 }

@@ -170,8 +170,10 @@ pub(super) fn sizes(side: &Side<'_>) -> BTreeMap<String, f64> {
 pub(super) fn split(side: &Side<'_>) -> String {
     let sizes = sizes(side);
     let ranks = plural(sizes["ranks"] as u64, "rank");
-    let microbatches =
-        sizes.get("microbatches").map(|count| format!(", {}", plural(*count as u64, "microbatch")));
+    let microbatches = sizes.get("microbatches").map(|count| match *count as u64 {
+        1 => ", 1 microbatch".to_string(),
+        count => format!(", {count} microbatches"),
+    });
     let declared = side.inventory.declared.values();
     let all = declared.flat_map(|own| own.parameters.values()).flat_map(|own| &own.reduce);
     let word = |op| if op == ReduceOp::Mean { "mean" } else { "sum" };
@@ -188,19 +190,21 @@ pub(super) fn read_factor(
     ours: &BTreeMap<String, f64>,
     theirs: &BTreeMap<String, f64>,
 ) -> Vec<String> {
-    let mut readings = Vec::new();
+    let (mut readings, mut told) = (Vec::new(), Vec::new());
     let is = |number: f64| number != 1.0 && (factor / number - 1.0).abs() < 1e-4;
     for (name, a) in ours {
         let Some(b) = theirs.get(name) else { continue };
         let both = format!("{name} here, {a}, and there, {b}");
         if is(a / b) {
             readings.push(format!("the ratio of {both}"));
+            told.push(name);
         } else if is(b / a) {
             readings.push(format!("the inverse ratio of {both}"));
+            told.push(name);
         }
     }
     for (sizes, whose) in [(ours, "this run"), (theirs, "the other run")] {
-        for (name, size) in sizes {
+        for (name, size) in sizes.iter().filter(|(name, _)| !told.contains(name)) {
             if is(*size) {
                 readings.push(format!("{name} of {whose} = {size}"));
             } else if is(1.0 / size) {
@@ -222,10 +226,11 @@ mod tests {
             all.iter().map(|(name, size)| (name.to_string(), *size)).collect()
         };
         let ours = sizes(&[("microbatches", 4.0), ("ranks", 8.0), ("|data|", 8.0)]);
-        let theirs = sizes(&[("microbatches", 2.0), ("ranks", 8.0)]);
-        let told = read_factor(2.00001, &ours, &theirs);
-        assert_eq!(told[0], "the ratio of microbatches here, 4, and there, 2");
-        assert!(told.contains(&"microbatches of the other run = 2".to_string()), "{told:?}");
+        let theirs = sizes(&[("microbatches", 2.0), ("ranks", 8.0), ("|tensor|", 2.0)]);
+        assert_eq!(
+            read_factor(2.00001, &ours, &theirs),
+            ["the ratio of microbatches here, 4, and there, 2", "|tensor| of the other run = 2"]
+        );
         assert_eq!(read_factor(0.125, &ours, &theirs)[0], "1 over ranks of this run = 8");
         assert!(read_factor(3.0, &ours, &theirs).is_empty());
         assert!(read_factor(1.0, &ours, &theirs).is_empty());
