@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import free_port, run_ranks
 
+import backtape
+
 PROGRAM = Path(__file__).with_name("step_against_ranks.py")
 REPLAY = os.environ.get("REPLAY") or Path(sys.executable).with_name("replay")
 
@@ -183,6 +185,71 @@ def test_transposed_parameters_of_other_names_are_found_and_agree(runs, mapping)
     assert found.code == 0 and found.step["pairs"] == 9, str(found)
     if mapping is None:
         assert "out.weight = dense_out.kernel.T, by their values before the step" in found.step["found"]
+
+
+def jax_step(runs, name, scale=1.0):
+    """The step of `plain` in jax, written by hand, with kernels and names of jax; `scale` multiplies the
+    gradient that the optimizer takes."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    import backtape.jax
+
+    step = backtape.open(runs / "plain").step(0)
+    of = lambda name: jnp.asarray(step.tensor(f"step.before:{name}"))  # noqa: E731
+    dense = {key: {"kernel": of(f"{key}.weight").T, "bias": of(f"{key}.bias")} for key in "qkv"}
+    norm = {"scale": of("norm.weight"), "bias": of("norm.bias")}
+    params = {"attention": dense, "norm": norm, "head": {"kernel": of("out.weight").T}}
+    draw = torch.Generator().manual_seed(100)
+    x, y = (jnp.asarray(torch.randn(16, 3, width, generator=draw).numpy()) for width in (8, 5))
+
+    def loss(params):
+        q, k, v = (x @ params["attention"][key]["kernel"] + params["attention"][key]["bias"] for key in "qkv")
+        out = x + jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v
+        centred = out - out.mean(-1, keepdims=True)
+        normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        out = normed * params["norm"]["scale"] + params["norm"]["bias"]
+        return ((out @ params["head"]["kernel"] - y) ** 2).mean()
+
+    grads = jax.grad(loss)(params)
+    total = jnp.sqrt(sum((one**2).sum() for one in jax.tree.leaves(grads)))
+    clipped = jax.tree.map(lambda one: one * (0.05 / (total + 1e-6)), grads)
+    taken = jax.tree.map(lambda one: one * scale, clipped)
+    mu, nu = (jax.tree.map(lambda one: (1 - b) * one**e, taken) for b, e in ((0.9, 1), (0.999, 2)))
+
+    def changed(p, m, v):
+        return -1e-3 * (m / 0.1 / (jnp.sqrt(v / (1 - 0.999)) + 1e-8) + 0.01 * p)
+
+    updates = jax.tree.map(changed, params, mu, nu)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    with backtape.Recorder(runs / name, steps="0", strict=True) as recorder, recorder.step(0) as tape:
+        backtape.jax.step_algebra(
+            tape, params=params, new_params=jax.tree.map(jnp.add, params, updates), grads=grads,
+            local_grads=[grads], clipped=clipped, updates=updates,
+            opt_state={"mu": zeros, "nu": zeros, "count": 0},
+            new_opt_state={"mu": mu, "nu": nu, "count": 1},
+            norm=[{"value": float(total), "max_norm": 0.05, "epsilon": 1e-6}],
+            optimizer={"name": "adamw", "lr": 1e-3, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
+        )  # fmt: skip
+
+
+def test_torch_and_jax_take_the_same_step_and_the_one_that_does_not_is_named(runs):
+    jax_step(runs, "jax")
+    found = Compared(runs, "plain", "jax")
+    assert found.code == 0, str(found)
+    assert found.step["pairs"] == 9 and not found.step["lacking"] and not found.step["settings"]
+    same = found.step["found"]
+    assert "k.weight = attention.k.kernel.T, by their values before the step" in same, same
+    assert "norm.weight = norm.scale, by their values before the step" in same, same
+    assert found.row("state")["equal"] + found.row("state")["explained"] == 9
+    jax_step(runs, "jax-scaled", scale=2.0)
+    wrong = Compared(runs, "jax-scaled", "plain")
+    assert wrong.code == 1, str(wrong)
+    at, status, parameters = wrong.entering()[0]
+    assert (at, status) == ("state", "this_is_wrong") and len(parameters) == 9
+    assert "this run is wrong at state" in wrong.step["conclusion"][0]
+    assert "the other run is right at every stage that was judged" in wrong.step["conclusion"][0]
 
 
 BAD = {

@@ -180,7 +180,9 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
             format!("DIFFERS: {}.", all.join("; "))
         }
         _ if stages + tensors == 0 && against.step.is_none() => {
-            "INCOMPLETE: nothing that was asked for could be compared.".into()
+            let said = report.reasons.iter().filter(|own| own.verdict == Verdict::Incomplete);
+            let said: Vec<&str> = said.map(|own| own.what.as_str()).collect();
+            format!("INCOMPLETE: {}.", said.join("; "))
         }
         _ if against.step.as_ref().is_some_and(|step| !step.lacking.is_empty()) => {
             let lacking = against.step.iter().flat_map(|step| step.lacking.clone());

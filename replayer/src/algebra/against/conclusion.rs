@@ -7,16 +7,20 @@ use super::outcome::{At, Compared, GroupApart, Row, Status};
 use super::settings::{Setting, read_factor, sizes};
 use super::side::Side;
 use crate::algebra::names::pattern;
-use crate::algebra::outcome::Divergence;
+use crate::algebra::outcome::{Divergence, Reading};
 use crate::algebra::summary::Group;
 use crate::number::{error, plural};
 
 /// What a divergence is, in one clause, with its cause.
 pub(super) fn words(divergence: &Divergence) -> String {
-    match (&divergence.reading, divergence.factor) {
+    clause(divergence.reading.as_ref(), divergence.factor, &divergence.reason)
+}
+
+fn clause(reading: Option<&Reading>, factor: Option<f64>, reason: &str) -> String {
+    match (reading, factor) {
         (Some(reading), _) => format!("{} ({})", reading.words, reading.cause),
-        (None, Some(factor)) => format!("captured = {factor:.7} x reference"),
-        (None, None) => divergence.reason.clone(),
+        (None, Some(factor)) => format!("captured = {factor:.4} x reference"),
+        (None, None) => reason.to_string(),
     }
 }
 
@@ -133,11 +137,7 @@ pub(super) fn conclusion(
 /// What each run's own judgement says.
 fn wrong(ours: Option<&Group>, theirs: Option<&Group>) -> Vec<String> {
     let clause = |group: &Group| {
-        let words = match (&group.reading, group.factor) {
-            (Some(reading), _) => format!("{} ({})", reading.words, reading.cause),
-            (None, Some(factor)) => format!("captured = {factor:.7} x reference"),
-            (None, None) => group.reason.clone(),
-        };
+        let words = clause(group.reading.as_ref(), group.factor, &group.reason);
         format!("{}: {}: {words}", group.stage.name(), group.what)
     };
     let right = "is right at every stage that was judged";

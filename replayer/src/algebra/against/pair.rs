@@ -107,13 +107,19 @@ impl Both<'_> {
                 self.value(at, [&make(name.clone()), &make(other.clone())], tensors);
             }
         }
-        // A first step has no state, and one that is no first step has another.
-        if at == At::StateBefore && ours.is_empty() != theirs.is_empty() {
-            let later = states(if ours.is_empty() { a } else { b }, At::State);
-            if !later.is_empty() {
-                let whose = if ours.is_empty() { "the other run" } else { "this run" };
-                tensors.lost.push((at, format!("only {whose} has a state before the step")));
-            }
+        // A first step has no state before it, or one of zeros.
+        let alone = match (at, &ours[..], &theirs[..]) {
+            (At::StateBefore, [], [_, ..]) => Some((b, &theirs, a, "the other run")),
+            (At::StateBefore, [_, ..], []) => Some((a, &ours, b, "this run")),
+            _ => None,
+        };
+        let Some(((side, view), names, other, whose)) = alone else { return };
+        let is_zero = |name: &String| {
+            let values = side.values(view, &make(name.clone()));
+            values.is_ok_and(|values| values.of.iter().all(|x| *x == 0.0))
+        };
+        if !states(other, At::State).is_empty() && !names.iter().all(is_zero) {
+            tensors.lost.push((at, format!("only {whose} has a state before the step")));
         }
     }
 
