@@ -98,17 +98,21 @@ def batch(step, microbatch, microbatches):
     return x[start : start + of], y[start : start + of]
 
 
-def job(name, model="separate", wrap=None, microbatches=1, seed=0, lr=1e-3, steps=1, fault=None, grow=1.0):
+def job(
+    name, model="separate", wrap=None, microbatches=1, seed=0, lr=1e-3, steps=1, fault=None, grow=1.0,
+    scale=None, autocast=False,
+):  # fmt: skip
     torch.manual_seed(seed)
     module = plain = MODELS[model]()
-    with torch.no_grad():
-        if grow != 1.0:
+    if grow != 1.0:
+        with torch.no_grad():
             plain.out.weight.mul_(grow)
     if wrap == "ddp":
         module = nn.parallel.DistributedDataParallel(plain)
     if wrap == "fsdp2":
         fully_shard(module, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     mesh = {"data": world} if world > 1 else None
     with backtape.Recorder.from_env(dir=directory / name, steps="0-9", mesh=mesh) as recorder:
         for step in range(steps):
@@ -119,12 +123,17 @@ def job(name, model="separate", wrap=None, microbatches=1, seed=0, lr=1e-3, step
                     tape.record("x", torch.zeros(3))
                 for i in range(microbatches):
                     x, y = batch(step, i, microbatches)
-                    loss = (module(x) - y).square().mean()
-                    (loss if fault == "loss not divided" else loss / microbatches).backward()
+                    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                        out = module(x)
+                    loss = (out - y).square().mean()
+                    loss = loss if fault == "loss not divided" else loss / microbatches
+                    scaler.scale(loss).backward()
                 if fault == "reduced twice":
                     dist.all_reduce(plain.out.weight.grad)
+                scaler.unscale_(optimizer)
                 clip_grad_norm_(module.parameters(), 0.05)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
             optimizer.zero_grad()
 
 

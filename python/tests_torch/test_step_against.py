@@ -21,6 +21,8 @@ ONE_RANK = {
     "not-divided": {"microbatches": 2, "fault": "loss not divided"},
     "fused": {"model": "fused"},
     "kernels": {"model": "kernels"},
+    "loss-scaled": {"scale": 1024.0, "microbatches": 2},
+    "autocast": {"autocast": True},
     "other-seed": {"seed": 1},
     "other-weight": {"grow": 1.001},
     "other-lr": {"lr": 2e-3},
@@ -78,6 +80,7 @@ SAME = [
     ("plain", "ddp-two-microbatches"),
     ("two-microbatches", "fsdp2"),
     ("ddp", "fsdp2"),
+    ("loss-scaled", "ddp"),
 ]
 
 
@@ -88,9 +91,16 @@ def test_the_same_step_in_another_split_or_sharding_agrees(runs, one, other):
     assert found.row("before")["equal"] == 9 and found.row("grad")["differ"] == 0
     assert found.entering() == [] and found.step["pairs"] == 9
     assert "both runs take the same step of 9 parameters" in found.said
-    assert found.row("grad")["equal"] == (9 if one == other else found.row("grad")["equal"])
-    if one != other:
-        assert 0 < found.row("grad")["largest"] <= found.row("grad")["floor"] < 1e-4
+    assert found.row("grad")["largest"] <= found.row("grad")["floor"] < 1e-4
+    # Other sums of the same rows round in another way.
+    if one == "plain":
+        assert (found.row("grad")["equal"] == 9) == (one == other)
+
+
+def test_products_in_bf16_show_themselves_and_explain_what_they_bring(runs):
+    found = Compared(runs, "plain", "autocast")
+    assert found.code == 0 and found.entering() == [], str(found)
+    assert 1e-3 < found.row("grad")["largest"] <= found.row("grad")["floor"] < 0.2
 
 
 def test_the_run_that_reduces_twice_is_named_with_its_share_of_the_gap(runs):
@@ -246,8 +256,9 @@ def test_torch_and_jax_take_the_same_step_and_the_one_that_does_not_is_named(run
     jax_step(runs, "jax-scaled", scale=2.0)
     wrong = Compared(runs, "jax-scaled", "plain")
     assert wrong.code == 1, str(wrong)
-    at, status, parameters = wrong.entering()[0]
-    assert (at, status) == ("state", "this_is_wrong") and len(parameters) == 9
+    entering = wrong.entering()
+    assert {(at, status) for at, status, _ in entering} == {("state", "this_is_wrong")}, str(wrong)
+    assert len({name for *_, parameters in entering for name in parameters}) == 9
     assert "this run is wrong at state" in wrong.step["conclusion"][0]
     assert "the other run is right at every stage that was judged" in wrong.step["conclusion"][0]
 
