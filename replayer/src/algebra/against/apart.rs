@@ -123,7 +123,7 @@ mod tests {
         let b = row(&[1.0, -2.0, 0.5]);
         let twice = Apart::of(&row(&[2.0, -4.0, 1.0]), &b);
         assert_eq!((twice.factor(1e-6), twice.unequal), (Some(2.0), 3));
-        let worst = twice.worst.unwrap();
+        let worst = twice.worst.clone().unwrap();
         assert_eq!((worst.index, worst.this, worst.other), (vec![0, 1], -4.0, -2.0));
         let noisy = Apart::of(&row(&[2.0, -4.0, 1.01]), &b);
         assert_eq!(noisy.factor(1e-6), None);

@@ -13,7 +13,7 @@ use crate::algebra::declaration::{Declaration, Hyper, Norm, Optimizer, ReduceOp}
 use crate::algebra::names::pattern;
 use crate::algebra::optimizer::COUNTERS;
 use crate::algebra::rules::Rule;
-use crate::number::{plural, short};
+use crate::number::plural;
 
 /// A setting that is another in the two runs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -51,7 +51,7 @@ pub(super) fn of_pair(pair: &Pair, ours: &Side<'_>, theirs: &Side<'_>) -> Vec<Fo
     };
     // A first step has no state, and counts nothing before it.
     let (x, y) = (count(ours, a).unwrap_or(0.0), count(theirs, b).unwrap_or(0.0));
-    tell("step of the optimizer before", short(x), short(y), At::StateBefore);
+    tell("step of the optimizer before", x.to_string(), y.to_string(), At::StateBefore);
     let skipped = |side: &Side<'_>| side.inventory.declared.values().any(|own| own.skipped);
     let step = |is_skipped| if is_skipped { "left out" } else { "taken" }.to_string();
     tell("the optimizer's step", step(skipped(ours)), step(skipped(theirs)), At::After);
