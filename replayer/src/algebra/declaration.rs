@@ -1,4 +1,4 @@
-//! What a rank declares of its step: the JSON of `step.declared:RANK` (docs/step.md).
+//! What a rank declares of its step: the JSON of `step.declared:RANK` (docs/step-format.md).
 
 use std::collections::BTreeMap;
 
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     fn the_declaration_of_the_docs_is_read_and_one_of_another_version_is_refused() {
-        let page = include_str!("../../../docs/step.md");
+        let page = include_str!("../../../docs/step-format.md");
         let (_, text) = page.split_once("    {\"version\"").expect("the page shows a declaration");
         let text = text.split_once("\n\n").expect("text follows it").0;
         let plain = |line: &str| line.split("//").next().unwrap_or_default().to_string();

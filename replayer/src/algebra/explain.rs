@@ -49,7 +49,9 @@ impl Judge<'_> {
         divergence: &Divergence,
     ) -> Result<Vec<Reading>, String> {
         let own = self.with_stale(of, parameter, domain);
+        let elements: u64 = of.place.extent().iter().product();
         let mut left = 0.0;
+        let mut unknown: Vec<Reading> = Vec::new();
         for candidates in [own, self.with_other_ranks(of, parameter)] {
             let addends = &candidates.addends[..];
             if addends.len() > MOST_ADDENDS || addends.is_empty() {
@@ -62,14 +64,21 @@ impl Judge<'_> {
                 let solved = products.solve_by(&groups);
                 left = solved.left;
                 let reading = self.verified(&of, &candidates, domain, &solved)?;
+                // As many coefficients as elements give any tensor: they say nothing of it.
+                let unknowns = groups.iter().max().map_or(0, |last| *last as u64 + 1);
+                let is_empty = |own: &Reading| is_unknown(own) && unknowns >= elements;
                 let known =
                     |reading: &Reading| readings.iter().all(|other| other.cause != reading.cause);
-                readings.extend(reading.filter(known));
+                readings.extend(reading.filter(|own| known(own) && !is_empty(own)));
             }
-            readings.sort_by_key(|reading| reading.cause == causes::UNKNOWN.name);
-            if !readings.is_empty() {
+            readings.sort_by_key(is_unknown);
+            if readings.first().is_some_and(|own| !is_unknown(own)) {
                 return Ok(readings);
             }
+            unknown.extend(readings);
+        }
+        if !unknown.is_empty() {
+            return Ok(unknown);
         }
         if let Some(reading) = self.low_precision(of)? {
             return Ok(vec![reading]);
@@ -227,6 +236,10 @@ impl Candidates {
 
 /// What tells addends of a family apart.
 type Apart = (Option<(Rank, Option<u64>)>, Option<Option<Microbatch>>);
+
+fn is_unknown(reading: &Reading) -> bool {
+    reading.cause == causes::UNKNOWN.name
+}
 
 /// What is told where no coefficients give a sum.
 fn partly(left: f64, divergence: &Divergence) -> Option<Reading> {

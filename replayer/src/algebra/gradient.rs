@@ -53,12 +53,15 @@ op! {
 }
 
 impl Judge<'_> {
-    /// The stages of the gradient of a parameter.
+    /// The stages of the gradient of a parameter. A loss scale is meant to grow until a gradient
+    /// overflows, and the step is then left out: in such a step what is not finite is right where
+    /// its reference is not finite either.
     pub(crate) fn gradient(&self, parameter: &str) -> Vec<Judged> {
-        let mut judged = self.accumulated(parameter);
-        judged.extend(self.reduced(parameter));
-        judged.extend(self.unscaled(parameter));
-        judged.extend(self.clipped(parameter));
+        let judge = Judge { nan_is_meant: self.inventory.is_left_out(), ..*self };
+        let mut judged = judge.accumulated(parameter);
+        judged.extend(judge.reduced(parameter));
+        judged.extend(judge.unscaled(parameter));
+        judged.extend(judge.clipped(parameter));
         judged
     }
 

@@ -92,6 +92,12 @@ impl<'a> Inventory<'a> {
         }
     }
 
+    /// Whether some rank left an optimizer's step out.
+    pub(crate) fn is_left_out(&self) -> bool {
+        let of = |own: &Declaration| own.skipped || own.optimizers.iter().any(|one| one.skipped);
+        self.declared.values().any(of)
+    }
+
     /// What a rank declares of a parameter; else what any other rank does.
     pub(crate) fn declared_of(&self, rank: Rank, parameter: &str) -> Option<&ParameterDeclaration> {
         let of = |declaration: &'_ Declaration| declaration.parameters.contains_key(parameter);

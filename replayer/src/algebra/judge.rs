@@ -45,6 +45,9 @@ pub(crate) struct Judge<'a> {
     pub inventory: &'a Inventory<'a>,
     /// Comparisons of the whole step, which share the probability of a false alarm.
     pub comparisons: usize,
+    /// Whether values may be not finite where the reference is not either: the gradients of a step
+    /// that the job left out for them.
+    pub nan_is_meant: bool,
 }
 
 /// What a job is taken to compute in.
@@ -60,7 +63,8 @@ impl Judge<'_> {
     /// The bound of a comparison over a box.
     pub(crate) fn bound(&self, place: &IndexBox) -> Bound {
         let elements = place.elements().unwrap_or(0) as usize;
-        Bound::new(self.comparisons, pieces(place, WIDTH).len(), elements)
+        let bound = Bound::new(self.comparisons, pieces(place, WIDTH).len(), elements);
+        Bound { nan_is_meant: self.nan_is_meant, ..bound }
     }
 
     /// Compares the stages of an op over a box; `operands` makes what the op takes of a part of it.

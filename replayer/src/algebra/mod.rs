@@ -63,7 +63,7 @@ pub fn judge(
     let inventory = Inventory::of(dump, unusable)?;
     let tensors = inventory.parameters.values().map(|parameter| parameter.tensors.len());
     let comparisons = tensors.sum::<usize>() * dump.manifest.world_size.max(1) as usize;
-    let judge = Judge { inventory: &inventory, comparisons };
+    let judge = Judge { inventory: &inventory, comparisons, nan_is_meant: false };
     let of = |name: &String| {
         let mut judged = judge.gradient(name);
         judged.extend(judge.optimizer(name));
