@@ -143,7 +143,7 @@ impl Judge<'_> {
 
     /// What the sum over a rank's microbatches may be multiplied by: in torch gradients are summed;
     /// a function of jax may average them.
-    fn accumulations(&self, rank: Rank, addends: &[Addend]) -> Vec<f64> {
+    pub(super) fn accumulations(&self, rank: Rank, addends: &[Addend]) -> Vec<f64> {
         let microbatches: BTreeSet<_> = addends.iter().map(|addend| addend.microbatch).collect();
         let mean = 1.0 / microbatches.len().max(1) as f64;
         let declared = self.inventory.declared.get(&rank);

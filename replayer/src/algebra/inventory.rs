@@ -261,7 +261,7 @@ pub(super) fn damaged(key: &TensorKey, rank: Rank) -> String {
 }
 
 /// Copies the elements of `region` into those of `place`, both row-major.
-fn put(region: &IndexBox, from: &[f64], place: &IndexBox, to: &mut [f64]) {
+pub(super) fn put(region: &IndexBox, from: &[f64], place: &IndexBox, to: &mut [f64]) {
     let extent = region.extent();
     let width = extent.last().copied().unwrap_or(1).max(1) as usize;
     let mut index: Vec<u64> = region.0.iter().map(|(low, _)| *low).collect();

@@ -5,6 +5,7 @@
 //! What diverges is explained by solving for what it is instead: the coefficient of each addend of
 //! a sum, the multiplicity of each group in a norm, the rule of an optimizer.
 
+pub mod against;
 mod causes;
 mod coefficients;
 mod copies;

@@ -496,7 +496,7 @@ impl Judge<'_> {
 }
 
 /// Counters of steps in the state of optimizers, as frameworks call them.
-const COUNTERS: [&str; 2] = ["step", "count"];
+pub(super) const COUNTERS: [&str; 2] = ["step", "count"];
 /// What a reset of the state is, in words.
 const RESET: &str = "the state before this step is not in the state after it";
 

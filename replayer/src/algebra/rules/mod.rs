@@ -102,6 +102,13 @@ macro_rules! rules {
                 states.any(|state| state.recorded.contains(&name))
             }
 
+            /// What the tables call a tensor of this name; `None` for the state of no rule.
+            pub(crate) fn state_of(name: &str) -> Option<&'static str> {
+                let mut states = std::iter::empty()$(.chain($module::NAMES.states))*;
+                let state = states.find(|state| state.recorded.contains(&name))?;
+                Some(state.after)
+            }
+
             /// How frameworks call its tensors and hyper-parameters.
             pub(crate) fn names(&self) -> &'static Names {
                 match self { $(Rule::$rule(_) => &$module::NAMES,)* }
