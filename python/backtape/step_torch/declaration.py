@@ -1,4 +1,4 @@
-"""What a rank declares of a step: docs/step.md has the format."""
+"""What a rank declares of a step: docs/step-format.md has the format."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-//! The causes of a step's divergences: one table, which docs/step.md repeats for people.
+//! The causes of a step's divergences: one table, which docs/step-causes.md repeats for people.
 
 use super::outcome::Reading;
 
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn the_page_has_every_cause_once_and_no_other() {
-        let page = include_str!("../../../docs/step.md");
+        let page = include_str!("../../../docs/step-causes.md");
         let (_, table) = page.split_once("## Causes").expect("the page has the section");
         let table = table.split("\n## ").next().unwrap_or_default();
         let rows: Vec<&str> = table.lines().filter(|line| line.starts_with("| `")).collect();

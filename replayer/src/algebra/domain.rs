@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use backtape::dtype::Dtype;
 use backtape::identity::{Microbatch, Rank};
 use backtape::index_box::IndexBox;
 use backtape::part::Part;
@@ -10,6 +11,7 @@ use backtape::shard::TensorKey;
 
 use super::declaration::ReduceOp;
 use super::inventory::Inventory;
+use crate::head::roundings::precision_of;
 use crate::kernels::round::Precision;
 
 /// How the gradient of a parameter is brought together over ranks, as seen from one of them.
@@ -86,7 +88,10 @@ impl Domain {
         let kept = declared.reduce.iter().filter(|own| !axes.contains(&own.axis.as_str()));
         for reduce in kept {
             if let Some(hook) = &reduce.hook {
-                let why = format!("the function {hook} of the job stands for the communication");
+                let why = format!(
+                    "the function {hook} of the job stands for the communication, and nothing says \
+                     what it is to do: declare that by reduce= of step_algebra"
+                );
                 domain.unknown = Some(why);
             }
             let mut together = BTreeSet::new();
@@ -103,11 +108,16 @@ impl Domain {
             domain.scale /= reduce.divisor.filter(|divisor| *divisor != 0.0).unwrap_or(1.0);
             domain.axes.push(Axis { name, op, size });
             domain.ranks = together.into_iter().collect();
-            let sent = reduce.dtype.as_deref().and_then(Precision::from_name);
+            let sent = reduce.dtype.as_deref().and_then(format_named);
             domain.sent = fewer_bits(domain.sent, sent);
         }
         domain
     }
+}
+
+/// The format of a name, as frameworks spell it (`bfloat16`) or as dumps do (`bf16`).
+fn format_named(name: &str) -> Option<Precision> {
+    Dtype::from_numpy(name).and_then(precision_of).or_else(|| Precision::from_name(name))
 }
 
 /// The format of fewer bits.

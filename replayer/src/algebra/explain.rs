@@ -33,8 +33,7 @@ impl Judge<'_> {
         let (captured, right) = (tally.captured_energy, tally.reference_energy);
         let energies = Energies { captured, right };
         let Some(mut divergence) = self.divergence(&tally, of.place, &bound) else {
-            let seen_from = tally.seen_from(&bound).map(|seen| seen.factor);
-            return Ok((Outcome::Agreed { seen_from }, energies));
+            return Ok((Outcome::agreed(&tally, &bound), energies));
         };
         if tally.nonfinite == 0 {
             divergence.readings = self.read_sum(of, (parameter, domain), &divergence)?;
@@ -50,7 +49,9 @@ impl Judge<'_> {
         divergence: &Divergence,
     ) -> Result<Vec<Reading>, String> {
         let own = self.with_stale(of, parameter, domain);
+        let elements: u64 = of.place.extent().iter().product();
         let mut left = 0.0;
+        let mut unknown: Vec<Reading> = Vec::new();
         for candidates in [own, self.with_other_ranks(of, parameter)] {
             let addends = &candidates.addends[..];
             if addends.len() > MOST_ADDENDS || addends.is_empty() {
@@ -66,14 +67,21 @@ impl Judge<'_> {
                 let solved = products.solve_by(&groups);
                 left = solved.left;
                 let reading = self.verified(&of, &candidates, domain, &solved)?;
+                // As many coefficients as elements give any tensor: they say nothing of it.
+                let unknowns = groups.iter().max().map_or(0, |last| *last as u64 + 1);
+                let is_empty = |own: &Reading| is_unknown(own) && unknowns >= elements;
                 let known =
                     |reading: &Reading| readings.iter().all(|other| other.cause != reading.cause);
-                readings.extend(reading.filter(known));
+                readings.extend(reading.filter(|own| known(own) && !is_empty(own)));
             }
-            readings.sort_by_key(|reading| reading.cause == causes::UNKNOWN.name);
-            if !readings.is_empty() {
+            readings.sort_by_key(is_unknown);
+            if readings.first().is_some_and(|own| !is_unknown(own)) {
                 return Ok(readings);
             }
+            unknown.extend(readings);
+        }
+        if !unknown.is_empty() {
+            return Ok(unknown);
         }
         if let Some(reading) = self.low_precision(of)? {
             return Ok(vec![reading]);
@@ -152,7 +160,7 @@ impl Judge<'_> {
         let Some(key) = self.inventory.key(parameter, &Part::Stale) else { return candidates };
         for rank in &domain.ranks {
             let stale = Addend::new(*rank, None, key.clone());
-            if self.inventory.read_addend(&stale, of.place).is_ok() {
+            if self.inventory.holds(key, *rank, of.place) {
                 candidates.stale.push(candidates.addends.len());
                 candidates.addends.push(stale);
             }
@@ -180,9 +188,10 @@ impl Judge<'_> {
         let mut more = Vec::new();
         for rank in others.filter(|_| is_of_ranks && !by_device) {
             let theirs = inventory.addends_of(*rank, parameter).unwrap_or_default();
-            let placed = |addend: Addend| match inventory.read_addend(&addend, of.place) {
-                Ok(_) => Some(addend),
-                Err(_) => self.elsewhere(addend, of.place),
+            let placed = |addend: Addend| match inventory.holds(&addend.key, addend.rank, of.place)
+            {
+                true => Some(addend),
+                false => self.elsewhere(addend, of.place),
             };
             more.extend(theirs.into_iter().filter_map(placed));
         }
@@ -264,6 +273,10 @@ impl Candidates {
 
 /// What tells addends of a family apart.
 type Apart = (Option<(Rank, Option<u64>)>, Option<Option<Microbatch>>);
+
+fn is_unknown(reading: &Reading) -> bool {
+    reading.cause == causes::UNKNOWN.name
+}
 
 /// What is told where no coefficients give a sum.
 fn partly(left: f64, divergence: &Divergence) -> Option<Reading> {

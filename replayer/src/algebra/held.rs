@@ -16,8 +16,7 @@ use super::outcome::{Divergence, Judged, Outcome, Stage};
 impl Judge<'_> {
     /// A parameter that no optimizer holds, or whose step some ranks alone took.
     pub(super) fn held(&self, parameter: &str) -> Vec<Judged> {
-        let found = self.skipped_by_some(parameter).or_else(|| self.not_held(parameter));
-        found.or_else(|| self.left_out(parameter)).into_iter().collect()
+        self.skipped_by_some(parameter).or_else(|| self.not_held(parameter)).into_iter().collect()
     }
 
     /// Ranks that left out the step that others took of the same parameter.
@@ -68,21 +67,6 @@ impl Judge<'_> {
                          of its shape that is no parameter of the models and has no gradient";
             self.without_step(parameter, (key, &lost), words.into(), causes::NOT_HELD)
         })
-    }
-
-    /// A parameter with a gradient that the job's optimizers leave out, which may be meant.
-    fn left_out(&self, parameter: &str) -> Option<Judged> {
-        let inventory = self.inventory;
-        let key = inventory.key(parameter, &Part::Reduced)?;
-        let holders = inventory.holders(key);
-        let rank = holders.iter().find(|rank| {
-            let declared = inventory.declared.get(rank);
-            let own = declared.and_then(|declared| declared.parameters.get(parameter));
-            own.is_some_and(|own| own.optimizer.is_none() && own.trainable == Some(true))
-        })?;
-        let why = inventory.declared_of(*rank, parameter)?.absent.get("after")?.clone();
-        let piece = self.whole(key, &[*rank]);
-        Some(self.judged(Stage::Update, parameter, (key, &piece), Err(why)))
     }
 
     /// Whether a rank's part of the parameter is another after the step; `None` where it recorded

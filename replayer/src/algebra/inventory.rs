@@ -9,6 +9,7 @@ use backtape::shard::TensorKey;
 
 use super::declaration::{Declaration, ParameterDeclaration};
 use super::domain::Addend;
+use super::elements::Elements;
 use crate::assemble::{assemble_box, extract};
 use crate::compare::pair::widen;
 use crate::dump::{ShardRef, StepDump};
@@ -90,6 +91,12 @@ impl<'a> Inventory<'a> {
                  judged by what other ranks declare"
             )),
         }
+    }
+
+    /// Whether some rank left an optimizer's step out.
+    pub(crate) fn is_left_out(&self) -> bool {
+        let of = |own: &Declaration| own.skipped || own.optimizers.iter().any(|one| one.skipped);
+        self.declared.values().any(of)
     }
 
     /// What a rank declares of a parameter; else what any other rank does.
@@ -189,6 +196,25 @@ impl<'a> Inventory<'a> {
         rank: Rank,
         place: &IndexBox,
     ) -> Result<Vec<f64>, String> {
+        self.elements(key, rank, place).map(Elements::widened)
+    }
+
+    /// Whether a rank holds every element of a box of a tensor. Nothing is read.
+    pub(crate) fn holds(&self, key: &TensorKey, rank: Rank, place: &IndexBox) -> bool {
+        let info = &self.dump.tensors()[key];
+        let own = info.shards.iter().filter(|shard| self.dump.record(shard).rank == rank);
+        let shared = own.filter_map(|shard| self.dump.record(shard).place.intersection(place));
+        let held: u64 = shared.filter_map(|shared| shared.elements()).sum();
+        info.shape.len() == place.0.len() && place.elements() == Some(held)
+    }
+
+    /// What a rank holds of a box in several shards, or not in one piece.
+    pub(super) fn gathered(
+        &self,
+        key: &TensorKey,
+        rank: Rank,
+        place: &IndexBox,
+    ) -> Result<Vec<f64>, String> {
         let info = &self.dump.tensors()[key];
         let own = info.shards.iter().filter(|shard| self.dump.record(shard).rank == rank);
         let shards: Vec<&ShardRef> = own.collect();
@@ -198,12 +224,6 @@ impl<'a> Inventory<'a> {
                 info.shape.len(),
                 place.0.len()
             ));
-        }
-        if let Some(whole) = shards.iter().find(|shard| self.dump.record(shard).place == *place) {
-            let bytes = self.dump.intact_bytes(whole).ok_or_else(|| damaged(key, rank))?;
-            let mut values = Vec::new();
-            widen(info.dtype, bytes, &mut values);
-            return Ok(values);
         }
         self.gather((key, rank), &shards, place)
     }
@@ -236,7 +256,7 @@ impl<'a> Inventory<'a> {
     }
 }
 
-fn damaged(key: &TensorKey, rank: Rank) -> String {
+pub(super) fn damaged(key: &TensorKey, rank: Rank) -> String {
     format!("the bytes of {key} of rank {rank} are damaged")
 }
 

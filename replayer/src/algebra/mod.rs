@@ -5,11 +5,13 @@
 //! What diverges is explained by solving for what it is instead: the coefficient of each addend of
 //! a sum, the multiplicity of each group in a norm, the rule of an optimizer.
 
+pub mod against;
 mod causes;
 mod coefficients;
 mod copies;
 mod declaration;
 mod domain;
+mod elements;
 mod explain;
 mod gradient;
 mod held;
@@ -27,6 +29,7 @@ mod sum_causes;
 mod summary;
 mod sums;
 mod swaps;
+mod table;
 mod wholes;
 
 use backtape::part::Part;
@@ -37,9 +40,11 @@ use crate::dump::StepDump;
 use inventory::Inventory;
 use judge::Judge;
 
+pub(crate) use names::kind;
 pub use norm_gap::NormGap;
 pub use outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
 pub use summary::{Group, StageSummary, StepReport, Unchecked};
+pub use table::{Fate, Row, Status};
 
 /// The word of `--compare` that asks for the step.
 pub const WORD: &str = "step";
@@ -67,7 +72,7 @@ pub fn judge(
     let inventory = Inventory::of(dump, unusable)?;
     let tensors = inventory.parameters.values().map(|parameter| parameter.tensors.len());
     let comparisons = tensors.sum::<usize>() * dump.manifest.world_size.max(1) as usize;
-    let judge = Judge { inventory: &inventory, comparisons };
+    let judge = Judge { inventory: &inventory, comparisons, nan_is_meant: false };
     let of = |name: &String| {
         let mut judged = judge.gradient(name);
         judged.extend(judge.optimizer(name));

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::nan::larger;
 use backtape::part::Part;
 use backtape::shard::TensorKey;
 use rayon::prelude::*;
@@ -11,6 +12,7 @@ use rayon::prelude::*;
 use super::causes;
 use super::declaration::Norm;
 use super::domain::fewer_bits;
+use super::elements::Elements;
 use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
@@ -87,6 +89,13 @@ impl Joined {
     }
 }
 
+/// By how much `x^(1/p)` errs for each unit of `ln x`, where a job has `1/p` in f32. A job takes
+/// such a root of each parameter, of what a rank holds, and of all.
+fn exponent_error(power: f64) -> f64 {
+    let exponent = 1.0 / power;
+    (f64::from(exponent as f32) - exponent).abs()
+}
+
 impl Judge<'_> {
     /// Every norm that a rank declares, those that are the same on several ranks once.
     pub(crate) fn norms(&self) -> Vec<Judged> {
@@ -105,7 +114,7 @@ impl Judge<'_> {
         let judge = |((at, ..), (rank, ranks)): (&(usize, u64, String), &(Rank, Vec<Rank>))| {
             let norm = &self.inventory.declared[rank].norms[*at];
             let result =
-                self.norm(norm, *rank, *at).unwrap_or_else(|why| Outcome::Unchecked { why });
+                self.norm(norm, ranks, *at).unwrap_or_else(|why| Outcome::Unchecked { why });
             let parameter = String::new();
             let (tensor, ranks) = (format!("norm {at}"), ranks.clone());
             let (place, energies) = (IndexBox(Vec::new()), None);
@@ -121,8 +130,9 @@ impl Judge<'_> {
         norms.flat_map(|norm| norm.parameters.iter().map(String::as_str)).collect()
     }
 
-    fn norm(&self, norm: &Norm, rank: Rank, at: usize) -> Result<Outcome, String> {
-        let is_local = norm.value.is_none();
+    /// A norm that these ranks declare.
+    fn norm(&self, norm: &Norm, ranks: &[Rank], at: usize) -> Result<Outcome, String> {
+        let (is_local, rank) = (norm.value.is_none(), ranks[0]);
         let value = norm.value.or(norm.local).ok_or("the job recorded no value of it")?;
         if norm.others > 0 {
             return Err(format!(
@@ -135,7 +145,7 @@ impl Judge<'_> {
         let (shares, stored) = self.shares(norm, rank, (at, power))?;
         let is_max = power.is_infinite();
         let join = |values: &mut dyn Iterator<Item = f64>| match is_max {
-            true => values.fold(0.0, f64::max),
+            true => values.fold(0.0, larger),
             false => values.sum(),
         };
         let root = |total: f64| if is_max { total } else { total.powf(1.0 / power) };
@@ -151,11 +161,18 @@ impl Judge<'_> {
         let relative =
             if is_max { 0.0 } else { variance.sqrt() / (power * total.max(f64::MIN_POSITIVE)) };
         let unit = format.unit_roundoff().max(Precision::F32.unit_roundoff());
-        let allowed = expected * (REACH * relative + 4.0 * unit);
+        let roots = 3.0 * exponent_error(power) * total.max(f64::MIN_POSITIVE).ln().abs();
+        let small = (1.0 + (shares.len() as f64).sqrt()) * format.smallest_subnormal();
+        let allowed = expected * (REACH * relative + 4.0 * unit + roots) + small;
+        // A step is left out for gradients that are not finite, and their norm is neither.
+        let is_infinite = !expected.is_finite() || expected > format.largest_finite();
+        if is_infinite && !value.is_finite() && self.inventory.is_left_out() {
+            return Ok(Outcome::Agreed { seen_from: None, error: 0.0, floor: 0.0 });
+        }
         if (value - expected).abs() <= allowed {
-            return Ok(Outcome::Agreed {
-                seen_from: Some(allowed / expected.max(f64::MIN_POSITIVE)),
-            });
+            let least = expected.max(f64::MIN_POSITIVE);
+            let (error, floor) = ((value - expected).abs() / least, allowed / least);
+            return Ok(Outcome::Agreed { seen_from: Some(floor), error, floor });
         }
         let factor = value / expected;
         let error = (factor - 1.0).abs();
@@ -171,15 +188,17 @@ impl Judge<'_> {
             readings: Vec::new(),
         };
         let tolerance = (allowed / expected).max(1e-6);
+        // What is as near to the right norm as the job's explains nothing.
         let is = |other: f64| {
             let other = root(other);
-            (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
+            let is_apart = (other - expected).abs() > 2.0 * tolerance * expected;
+            is_apart && (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
         let joined = Joined { value, expected, total, power };
         let read = self
             .read_scale(norm, rank, &joined, &is)
             .or_else(|| joined.read_rounded())
-            .or_else(|| self.read_norm(&shares, (rank, total, is_max), &is))
+            .or_else(|| self.read_norm(&shares, (ranks, total, is_max), &is))
             .or_else(|| joined.read_rounded_parts(&shares, &is));
         divergence.readings = read.into_iter().collect();
         Ok(Outcome::Diverged(Box::new(divergence)))
@@ -226,18 +245,20 @@ impl Judge<'_> {
     fn read_norm(
         &self,
         shares: &BTreeMap<&str, Share>,
-        (rank, total, is_max): (Rank, f64, bool),
+        (declaring, total, is_max): (&[Rank], f64, bool),
         is: &dyn Fn(f64) -> bool,
     ) -> Option<Reading> {
         let held = |rank: &Rank| -> f64 {
             let own = shares.values().filter_map(|share| share.held.get(rank)).copied();
-            if is_max { own.fold(0.0, f64::max) } else { own.sum() }
+            if is_max { own.fold(0.0, larger) } else { own.sum() }
         };
         let ranks: BTreeSet<Rank> =
             shares.values().flat_map(|share| share.held.keys().copied()).collect();
-        let local = held(&rank);
-        if !is_near(local, total) && is(local) {
-            let words = format!("it is the norm of what rank {rank} holds alone");
+        // Of ranks that hold different parts no two have one norm of their own: a number that both
+        // declare went over ranks.
+        let is_own = |rank: &Rank| !is_near(held(rank), total) && is(held(rank));
+        if declaring.iter().all(is_own) {
+            let words = format!("it is the norm of what rank {} holds alone", declaring[0]);
             return Some(causes::NORM_LOCAL.reads(words));
         }
         let all: f64 = ranks.iter().map(held).sum();
@@ -309,6 +330,18 @@ impl Judge<'_> {
                 return Some(causes::NORM_MISSES.reads(format!("{group} alone are in it")));
             }
         }
+        // Copies count on their lowest rank, and so do parts that are taken for copies.
+        let lost = |name: &str| {
+            let (share, held) = (&shares[name], shares[name].held.first_key_value());
+            held.map_or(0.0, |(_, held)| share.whole - held).max(0.0)
+        };
+        for (group, names) in &groups {
+            let lost: f64 = names.iter().map(|name| lost(name)).sum();
+            if lost > 0.0 && is(total - lost) {
+                let words = format!("of {group} only what the lowest rank holds is in it");
+                return Some(causes::NORM_MISSES.reads(words));
+            }
+        }
         for (group, names) in &groups {
             let copies = names.iter().map(|name| shares[*name].copies).fold(1.0, f64::max);
             for times in [copies, 1.0 / copies] {
@@ -365,7 +398,7 @@ impl Judge<'_> {
             let [value, squares, count] = self.powers(key, &piece, power)?;
             for rank in &piece.ranks {
                 let held = share.held.entry(*rank).or_default();
-                *held = if power.is_infinite() { held.max(value) } else { *held + value };
+                *held = if power.is_infinite() { larger(*held, value) } else { *held + value };
             }
             if counted.contains(&piece.place) {
                 continue;
@@ -373,11 +406,12 @@ impl Judge<'_> {
             counted.push(piece.place.clone());
             share.copies = share.copies.max(piece.ranks.len() as f64);
             share.whole = match power.is_infinite() {
-                true => share.whole.max(value),
+                true => larger(share.whole, value),
                 false => share.whole + value,
             };
             let unit = format.map_or(0.0, Precision::unit_roundoff);
             share.variance += sum.variance(count, value, squares) + (2.0 * unit * value).powi(2);
+            share.variance += count * Precision::F32.smallest_subnormal().powi(2);
         }
         Ok(share)
     }
@@ -386,30 +420,50 @@ impl Judge<'_> {
     fn powers(&self, key: &TensorKey, piece: &Piece, power: f64) -> Result<[f64; 3], String> {
         let parts = pieces(&piece.place, 8);
         let part = |part: &IndexBox| {
-            let values = self.inventory.read_box(key, piece.ranks[0], part)?;
-            let mut sums = [0.0, 0.0, values.len() as f64];
-            for x in values {
-                let x = x.abs();
-                if power.is_infinite() {
-                    sums[0] = f64::max(sums[0], x);
-                    continue;
-                }
-                let raised = if power == 2.0 { x * x } else { x.powf(power) };
-                sums[0] += raised;
-                sums[1] += raised * raised;
-            }
-            Ok(sums)
+            let values = self.inventory.elements(key, piece.ranks[0], part)?;
+            Ok(powers_of(&values, power))
         };
         let parts: Vec<Result<[f64; 3], String>> = parts.par_iter().map(part).collect();
         let mut total = [0.0; 3];
         for part in parts {
             let [value, squares, count] = part?;
             let before: f64 = total[0];
-            let joined = if power.is_infinite() { before.max(value) } else { before + value };
+            let joined = if power.is_infinite() { larger(before, value) } else { before + value };
             total = [joined, total[1] + squares, total[2] + count];
         }
         Ok(total)
     }
+}
+
+/// `Σ |x|^p`, or the largest `|x|`, `Σ |x|^2p` and the count of some elements.
+fn powers_of(values: &Elements<'_>, power: f64) -> [f64; 3] {
+    const BLOCK: usize = 1024;
+    // In several sums beside each other, which a processor adds at once.
+    const AT_ONCE: usize = 4;
+    let (matrix, count) = (values.matrix(1, values.len()), values.len());
+    let (mut block, mut sums, mut squares) = ([0.0; BLOCK], [0.0; AT_ONCE], [0.0; AT_ONCE]);
+    for from in (0..count).step_by(BLOCK) {
+        let here = BLOCK.min(count - from);
+        matrix.span_f64(from, &mut block[..here]);
+        block[here..].fill(0.0);
+        for chunk in block.chunks_exact(AT_ONCE) {
+            for (lane, x) in chunk.iter().enumerate() {
+                let x = x.abs();
+                if power.is_infinite() {
+                    sums[lane] = larger(sums[lane], x);
+                    continue;
+                }
+                let raised = if power == 2.0 { x * x } else { x.powf(power) };
+                sums[lane] += raised;
+                squares[lane] += raised * raised;
+            }
+        }
+    }
+    let whole = match power.is_infinite() {
+        true => sums.into_iter().fold(0.0, larger),
+        false => sums.iter().sum(),
+    };
+    [whole, squares.iter().sum(), count as f64]
 }
 
 #[cfg(test)]

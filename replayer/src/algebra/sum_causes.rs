@@ -111,6 +111,9 @@ impl Solved<'_> {
             let count = self.microbatches;
             parts.push((format!("{count} microbatches"), count as f64));
         }
+        for (name, size) in self.other_axes() {
+            parts.push((format!("|{name}| = {size}, which it is not reduced over"), size));
+        }
         let mut found = Vec::new();
         for (name, size) in &parts {
             if is_near(factor, *size) {
@@ -129,6 +132,14 @@ impl Solved<'_> {
             }
         }
         found
+    }
+
+    /// The axes of the job's mesh that it is not declared to be reduced over, and their sizes.
+    fn other_axes(&self) -> impl Iterator<Item = (&str, f64)> {
+        let axes = self.inventory.dump.manifest.mesh.0.iter();
+        let is_own = |name: &str| self.domain.axes.iter().any(|axis| axis.name == name);
+        let axes = axes.filter(move |(name, size)| *size > 1 && !is_own(name));
+        axes.map(|(name, size)| (name.as_str(), f64::from(*size)))
     }
 
     fn cause_of_factor(&self, factor: f64) -> Cause {
@@ -150,6 +161,7 @@ impl Solved<'_> {
             () if is(1.0 / averaged) || divided_axis => causes::MEAN_TWICE,
             () if is(summed) || is_axis => causes::REDUCED_TWICE,
             () if is(microbatches) || is(1.0 / microbatches) => causes::MICROBATCH_SCALE,
+            () if self.other_axes().any(|(_, size)| is(size)) => causes::REDUCED_TWICE,
             () => causes::SCALED,
         }
     }
@@ -180,13 +192,15 @@ impl Solved<'_> {
         let mut own = self.own();
         own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
         let mut ranks = own.chunk_by(|a, b| a.0.rank == b.0.rank);
-        // The coefficients fall by powers of two to that of the last microbatch.
+        // The coefficients fall to that of the last microbatch: by powers of two where the sum is added to
+        // itself, by one where each microbatch adds all of `.grad`, which still holds those before.
         let is_power = |ratio: f64| is_near(ratio.log2().round().exp2(), ratio);
         let is_doubled = ranks.all(|of_rank| {
             let last = of_rank.last().map_or(0.0, |addend| addend.1);
             let falls = of_rank.windows(2).all(|pair| pair[0].1 > pair[1].1 * 0.999);
             let powers = of_rank.iter().all(|addend| is_power(addend.1 / last));
-            is_near(last, 1.0) && falls && powers && !is_near(of_rank[0].1, last)
+            let by_one = of_rank.windows(2).all(|pair| is_near(pair[0].1 - pair[1].1, 1.0));
+            is_near(last, 1.0) && falls && (powers || by_one) && !is_near(of_rank[0].1, last)
         });
         let words = "what was summed before is added once more with each microbatch";
         is_doubled.then(|| causes::ACCUMULATE_DOUBLES.reads(words))

@@ -51,7 +51,7 @@ impl Whole {
     }
 
     /// It and its variance, of a part of the parameter.
-    pub(super) fn operands(&self, part: &IndexBox) -> [Operand; 2] {
+    pub(super) fn operands<'o>(&self, part: &IndexBox) -> [Operand<'o>; 2] {
         let of = |all: &[f64]| match &self.shape {
             Shape::Number => all.to_vec(),
             Shape::Same => vec![all[0]; part.elements().unwrap_or(0) as usize],
@@ -214,7 +214,8 @@ impl Judge<'_> {
             let operands = self.operands(&tensors, supposed, known, part)?;
             let direction = supposed.rule.stage(&operands, &declared, "direction")?;
             let before = operands.iter().find(|operand| operand.name == "before");
-            before.into_iter().flat_map(|own| &own.values).for_each(|x| both[0].add(*x));
+            let before = before.map(|own| own.values.clone().widened());
+            before.into_iter().flatten().for_each(|x| both[0].add(x));
             direction.iter().for_each(|x| both[1].add(*x));
             Ok(())
         })?;

@@ -203,7 +203,9 @@ impl Rounding {
     /// One rounding to a precision.
     pub fn to(precision: Precision) -> Rounding {
         let (unit, half) = (precision.unit_roundoff(), precision.smallest_subnormal() / 2.0);
-        Rounding { square: unit * unit / 3.0, constant: FLUSH * FLUSH + half * half, unit, half }
+        // f64 has its own smallest normal number, whose square is 0.
+        let flush = if precision == Precision::F64 { 0.0 } else { FLUSH };
+        Rounding { square: unit * unit / 3.0, constant: flush * flush + half * half, unit, half }
     }
 
     /// Its variance.

@@ -39,6 +39,8 @@ pub(crate) struct Row {
     stored: Rounding,
     /// `⟨stored(ref) - ref, ref⟩` so far.
     storing: f64,
+    /// What is larger has become infinite, where values that are not finite are meant.
+    largest: Option<f64>,
 }
 
 vectorised!(
@@ -74,8 +76,9 @@ pub(super) struct Sums {
 }
 
 impl Row {
-    /// A row that is stored in a format, or in none that rounds.
-    pub(crate) fn new(format: Option<Precision>, bound: &Bound) -> Row {
+    /// A row that is stored in a format, or in none that rounds; `largest` is the largest number
+    /// that the job has.
+    pub(crate) fn new(format: Option<Precision>, largest: f64, bound: &Bound) -> Row {
         Row {
             tally: RowTally::NONE,
             columns: 0,
@@ -84,11 +87,19 @@ impl Row {
             format,
             stored: format.map_or(Rounding::default(), Rounding::to),
             storing: 0.0,
+            largest: bound.nan_is_meant.then_some(largest),
         }
     }
 
     /// Adds the next elements of the row.
     pub(crate) fn add(&mut self, block: &Block<'_>) {
+        let Some(largest) = self.largest else { return self.add_all(block) };
+        let overflow = |x: &f64| if x.abs() > largest { x * f64::INFINITY } else { *x };
+        let reference: Vec<f64> = block.reference.iter().map(overflow).collect();
+        self.add_all(&Block { reference: &reference, ..*block });
+    }
+
+    fn add_all(&mut self, block: &Block<'_>) {
         let whole = block.captured.len() / LANES * LANES;
         let cut = |range: std::ops::Range<usize>| Block {
             captured: &block.captured[range.clone()],
@@ -101,6 +112,10 @@ impl Row {
     }
 
     fn add_whole(&mut self, block: &Block<'_>) {
+        // The first of elements with one score is kept, be it 0.
+        if self.tally.spots[2].column < 0 {
+            return self.one_by_one(block);
+        }
         let best = self.tally.spots[2].score;
         let sums = sums(block, &self.stored, self.reach, best * best);
         let finite = [sums.error, sums.reference, sums.captured, sums.max_abs, sums.own[1]];
@@ -144,7 +159,8 @@ impl Row {
             self.tally.look_at(self.columns + at, element, format, &self.look);
             self.tally.rank(self.columns + at, element);
         }
-        self.store(block.reference, block.reference.iter().map(|x| x * x).sum());
+        let finite: Vec<f64> = block.reference.iter().copied().filter(|x| x.is_finite()).collect();
+        self.store(&finite, finite.iter().map(|x| x * x).sum());
         self.columns += block.captured.len();
     }
 
@@ -197,7 +213,7 @@ fn sums_body(block: &Block<'_>, stored: &Rounding, reach: f64, best: f64) -> Sum
             max_abs[lane] = if e.abs() > max_abs[lane] { e.abs() } else { max_abs[lane] };
         }
     }
-    let (mut own_sum, mut own_squares, mut own_largest) = (zero, zero, zero);
+    let (mut own_squares, mut own_largest) = (zero, zero);
     let (mut many_sum, mut many_squares, mut many_largest) = (zero, zero, zero);
     let (mut most_squares, mut shared_sum) = (zero, zero);
     let (mut slope_own, mut slope_shared, mut standing_out) = (zero, zero, [0u64; LANES]);
@@ -207,11 +223,9 @@ fn sums_body(block: &Block<'_>, stored: &Rounding, reach: f64, best: f64) -> Sum
         for lane in 0..LANES {
             let (c, x, many, shared) = (c[lane], x[lane], many[lane], shared[lane]);
             let (square, alike) = (x * x, shared * shared);
-            // As `Allowance::storing` has it.
-            let size = x.abs() + 8.0 * (many + alike).sqrt();
-            let most = stored.unit * size + stored.half;
+            // As `Allowance::storing` has it, but for what the error adds to the size: see below.
+            let most = stored.unit * x.abs() + stored.half;
             let own = many + (stored.square * square + stored.constant);
-            own_sum[lane] += own;
             own_squares[lane] += own * own;
             own_largest[lane] = if own > own_largest[lane] { own } else { own_largest[lane] };
             many_sum[lane] += many;
@@ -232,16 +246,21 @@ fn sums_body(block: &Block<'_>, stored: &Rounding, reach: f64, best: f64) -> Sum
         }
     }
     let sum = |lanes: [f64; LANES]| lanes.iter().sum::<f64>();
+    let storing = stored.square * sum(reference) + stored.constant * block.reference.len() as f64;
     let largest = |lanes: [f64; LANES]| lanes.into_iter().fold(0.0, f64::max);
+    // The root of the sum of the squares of `most + 8 unit √total` is at most that of those of
+    // `most` and of the rest (Minkowski).
+    let total = sum(many_sum) + sum(shared_sum);
+    let most = (sum(most_squares).sqrt() + 8.0 * stored.unit * total.sqrt()).powi(2);
     Sums {
         error: sum(error),
         reference: sum(reference),
         captured: sum(captured),
         dot: sum(dot),
         max_abs: largest(max_abs),
-        own: [sum(own_sum), sum(own_squares), largest(own_largest)],
+        own: [sum(many_sum) + storing, sum(own_squares), largest(own_largest)],
         many: [sum(many_sum), sum(many_squares), largest(many_largest)],
-        most: sum(most_squares),
+        most,
         shared: sum(shared_sum),
         slope: [sum(slope_own), sum(slope_shared)],
         standing_out: standing_out.iter().sum(),
@@ -272,7 +291,7 @@ mod tests {
                     captured[draw.below(1003)] *= 1.5;
                     captured[draw.below(1003)] = f64::NAN;
                 }
-                let mut row = Row::new(format, &bound);
+                let mut row = Row::new(format, f64::MAX, &bound);
                 for at in (0..1003).step_by(256) {
                     let range = at..(at + 256).min(1003);
                     row.add(&Block {
@@ -309,7 +328,9 @@ mod tests {
                 };
                 for (at, (one, other)) in sums(&row).into_iter().zip(sums(&plain)).enumerate() {
                     let apart = (one - other).abs();
-                    assert!(apart <= 1e-10 * other.abs() + 1e-25, "{at}: {one:e}, not {other:e}");
+                    // What is left of the variance without storing has lost digits in one of them.
+                    let near = if (11..15).contains(&at) { 1e-5 } else { 1e-10 };
+                    assert!(apart <= near * other.abs() + 1e-25, "{at}: {one:e}, not {other:e}");
                 }
             }
         }

@@ -380,7 +380,8 @@ impl Tally {
             true => (format.round64(*x) - x) * x,
             false => format.unit_roundoff() * x * x,
         };
-        let sums = reference.par_chunks(CHUNK).map(|values| values.iter().map(error).sum());
+        let chunk = |values: &[f64]| values.iter().filter(|x| x.is_finite()).map(error).sum();
+        let sums = reference.par_chunks(CHUNK).map(chunk);
         self.slope_stored += sums.collect::<Vec<f64>>().iter().sum::<f64>();
     }
 

@@ -29,6 +29,8 @@ const ALIKE: usize = 12;
 pub struct Roundings {
     /// Unit roundoff of arithmetic.
     unit: f64,
+    /// Half the smallest number of arithmetic, which a result near 0 may be off by.
+    least: f64,
     /// What the result of a whole step may be kept in.
     between: Option<Precision>,
     used: Cell<usize>,
@@ -52,7 +54,12 @@ impl Roundings {
     /// Arithmetic of unit roundoff `unit`; the result of a whole step may be kept in `between`.
     pub fn new(unit: f64, between: Option<Precision>) -> Roundings {
         let [used, shared] = [0, 0].map(Cell::new);
-        Roundings { unit, between, used, shared, scalars: Cell::new((0, 0)) }
+        Roundings { unit, least: 0.0, between, used, shared, scalars: Cell::new((0, 0)) }
+    }
+
+    /// The same where no number is smaller than this one.
+    pub fn above(self, smallest: f64) -> Roundings {
+        Roundings { least: smallest / 2.0, ..self }
     }
 
     /// Forgets all roundings: those of the row before are not those of this one.
@@ -119,6 +126,11 @@ impl Roundings {
         self.unit
     }
 
+    /// Half the smallest number of arithmetic, which a result near 0 may be off by.
+    pub(crate) fn least(&self) -> f64 {
+        self.least
+    }
+
     /// What the result of a whole step may be kept in.
     pub(crate) fn between(&self) -> Option<Precision> {
         self.between
@@ -183,7 +195,10 @@ impl<'a> Uncertain<'a> {
             self.by.iter_mut().zip(&other.by).for_each(|(c, d)| *c += d * slope);
             self.by[LAST] = last.abs() + (other.by[LAST] * slope).abs();
         }
-        let deviation = self.roundings.unit * value.abs() / 3f64.sqrt();
+        let mut deviation = self.roundings.unit * value.abs() / 3f64.sqrt();
+        if value != 0.0 {
+            deviation += self.roundings.least;
+        }
         // Nothing beside the roundings of whole steps, which the places are for.
         match self.roundings.are_steps_alone() {
             true => self.by[LAST] += deviation,
@@ -445,6 +460,18 @@ mod tests {
             let small = roundings.exact(1.0).changed(roundings.exact(1e-3));
             assert!(((3.0 * small.variances().1).sqrt() - 1e-3).abs() < 1e-12);
         }
+    }
+
+    /// Goal: a product that f32 has no number for may be 0 in the job, and so is its sign.
+    #[test]
+    fn a_result_below_the_smallest_number_may_have_vanished() {
+        let roundings = Roundings::new(Precision::F32.unit_roundoff(), None);
+        let roundings = roundings.above(Precision::F32.smallest_subnormal());
+        let [small, factor] = [1e-45, 0.1].map(|x| roundings.exact(x));
+        let product = small * factor;
+        assert!(product.variances().0.sqrt() >= product.value);
+        assert_eq!(product.sign().variances().0, 4.0);
+        assert_eq!((roundings.exact(0.0) * roundings.exact(0.1)).variances().0, 0.0);
     }
 
     #[test]

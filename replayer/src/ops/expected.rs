@@ -65,7 +65,7 @@ impl Arithmetic {
     pub(super) fn roundings(&self) -> Roundings {
         // In an f64 job the reference errs as much as the job does, so both count.
         let unit = Sum { precision: self.compute, ..self.sum }.unit();
-        Roundings::new(unit, self.between)
+        Roundings::new(unit, self.between).above(self.compute.smallest_subnormal())
     }
 }
 
@@ -189,7 +189,8 @@ impl<O: Op> Evaluation<'_, O> {
             total.add_shared(&shared);
             let [number, emulated] = self.finished(total, &sum);
             let (own, row) = number.variances();
-            Finished { value: number.value, own: own + row, row: 0.0, emulated: emulated.value }
+            let own = own + row + lost_near_zero(sum.count, &self.arithmetic);
+            Finished { value: number.value, own, row: 0.0, emulated: emulated.value }
         };
         Expected::of_sums(&(0..rows).into_par_iter().map(one).collect::<Vec<_>>())
     }
@@ -224,6 +225,7 @@ impl<O: Op> Evaluation<'_, O> {
         total = total + roundings.with_variance(0.0, sum.variance(&self.arithmetic));
         let [number, emulated] = self.finished(total, sum);
         let (own, row) = number.variances();
+        let own = own + lost_near_zero(sum.count, &self.arithmetic);
         Finished { value: number.value, own, row, emulated: emulated.value }
     }
 
@@ -250,8 +252,9 @@ impl Expected {
     /// the elements have in common there may be in those of the job.
     fn of_sums(all: &[Finished]) -> Expected {
         let of = |each: fn(&Finished) -> f64| all.iter().map(each).collect::<Vec<f64>>();
-        let along: f64 = all.iter().map(|x| (x.emulated - x.value) * x.value).sum();
-        let energy: f64 = all.iter().map(|x| x.value * x.value).sum();
+        let finite = || all.iter().filter(|x| x.value.is_finite() && x.emulated.is_finite());
+        let along: f64 = finite().map(|x| (x.emulated - x.value) * x.value).sum();
+        let energy: f64 = finite().map(|x| x.value * x.value).sum();
         let factor = if energy > 0.0 { along / energy } else { 0.0 };
         let shared = all.iter().map(|x| (factor * x.value).powi(2)).collect();
         Expected { values: of(|x| x.value), own: of(|x| x.own), row: of(|x| x.row), shared }
@@ -279,6 +282,13 @@ struct Summed {
     own: f64,
     /// The sum in a job's accumulator, one addend after the other.
     emulated: f64,
+}
+
+/// Variance of what so many additions lose near 0, where an addition, and the division of an
+/// addend before it, may be off by half the smallest number of the accumulator.
+pub(super) fn lost_near_zero(count: f64, arithmetic: &Arithmetic) -> f64 {
+    let half = arithmetic.sum.precision.smallest_subnormal() / 2.0;
+    2.0 * count * half * half
 }
 
 impl Summed {

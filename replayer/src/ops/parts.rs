@@ -11,8 +11,8 @@ use super::row_sums;
 use super::table::{Op, Reduction, Shape, Stage};
 use super::trace::{Given, program};
 use super::walker::{Recorded, Span, Walk};
+use crate::compare::Tally;
 use crate::compare::lanes;
-use crate::compare::{Bound, Tally};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 use crate::kernels::uncertain::{LAST, Roundings};
@@ -43,7 +43,10 @@ pub(super) fn tallies<O: Op>(walk: &mut Walk<'_, O>, span: Span) -> Option<Vec<F
     let mut part = Part::of(walk)?;
     let bound = span.bound;
     for stage in &mut part.stages {
-        stage.row = stage.captured.map(|at| lanes::Row::new(part.columns[at].stored, &bound));
+        stage.row = stage.captured.map(|at| {
+            let stored = part.columns[at].stored;
+            lanes::Row::new(stored, walk.largest(stored), &bound)
+        });
     }
     part.run(columns, true, &mut |_, _, _| {});
     let row = span.first_row;
@@ -90,6 +93,8 @@ struct Column<'a> {
     stored: Option<Precision>,
     /// What its elements are uncertain by, where they are an input.
     rounded: Option<Precision>,
+    /// Whether anything that is computed takes it.
+    is_taken: bool,
     values: Box<Block>,
     variance: Box<Block>,
 }
@@ -166,12 +171,12 @@ impl<'a> Part<'a> {
                 variance: Box::new(ZERO),
             });
         }
-        part.mark_fed();
+        part.mark_taken();
         Some(part)
     }
 
-    /// Marks the stages that later ones take, so that what nobody takes is not computed.
-    fn mark_fed(&mut self) {
+    /// Marks the stages and tensors that are taken, so that what nobody takes is not computed.
+    fn mark_taken(&mut self) {
         for at in (0..self.stages.len()).rev() {
             let (before, rest) = self.stages.split_at_mut(at);
             let stage = &rest[0];
@@ -179,9 +184,14 @@ impl<'a> Part<'a> {
                 continue;
             }
             for feed in &stage.feeds {
-                if let Feed::Stage(of) = feed {
-                    before[*of].is_fed = true;
+                match (feed, &stage.program) {
+                    (Feed::Known, _) | (_, Err(_)) => {}
+                    (Feed::Stage(of), _) => before[*of].is_fed = true,
+                    (Feed::Column(of), _) => self.columns[*of].is_taken = true,
                 }
+            }
+            if let Some(captured) = stage.captured {
+                self.columns[captured].is_taken = true;
             }
         }
     }
@@ -225,7 +235,15 @@ impl<'a> Part<'a> {
             given.push(Given::Column(is_uncertain.then(|| place(&roundings))));
         }
         let made = program(&roundings, &given, |numbers| walk.op.element(at, numbers));
-        Ok(made.map(|program| (feeds, program)))
+        Ok(made.map(|program| {
+            // What the formula takes by its table alone need not be read.
+            for (at, feed) in feeds.iter_mut().enumerate() {
+                if !program.takes(at) {
+                    *feed = Feed::Known;
+                }
+            }
+            (feeds, program)
+        }))
     }
 
     fn input<O: Op>(
@@ -248,7 +266,8 @@ impl<'a> Part<'a> {
         let at = known.unwrap_or_else(|| {
             let Recorded { values: matrix, stored, .. } = *recorded;
             let [values, variance] = [(); 2].map(|()| Box::new(ZERO));
-            self.columns.push(Column { name, matrix, stored, rounded: None, values, variance });
+            let (rounded, is_taken) = (None, false);
+            self.columns.push(Column { name, matrix, stored, rounded, is_taken, values, variance });
             self.columns.len() - 1
         });
         self.columns[at].rounded = self.columns[at].rounded.or(rounded);
@@ -260,7 +279,7 @@ impl<'a> Part<'a> {
         let mut memory = Evaluation::default();
         for from in (0..columns).step_by(LANES) {
             let count = LANES.min(columns - from);
-            for column in &mut self.columns {
+            for column in self.columns.iter_mut().filter(|column| column.is_taken) {
                 column.read(from, count);
             }
             for at in 0..self.stages.len() {
@@ -350,8 +369,11 @@ fn read_body(matrix: &Matrix<'_>, from: usize, values: &mut [f64]) {
 
 #[inline(always)]
 fn variances_body(precision: Precision, values: &Block, out: &mut Block) {
+    // As `Precision::deviation` has it.
+    let tiny = precision.deviation(0.0);
+    let unit = precision.unit_roundoff() / 3f64.sqrt();
     for (out, x) in out.iter_mut().zip(values) {
-        let deviation = precision.deviation(*x);
+        let deviation = unit * x.abs() + tiny;
         *out = deviation * deviation;
     }
 }

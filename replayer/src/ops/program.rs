@@ -11,10 +11,13 @@ use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
 
 /// Columns that are evaluated at a time.
-pub(super) const LANES: usize = 256;
+pub(super) const LANES: usize = 128;
 /// A number of each column.
 pub(super) type Block = [f64; LANES];
 pub(super) const ZERO: Block = [0.0; LANES];
+
+/// The deviation of rounding 1, beyond which arithmetic has far fewer bits than f64.
+const COARSE: f64 = 1e-12;
 
 /// A formula.
 pub(super) struct Program {
@@ -27,6 +30,10 @@ pub(super) struct Program {
     pub output: usize,
     /// The deviation of rounding 1 in arithmetic.
     pub unit: f64,
+    /// What a result of arithmetic that is not 0 may be off by beside.
+    pub least: f64,
+    /// Whether an error has the last place.
+    pub has_last: bool,
 }
 
 /// A step of a formula.
@@ -38,6 +45,8 @@ pub(super) struct Node {
     pub has_extra: bool,
     /// Whether it has an error at all.
     pub is_uncertain: bool,
+    /// Whether the result depends on it.
+    pub is_needed: bool,
 }
 
 /// Whose error a rounding is.
@@ -80,6 +89,15 @@ pub(super) enum Two {
 pub(super) enum Term {
     Column(usize),
     Known(usize),
+}
+
+impl Term {
+    pub(super) fn node(self) -> Option<usize> {
+        match self {
+            Term::Column(node) => Some(node),
+            Term::Known(_) => None,
+        }
+    }
 }
 
 /// A number that the row shares, with its errors.
@@ -145,6 +163,12 @@ impl Program {
         forward(self, inputs, memory);
     }
 
+    /// Whether its result depends on an input.
+    pub(super) fn takes(&self, input: usize) -> bool {
+        let is_it = |node: &Node| matches!(node.action, Action::Input(at) if at == input);
+        self.nodes.iter().any(|node| node.is_needed && is_it(node))
+    }
+
     /// Its result in the block that was evaluated last.
     pub(super) fn result<'b>(&self, inputs: &[Input<'b>], memory: &'b Evaluation) -> &'b Block {
         value(self, inputs, &memory.values, self.output)
@@ -184,6 +208,9 @@ pub(super) fn value<'b>(
 #[inline(always)]
 fn forward_body(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation) {
     for (at, node) in program.nodes.iter().enumerate() {
+        if !node.is_needed {
+            continue;
+        }
         if node.has_extra {
             extra(program, inputs, memory, at);
         }
@@ -208,6 +235,8 @@ fn forward_body(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation
                         Two::Plus => each(out, |i| a[i] + b),
                         Two::Minus => each(out, |i| a[i] - b),
                         Two::Times => each(out, |i| a[i] * b),
+                        // Beside what arithmetic of fewer bits rounds a further rounding is nothing.
+                        Two::Over if program.unit > COARSE => each(out, |i| a[i] * (1.0 / b)),
                         Two::Over => each(out, |i| a[i] / b),
                     }
                 }

@@ -4,6 +4,7 @@
 use super::program::{
     Action, Block, Input, Known, LANES, Place, Program, Term, Two, ZERO, each, value,
 };
+use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
 
 /// What of the errors is asked for, beside the variance of each element's own.
@@ -39,13 +40,14 @@ impl Default for Errors {
 }
 
 impl Errors {
-    fn clear(&mut self, asked: Asked, kept: usize) {
-        self.kept.resize(kept, ZERO);
+    fn clear(&mut self, asked: Asked, program: &Program) {
+        self.kept.resize(program.kept.len(), ZERO);
         self.kept.iter_mut().for_each(|block| *block = ZERO);
-        (self.own, self.last) = (ZERO, ZERO);
-        let asked = [(asked.shared, &mut self.shared), (asked.row, &mut self.row)];
+        self.own = ZERO;
+        let Errors { shared, row, most, last, .. } = self;
+        let asked =
+            [(asked.shared, shared), (asked.row, row), (asked.own, most), (program.has_last, last)];
         asked.into_iter().filter(|(is, _)| *is).for_each(|(_, block)| *block = ZERO);
-        self.most = ZERO;
     }
 }
 
@@ -98,22 +100,37 @@ vectorised!(
 #[derive(Clone, Copy)]
 struct Factor<'b>(f64, Option<&'b Block>);
 
-/// Calls `each` with the product of a derivative, a block and a number.
+/// The deviation of keeping a number in a format, as `Precision::deviation` has it.
 #[inline(always)]
-fn products(by: Factor<'_>, block: Option<&Block>, mut each: impl FnMut(usize, f64)) {
-    match (by, block) {
-        (Factor(k, None), None) => (0..LANES).for_each(|i| each(i, k)),
-        (Factor(k, Some(a)), None) | (Factor(k, None), Some(a)) => {
-            (0..LANES).for_each(|i| each(i, k * a[i]));
-        }
-        (Factor(k, Some(a)), Some(b)) => (0..LANES).for_each(|i| each(i, k * a[i] * b[i])),
+fn storing(precision: Precision) -> impl Fn(f64) -> f64 + Copy {
+    let (unit, tiny) = (precision.unit_roundoff() / 3f64.sqrt(), precision.deviation(0.0));
+    move |x: f64| unit * x.abs() + tiny
+}
+
+/// What is multiplied with nothing.
+fn one(_: usize) -> f64 {
+    1.0
+}
+
+/// Calls `each` with the products of a derivative and of what is given for each column.
+#[inline(always)]
+fn products(by: Factor<'_>, of: impl Fn(usize) -> f64, mut each: impl FnMut(usize, f64)) {
+    match by {
+        Factor(k, None) => (0..LANES).for_each(|i| each(i, k * of(i))),
+        Factor(k, Some(block)) => (0..LANES).for_each(|i| each(i, k * block[i] * of(i))),
     }
 }
 
 impl Errors {
     /// Adds the error of a rounding: the derivative by it, times its deviation.
     #[inline(always)]
-    fn add(&mut self, place: Place, asked: Asked, by: Factor<'_>, deviation: Option<&Block>) {
+    fn add(
+        &mut self,
+        place: Place,
+        asked: Asked,
+        by: Factor<'_>,
+        deviation: impl Fn(usize) -> f64 + Copy,
+    ) {
         match place {
             Place::Own => {
                 let own = &mut self.own;
@@ -133,7 +150,13 @@ impl Errors {
 
     /// The same of errors of the row, of which the sum of sizes and that of squares are given.
     #[inline(always)]
-    fn add_shared(&mut self, asked: Asked, by: Factor<'_>, block: Option<&Block>, of: [f64; 2]) {
+    fn add_shared(
+        &mut self,
+        asked: Asked,
+        by: Factor<'_>,
+        block: impl Fn(usize) -> f64 + Copy,
+        of: [f64; 2],
+    ) {
         let [most, squares] = of;
         if asked.shared {
             let shared = &mut self.shared;
@@ -147,7 +170,13 @@ impl Errors {
 
     /// Adds the errors of a known number: the derivative by it is `by` times `block`.
     #[inline(always)]
-    fn add_known(&mut self, known: &Known, asked: Asked, by: Factor<'_>, block: Option<&Block>) {
+    fn add_known(
+        &mut self,
+        known: &Known,
+        asked: Asked,
+        by: Factor<'_>,
+        block: impl Fn(usize) -> f64 + Copy,
+    ) {
         if known.own.squares > 0.0 {
             let (own, squares) = (&mut self.own, known.own.squares);
             products(by, block, |i, c| own[i] += squares * (c * c));
@@ -171,15 +200,15 @@ impl Errors {
 
     /// Adds the errors that were kept apart, and those that share the last place.
     #[inline(always)]
-    fn close(&mut self, kept: &[bool], asked: Asked, has_last: bool) {
-        for (at, is_shared) in kept.iter().enumerate() {
+    fn close(&mut self, program: &Program, asked: Asked) {
+        for (at, is_shared) in program.kept.iter().enumerate() {
             let block = std::mem::replace(&mut self.kept[at], ZERO);
             let place = if *is_shared { Place::Shared } else { Place::Own };
-            self.add(place, asked, Factor(1.0, None), Some(&block));
+            self.add(place, asked, Factor(1.0, None), |i| block[i]);
         }
-        if has_last {
+        if program.has_last {
             let last = std::mem::replace(&mut self.last, ZERO);
-            self.add(Place::Own, asked, Factor(1.0, None), Some(&last));
+            self.add(Place::Own, asked, Factor(1.0, None), |i| last[i]);
         }
     }
 }
@@ -193,24 +222,22 @@ fn backward_body(
     errors: &mut Errors,
 ) {
     let program = of.program;
-    errors.clear(asked, program.kept.len());
+    errors.clear(asked, program);
     way.free.append(&mut way.slots);
     way.adjoints.clear();
     way.adjoints.resize(program.nodes.len(), Adjoint::None);
     let mut back = Back { of, way };
     seeds.iter().for_each(|(node, seed)| back.give(*node, Adjoint::Uniform(*seed)));
     let top = seeds.iter().map(|(node, _)| *node).max().unwrap_or(0);
-    let mut has_last = program.known.iter().any(|known| known.last > 0.0);
     for at in (0..=top).rev() {
         let adjoint = back.way.adjoints[at];
         if matches!(adjoint, Adjoint::None) {
             continue;
         }
-        has_last |= program.nodes[at].place == Some(Place::Last);
         back.errs(at, adjoint, asked, errors);
         back.propagate(at, adjoint, asked, errors);
     }
-    errors.close(&program.kept, asked, has_last);
+    errors.close(program, asked);
 }
 
 /// The way back from the result.
@@ -270,11 +297,24 @@ impl<'b> Back<'b> {
             (Adjoint::Uniform(a), Adjoint::Uniform(b)) => Adjoint::Uniform(a + b),
             (a, b) => {
                 let mut sum = ZERO;
-                products(self.factor(a), None, |i, c| sum[i] += c);
-                products(self.factor(b), None, |i, c| sum[i] += c);
+                products(self.factor(a), one, |i, c| sum[i] += c);
+                products(self.factor(b), one, |i, c| sum[i] += c);
                 self.product(Adjoint::Uniform(1.0), |i| sum[i])
             }
         };
+    }
+
+    /// Adds the errors of a known number, by which the derivative is a derivative times a block.
+    #[inline(always)]
+    fn give_known(
+        &self,
+        known: usize,
+        adjoint: Adjoint,
+        block: impl Fn(usize) -> f64 + Copy,
+        asked: Asked,
+        errors: &mut Errors,
+    ) {
+        errors.add_known(&self.of.program.known[known], asked, self.factor(adjoint), block);
     }
 
     /// Adds the errors that a step makes itself.
@@ -283,48 +323,47 @@ impl<'b> Back<'b> {
         let node = &self.of.program.nodes[at];
         let by = self.factor(adjoint);
         if node.has_extra {
-            errors.add(Place::Own, asked, by, Some(&self.of.extra[at]));
+            let extra = &self.of.extra[at];
+            errors.add(Place::Own, asked, by, |i| extra[i]);
         }
         let Some(place) = node.place else { return };
-        let mut deviation = ZERO;
         match node.action {
             Action::Input(input) => {
                 let variance = self.of.inputs[input].variance;
                 if place == Place::Own && !asked.own {
                     let own = &mut errors.own;
-                    return products(by, None, |i, c| own[i] += c * c * variance[i]);
+                    return products(by, one, |i, c| own[i] += c * c * variance[i]);
                 }
-                each(&mut deviation, |i| variance[i].sqrt());
-                errors.add(place, asked, by, Some(&deviation));
+                errors.add(place, asked, by, |i| variance[i].sqrt());
             }
             Action::Stored(of, precision) => {
-                let stored = self.value(of);
-                each(&mut deviation, |i| precision.deviation(stored[i]));
-                errors.add(place, asked, by, Some(&deviation));
+                let (stored, deviation) = (self.value(of), storing(precision));
+                errors.add(place, asked, by, |i| deviation(stored[i]));
             }
             Action::Changed(of, change, precision) => {
-                let stored = self.value(of);
-                each(&mut deviation, |i| precision.deviation(stored[i]));
-                errors.add(place, asked, by, Some(&deviation));
+                let (stored, deviation) = (self.value(of), storing(precision));
+                errors.add(place, asked, by, |i| deviation(stored[i]));
                 let root = 1.0 / 3f64.sqrt();
                 match change {
                     Term::Column(change) => {
                         let change = self.value(change);
-                        each(&mut deviation, |i| {
-                            precision.deviation(stored[i]).min(change[i].abs() * root)
-                        });
+                        let most = |i: usize| change[i].abs() * root;
+                        let shared = |i: usize| deviation(stored[i]).min(most(i));
+                        errors.add(Place::Shared, asked, by, shared);
                     }
                     Term::Known(change) => {
                         let most = self.of.program.known[change].value.abs() * root;
-                        each(&mut deviation, |i| precision.deviation(stored[i]).min(most));
+                        let shared = |i: usize| deviation(stored[i]).min(most);
+                        errors.add(Place::Shared, asked, by, shared);
                     }
                 }
-                errors.add(Place::Shared, asked, by, Some(&deviation));
             }
             _ => {
-                let Factor(factor, block) = by;
-                let by = Factor(factor * self.of.program.unit, block);
-                errors.add(place, asked, by, Some(self.value(at)));
+                let (result, program) = (self.value(at), self.of.program);
+                let (unit, least) = (program.unit, program.least);
+                errors.add(place, asked, by, |i| {
+                    unit * result[i].abs() + if result[i] != 0.0 { least } else { 0.0 }
+                });
             }
         }
     }
@@ -376,17 +415,13 @@ impl<'b> Back<'b> {
         errors: &mut Errors,
     ) {
         let program = self.of.program;
-        let to_known =
-            |back: &Self, known: usize, adjoint, block: Option<&Block>, errors: &mut Errors| {
-                errors.add_known(&program.known[known], asked, back.factor(adjoint), block);
-            };
         match (two, a, b) {
             (Two::Plus | Two::Minus, a, b) => {
                 let second = if two == Two::Plus { 1.0 } else { -1.0 };
                 for (term, adjoint) in [(a, adjoint), (b, adjoint.times(second))] {
                     match term {
                         Term::Column(node) => self.give(node, adjoint),
-                        Term::Known(known) => to_known(self, known, adjoint, None, errors),
+                        Term::Known(known) => self.give_known(known, adjoint, one, asked, errors),
                     }
                 }
             }
@@ -404,13 +439,15 @@ impl<'b> Back<'b> {
             }
             (Two::Times, Term::Column(column), Term::Known(known))
             | (Two::Times, Term::Known(known), Term::Column(column)) => {
-                to_known(self, known, adjoint, Some(self.value(column)), errors);
+                let of = self.value(column);
+                self.give_known(known, adjoint, |i| of[i], asked, errors);
                 self.give(column, adjoint.times(program.known[known].value));
             }
             (Two::Over, Term::Column(column), Term::Known(known)) => {
                 let reciprocal = 1.0 / program.known[known].value;
-                let quotient = Some(self.value(at));
-                to_known(self, known, adjoint.times(-reciprocal), quotient, errors);
+                let quotient = self.value(at);
+                let by = adjoint.times(-reciprocal);
+                self.give_known(known, by, |i| quotient[i], asked, errors);
                 self.give(column, adjoint.times(reciprocal));
             }
             (Two::Over, of, Term::Column(divisor)) => {
@@ -422,7 +459,7 @@ impl<'b> Back<'b> {
                 }
                 match of {
                     Term::Column(node) => self.give(node, to_first),
-                    Term::Known(known) => to_known(self, known, to_first, None, errors),
+                    Term::Known(known) => self.give_known(known, to_first, one, asked, errors),
                 }
             }
             (_, Term::Known(_), Term::Known(_)) => unreachable!("known numbers were computed"),

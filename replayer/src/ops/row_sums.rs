@@ -1,15 +1,14 @@
 //! Sums over the rows of a part, one for each column, block by block.
 
-use super::expected::{Arithmetic, Source};
+use super::expected::{Arithmetic, Source, lost_near_zero};
 use super::parts::{INPUTS, NONE, place, read, variances};
 use super::program::{Block, Evaluation, Input, LANES, Place, Program, ZERO};
 use super::reverse::{Asked, Errors};
 use super::table::Op;
 use super::trace::{Given, program};
 use super::walker::{Recorded, Span, Walk};
-use crate::compare::{Bound, Tally, lanes};
+use crate::compare::{Tally, lanes};
 use crate::kernels::matrix::Matrix;
-use crate::kernels::number::Number;
 use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
 
@@ -59,7 +58,8 @@ pub(super) fn compared<O: Op>(
     Some(recorded.and_then(|recorded| {
         walk.check(stage.name, stage.shape, recorded)?;
         let expected = expected(&rows, &finish, &arithmetic, (columns, has_shared));
-        Ok(tally(recorded, &expected, &span.bound, span.first_row))
+        let row = lanes::Row::new(recorded.stored, walk.largest(recorded.stored), &span.bound);
+        Ok(tally(row, recorded, &expected, &span))
     }))
 }
 
@@ -179,55 +179,99 @@ fn expected(
 ) -> Expected {
     let [values, own, row] = [(); 3].map(|()| Vec::with_capacity(columns));
     let mut expected = Expected { values, own, row, factor: 0.0 };
-    let (mut along, mut energy) = (0.0, 0.0);
+    let mut fit = [0.0; 2];
     // The variance of adding up is linear in the squared total and in the sum of squares.
     let count = rows.len() as f64;
     let of_total = arithmetic.sum.variance(count, 1.0, 0.0);
     let of_squares = arithmetic.sum.variance(count, 0.0, 1.0);
-    let mut memory = Evaluation::default();
-    let mut errors = Box::<Errors>::default();
+    let near_zero = lost_near_zero(count, arithmetic);
+    let inputs = rows.iter().map(|row| row.inputs.len()).max().unwrap_or(0);
+    let mut memory = Memory {
+        evaluation: Evaluation::default(),
+        errors: Box::default(),
+        sums: Box::new(NO_SUMS),
+        held: vec![ZERO; inputs],
+        variance: vec![ZERO; inputs],
+    };
     let asked = Asked { row: true, ..Asked::default() };
     for from in (0..columns).step_by(LANES) {
         let here = LANES.min(columns - from);
-        let sums = summed(rows, arithmetic, (from, here, has_shared), &mut memory);
+        add_up(rows, arithmetic, (from, here, has_shared), &mut memory);
+        let Memory { evaluation, errors, sums, .. } = &mut memory;
         let (mut total, mut variance) = (ZERO, ZERO);
         for i in 0..LANES {
             total[i] = sums.sum[i] + sums.lost[i];
-            variance[i] =
-                sums.own[i] + of_total * total[i] * total[i] + of_squares * sums.squares[i];
+            let adding = of_total * total[i] * total[i] + of_squares * sums.squares[i];
+            variance[i] = sums.own[i] + adding;
         }
         let inputs = [
             Input { values: &total, variance: &sums.shared },
             Input { values: &ZERO, variance: &variance },
         ];
-        finish.uncertain.run(&inputs, &mut memory);
-        finish.uncertain.errors(&inputs, asked, &mut memory, &mut errors);
-        let values = *finish.uncertain.result(&inputs, &memory);
+        finish.uncertain.run(&inputs, evaluation);
+        finish.uncertain.errors(&inputs, asked, evaluation, errors);
+        let values = *finish.uncertain.result(&inputs, evaluation);
         let emulated = [Input { values: &sums.emulated, variance: &ZERO }];
-        finish.exact.run(&emulated, &mut memory);
-        let emulated = finish.exact.result(&emulated, &memory);
-        for (value, emulated) in values[..here].iter().zip(emulated) {
-            along += (emulated - value) * value;
-            energy += value * value;
-        }
+        finish.exact.run(&emulated, evaluation);
+        let emulated = finish.exact.result(&emulated, evaluation);
+        regress(&values[..here], &emulated[..here], &mut fit);
         expected.values.extend_from_slice(&values[..here]);
-        expected.own.extend_from_slice(&errors.own[..here]);
+        expected.own.extend(errors.own[..here].iter().map(|own| own + near_zero));
         expected.row.extend_from_slice(&errors.row[..here]);
     }
+    let [along, energy] = fit;
     expected.factor = if energy > 0.0 { along / energy } else { 0.0 };
     expected
 }
 
-/// The sums of some columns.
-fn summed(
+vectorised!(
+    /// Adds to the scalar products of what was emulated, less the values, and of the values with
+    /// the values.
+    regress,
+    regress_body,
+    (values: &[f64], emulated: &[f64], fit: &mut [f64; 2]) -> ()
+);
+
+#[inline(always)]
+fn regress_body(values: &[f64], emulated: &[f64], fit: &mut [f64; 2]) {
+    const AT_ONCE: usize = 4;
+    let (mut along, mut energy) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
+    let (chunks, others) = (values.chunks_exact(AT_ONCE), emulated.chunks_exact(AT_ONCE));
+    let rest = chunks.remainder().iter().zip(others.remainder());
+    let mut add = |lane: usize, x: f64, y: f64| {
+        let is_finite = x.is_finite() & y.is_finite();
+        along[lane] += if is_finite { (y - x) * x } else { 0.0 };
+        energy[lane] += if is_finite { x * x } else { 0.0 };
+    };
+    rest.for_each(|(x, y)| add(0, *x, *y));
+    for (x, y) in chunks.zip(others) {
+        for lane in 0..AT_ONCE {
+            add(lane, x[lane], y[lane]);
+        }
+    }
+    fit[0] += along.iter().sum::<f64>();
+    fit[1] += energy.iter().sum::<f64>();
+}
+
+/// Memory for a block of columns.
+struct Memory {
+    evaluation: Evaluation,
+    errors: Box<Errors>,
+    sums: Box<Sums>,
+    /// By input.
+    held: Vec<Block>,
+    variance: Vec<Block>,
+}
+
+/// Adds up some columns.
+fn add_up(
     rows: &[AddedRow<'_>],
     arithmetic: &Arithmetic,
     (from, here, has_shared): (usize, usize, bool),
-    memory: &mut Evaluation,
-) -> Box<Sums> {
-    let mut sums = Box::new(NO_SUMS);
-    let mut errors = Box::<Errors>::default();
-    let (mut held, mut variance) = (vec![ZERO; INPUTS], vec![ZERO; INPUTS]);
+    memory: &mut Memory,
+) {
+    let Memory { evaluation, errors, sums, held, variance } = memory;
+    **sums = NO_SUMS;
     let asked = Asked { row: has_shared, ..Asked::default() };
     for AddedRow { program, inputs, row } in rows {
         for (at, input) in inputs.iter().enumerate() {
@@ -242,16 +286,14 @@ fn summed(
         for (at, given) in given.iter_mut().enumerate().take(inputs.len()) {
             *given = Input { values: &held[at], variance: &variance[at] };
         }
-        program.run(&given, memory);
-        program.errors(&given, asked, memory, &mut errors);
-        let addends = program.result(&given, memory);
-        add(&mut sums, addends, &errors, has_shared, arithmetic.sum.precision);
+        program.run(&given, evaluation);
+        program.errors(&given, asked, evaluation, errors);
+        let addends = program.result(&given, evaluation);
+        add(sums, addends, errors, has_shared, arithmetic.sum.precision);
     }
-    sums
 }
 
-fn tally(recorded: &Recorded<'_>, expected: &Expected, bound: &Bound, first_row: u64) -> Tally {
-    let mut row = lanes::Row::new(recorded.stored, bound);
+fn tally(mut row: lanes::Row, recorded: &Recorded<'_>, expected: &Expected, span: &Span) -> Tally {
     let (mut captured, mut shared) = (ZERO, ZERO);
     let columns = expected.values.len();
     for from in (0..columns).step_by(LANES) {
@@ -271,5 +313,5 @@ fn tally(recorded: &Recorded<'_>, expected: &Expected, bound: &Bound, first_row:
             shared: &shared[..here],
         });
     }
-    Tally::of_row(row, first_row, bound)
+    Tally::of_row(row, span.first_row, &span.bound)
 }

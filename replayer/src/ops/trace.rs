@@ -70,8 +70,34 @@ pub(super) fn program<'a>(
     }
     let known = trace.known.take();
     let (known, kept) = merged(&known, roundings.shared_places());
-    let (nodes, unit) = (trace.nodes.take(), roundings.unit() / 3f64.sqrt());
-    Some(Program { nodes, known, kept, output, unit })
+    let (mut nodes, unit) = (trace.nodes.take(), roundings.unit() / 3f64.sqrt());
+    mark_needed(&mut nodes, output);
+    let has_last = known.iter().any(|known| known.last > 0.0)
+        || nodes.iter().any(|node| node.place == Some(Place::Last));
+    let least = roundings.least();
+    Some(Program { nodes, known, kept, output, unit, least, has_last })
+}
+
+/// Marks what the result is made of.
+fn mark_needed(nodes: &mut [Node], output: usize) {
+    nodes[output].is_needed = true;
+    for at in (0..=output).rev() {
+        if !nodes[at].is_needed {
+            continue;
+        }
+        let taken = match nodes[at].action {
+            Action::Input(_) => [None, None],
+            Action::Two(_, a, b) => [a.node(), b.node()],
+            Action::Larger(a, b) => [Some(a), Some(b)],
+            Action::Changed(of, change, _) => [Some(of), change.node()],
+            Action::Sqrt(of)
+            | Action::Abs(of)
+            | Action::Sign(of)
+            | Action::Square(of)
+            | Action::Stored(of, _) => [Some(of), None],
+        };
+        taken.into_iter().flatten().for_each(|node| nodes[node].is_needed = true);
+    }
 }
 
 /// The errors of known numbers: those of a place that several of them have are kept apart, as they
@@ -139,7 +165,7 @@ impl<'t, 'a> Tracing<'t, 'a> {
                 | Action::Stored(of, _)
                 | Action::Changed(of, ..) => nodes[*of].is_uncertain,
             };
-        nodes.push(Node { action, place, has_extra, is_uncertain });
+        nodes.push(Node { action, place, has_extra, is_uncertain, is_needed: false });
         Traced::Column(nodes.len() - 1, self)
     }
 

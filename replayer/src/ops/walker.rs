@@ -337,16 +337,27 @@ impl<'a, O: Op> Walk<'a, O> {
         };
         let bound = Bound::new(O::STAGES.len(), captured.rows, captured.rows * columns);
         let Span { bound, first_row } = self.span.unwrap_or(Span { bound, first_row: 0 });
-        let rows = Rows {
-            captured,
-            reference: &expected.values,
-            index: &|row| first_row + row as u64,
-            repeats: &once,
-        };
+        let overflown = bound.nan_is_meant.then(|| self.overflown(expected, stored));
+        let reference = overflown.as_ref().unwrap_or(&expected.values);
+        let rows =
+            Rows { captured, reference, index: &|row| first_row + row as u64, repeats: &once };
         let mut tally = Tally::of(&rows, allowed, &bound);
         if let Some(stored) = stored {
-            tally.stored_in(stored, &expected.values);
+            tally.stored_in(stored, reference);
         }
         Ok((tally, bound))
+    }
+
+    /// The largest number that a job has which sums in its format and stores in another one.
+    pub(super) fn largest(&self, stored: Option<Precision>) -> f64 {
+        let formats = stored.into_iter().chain([self.declared.sum.precision]);
+        formats.map(Precision::largest_finite).fold(f64::MAX, f64::min)
+    }
+
+    /// What is expected, infinite where the format that sums or stores it has no such number.
+    fn overflown(&self, expected: &Expected, stored: Option<Precision>) -> Vec<f64> {
+        let largest = self.largest(stored);
+        let overflow = |x: &f64| if x.abs() > largest { x * f64::INFINITY } else { *x };
+        expected.values.iter().map(overflow).collect()
     }
 }

@@ -182,6 +182,13 @@ macro_rules! rules {
                 states.any(|state| state.recorded.contains(&name))
             }
 
+            /// What the tables call a tensor of this name; `None` for the state of no rule.
+            pub(crate) fn state_of(name: &str) -> Option<&'static str> {
+                let mut states = std::iter::empty()$(.chain($module::NAMES.states))*;
+                let state = states.find(|state| state.recorded.contains(&name))?;
+                Some(state.after)
+            }
+
             /// How frameworks call its tensors and hyper-parameters.
             pub(crate) fn names(&self) -> &'static Names {
                 match self { $(Rule::$rule(_) => &$module::NAMES,)* }
@@ -196,7 +203,7 @@ macro_rules! rules {
             #[cfg(test)]
             pub(crate) fn tallies(
                 &self,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
                 span: Span,
             ) -> Vec<Compared> {
@@ -213,7 +220,7 @@ macro_rules! rules {
             #[cfg(test)]
             pub(crate) fn tallies_by_numbers(
                 &self,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
                 span: Span,
             ) -> Vec<Compared> {
@@ -231,7 +238,7 @@ macro_rules! rules {
             pub(crate) fn tallies_after(
                 &self,
                 first: &Rule,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
                 span: Span,
             ) -> Vec<Compared> {
@@ -249,12 +256,12 @@ macro_rules! rules {
             }
 
             /// Compares its stages over a box.
-            pub(crate) fn compare(
+            pub(crate) fn compare<'o>(
                 &self,
                 judge: &Judge<'_>,
                 declared: &Declared,
                 place: &IndexBox,
-                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
+                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
             ) -> Result<Vec<Compared>, String> {
                 match self {
                     $(Rule::$rule(rule) => {
@@ -272,13 +279,13 @@ macro_rules! rules {
 
             /// The same of a step that was applied twice, the first time by the rule `first`, which is the
             /// same with another count of steps.
-            pub(crate) fn compare_after(
+            pub(crate) fn compare_after<'o>(
                 &self,
                 first: &Rule,
                 judge: &Judge<'_>,
                 declared: &Declared,
                 place: &IndexBox,
-                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
+                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
             ) -> Result<Vec<Compared>, String> {
                 let again = self.again();
                 match (first, self) {
@@ -294,7 +301,7 @@ macro_rules! rules {
             /// A stage that it gives, in f64: `update` is the change of the parameter.
             pub(crate) fn stage(
                 &self,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
                 stage: &str,
             ) -> Result<Vec<f64>, String> {

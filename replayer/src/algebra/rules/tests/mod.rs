@@ -60,7 +60,7 @@ fn declared(job: &Job) -> (Optimizer, Hyper) {
 }
 
 /// What a rule takes of a step.
-fn operands(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Vec<Operand> {
+fn operands(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Vec<Operand<'static>> {
     let job = &recorded.job;
     let widened = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();
     let zeros = vec![0.0; ELEMENTS];
@@ -96,7 +96,7 @@ fn excess_by(
     rule: &Rule,
     hyper: &Hyper,
     recorded: &Recorded,
-    tallies: &dyn Fn(&[Operand], &Declared, Span) -> Vec<Compared>,
+    tallies: &dyn Fn(&[Operand<'_>], &Declared, Span) -> Vec<Compared>,
 ) -> Option<String> {
     let (job, operands) = (&recorded.job, operands(rule, hyper, recorded));
     let span = Span { bound: Bound::new(100, 1, ELEMENTS), first_row: 0 };
