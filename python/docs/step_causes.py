@@ -2,6 +2,7 @@
 
     python python/docs/step_causes.py [CAUSE ...]       # or: make step-causes
     python python/docs/step_causes.py --check           # says where the page has another screen
+    python python/docs/step_causes.py --table           # the table alone, anew from the code
 
 For each cause of replayer/src/algebra/causes.rs a small job in torch (step_job.py) is trained twice, with
 its fault (step_plants.py) and without, and both dumps are replayed. The page shows the lines of the
@@ -165,8 +166,7 @@ def shown(name, directory):
 
 def write(sections, pictures):
     """The page below its introduction, and the pictures."""
-    known = causes()
-    written = [line for told in known for line in [*sections.get(told.name, []), ""]]
+    written = [line for name in PLANTS for line in [*sections.get(name, []), ""]]
     head = PAGE.read_text().partition(BEGIN)[0]
     body = "\n".join([BEGIN, *table(), "", "## One by one", "", *written])
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", head + body).rstrip() + "\n")
@@ -193,7 +193,11 @@ def main(argv):
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps here")
     parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
     parser.add_argument("--again", action="store_true", help="replay what --keep DIR holds")
+    parser.add_argument("--table", action="store_true", help="write the table alone, run nothing")
     arguments = parser.parse_args(argv)
+    if arguments.table:
+        write(old_sections(), {})
+        return 0
     known = causes()
     if missing := [told.name for told in known if told.name not in PLANTS]:
         raise SystemExit(f"step_plants.py has no plant of {', '.join(missing)}")

@@ -59,7 +59,8 @@ plant(
     BUFFER,
     ("        p.grad = None\n", ""),
     threads="Megatron-LM 6660",
-    **TWO,
+    ranks=2,
+    microbatches=2,
 )
 plant(
     "divide-old-shard",
@@ -357,9 +358,10 @@ of_rule(
 plant(
     "inf-skipped-on-some-ranks",
     "A rank that finds an infinite gradient leaves the step out by itself, and the others take it. Here it is rank 1.",
-    "step",
+    "take",
     SHARED_SKIP,
     ("dist.all_reduce(infinite)\n", ""),
+    scaled=True,
     **TWO,
 )
 of_rule(
@@ -458,7 +460,7 @@ of_rule(
     "Muon",
     ("orthogonal(update, ", "orthogonal(g, "),
     matrices=True,
-    pieces={"clip": ""},
+    pieces={"clip": "", "clear": "model.zero_grad()\n"},
     threads="optax 1170",
 )
 of_rule(
@@ -486,6 +488,7 @@ plant(
     REPLACED,
     ('    optimizer.param_groups[0]["params"] = list(model.parameters())\n', ""),
     always=True,
+    pieces={"clear": "model.zero_grad()\n"},
 )
 of_rule(
     "update-from-other-gradient",
