@@ -158,7 +158,9 @@ def shown(name, directory):
     first = groups[0]
     drawn = [Dump(dump, plant.step) for dump in dumps]
     rank = first["ranks"][0]
-    sizes = {one: drawn[0].tensor(f"step.before:{one}", rank).size for one in first["parameters"]}
+    # Of the right job: a rank with a fault may have recorded no parameter.
+    size = lambda one: drawn[1].tensor(f"step.before:{one}", rank).size
+    sizes = {one: size(one) for one in first["parameters"]}
     largest = max(sizes, key=sizes.get, default=None)
     where = {"stage": first["stage"], "parameter": largest, "rank": rank}
     return excerpt(text, first["stage"]), picture(plant, where, drawn)

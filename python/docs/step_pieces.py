@@ -77,12 +77,6 @@ SWAP = """\
 for p, q in zip(model.layers[0].parameters(), model.layers[1].parameters()):
     optimizer.state[p], optimizer.state[q] = optimizer.state[q], optimizer.state[p]
 """
-SHARED_SKIP = """\
-infinite = torch.tensor(float(rank == 1))
-dist.all_reduce(infinite)
-if not infinite:
-    optimizer.step()
-"""
 REPLACED = """\
 if step == 0:
     model.head = copy.deepcopy(model.head)

@@ -19,7 +19,6 @@ from step_pieces import (
     PLANTS,
     REPLACED,
     RULES,
-    SHARED_SKIP,
     SUMMED,
     SWAP,
     UNSCALE,
@@ -357,10 +356,10 @@ of_rule(
 )
 plant(
     "inf-skipped-on-some-ranks",
-    "A rank that finds an infinite gradient leaves the step out by itself, and the others take it. Here it is rank 1.",
+    "A rank that finds an infinite gradient leaves the step out by itself, and the others take it. Here rank 1 does so.",
     "take",
-    SHARED_SKIP,
-    ("dist.all_reduce(infinite)\n", ""),
+    PIECES["take"],
+    (PIECES["take"], "if rank != 1:\n    optimizer.step()\n"),
     scaled=True,
     **TWO,
 )
