@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
@@ -37,6 +38,9 @@ pub(crate) struct Declaration {
     /// By the name of the parameter.
     #[serde(default)]
     pub parameters: BTreeMap<String, ParameterDeclaration>,
+    /// Their names in the order of the declaration, which is that of the model.
+    #[serde(skip)]
+    pub order: Vec<String>,
     /// In the order in which parameters name them.
     #[serde(default)]
     pub optimizers: Vec<Optimizer>,
@@ -233,11 +237,45 @@ impl ParameterDeclaration {
     }
 }
 
+/// The names of the parameters alone, in their order.
+#[derive(Deserialize)]
+struct Names {
+    #[serde(default)]
+    parameters: Keys,
+}
+
+/// The keys of a JSON object as they follow each other; a map would sort them.
+#[derive(Default)]
+struct Keys(Vec<String>);
+
+impl<'de> Deserialize<'de> for Keys {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Keys, D::Error> {
+        struct Reader;
+        impl<'de> Visitor<'de> for Reader {
+            type Value = Keys;
+
+            fn expecting(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                to.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
+                let mut keys = Vec::new();
+                while let Some((key, _)) = map.next_entry::<String, IgnoredAny>()? {
+                    keys.push(key);
+                }
+                Ok(Keys(keys))
+            }
+        }
+        from.deserialize_map(Reader)
+    }
+}
+
 impl Declaration {
     /// Reads the text of a declaration.
     pub(crate) fn read(text: &[u8]) -> Result<Declaration, String> {
-        let declaration: Declaration =
-            serde_json::from_slice(text).map_err(|error| format!("it cannot be read: {error}"))?;
+        let wrong = |error: serde_json::Error| format!("it cannot be read: {error}");
+        let mut declaration: Declaration = serde_json::from_slice(text).map_err(wrong)?;
+        declaration.order = serde_json::from_slice::<Names>(text).map_err(wrong)?.parameters.0;
         if declaration.version != VERSION {
             return Err(format!(
                 "it is of version {}, and this replay reads version {VERSION}: use the replay of \
