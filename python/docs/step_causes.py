@@ -2,7 +2,7 @@
 
     python python/docs/step_causes.py [CAUSE ...]       # or: make step-causes
     python python/docs/step_causes.py --check           # says where the page has another screen
-    python python/docs/step_causes.py --table           # the table alone, anew from the code
+    python python/docs/step_causes.py --words           # table and words anew, with the screens that are there
 
 For each cause of replayer/src/algebra/causes.rs a small job in torch (step_job.py) is trained twice, with
 its fault (step_plants.py) and without, and both dumps are replayed. The page shows the lines of the
@@ -188,6 +188,12 @@ def old_sections():
     return {part.split("\n", 1)[0]: ("### " + part).rstrip().splitlines() for part in parts[1:]}
 
 
+def screen(lines):
+    """What a section shows as printed."""
+    begin = lines.index("```text") + 1
+    return lines[begin : lines.index("```", begin)]
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description="The page on the causes of a step.")
     parser.add_argument("cause", nargs="*", help="only these")
@@ -195,10 +201,10 @@ def main(argv):
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps here")
     parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
     parser.add_argument("--again", action="store_true", help="replay what --keep DIR holds")
-    parser.add_argument("--table", action="store_true", help="write the table alone, run nothing")
+    parser.add_argument("--words", action="store_true", help="write table and words, run nothing")
     arguments = parser.parse_args(argv)
-    if arguments.table:
-        write(old_sections(), {})
+    if arguments.words:
+        write({name: section(PLANTS[name], screen(old)) for name, old in old_sections().items()}, {})
         return 0
     known = causes()
     if missing := [told.name for told in known if told.name not in PLANTS]:

@@ -204,7 +204,7 @@ def ends(dump, parameter, rank, stage):
     states = {
         name: dump.tensor(name, rank)
         for name in dump.names("step.state_after.")
-        if name.partition(":")[2] == parameter
+        if name.partition(":")[2] == parameter and (name, rank, None) in dump.held
     }
     state_words = lambda name: name.removeprefix("step.state_after.").partition(":")[0]
     return {
