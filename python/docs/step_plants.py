@@ -125,7 +125,6 @@ plant(
     "reduce",
     PIECES["reduce"],
     ("    p.grad /= world\n", "    p.grad /= world\n    p.grad /= world\n"),
-    threads="Megatron-LM 3023",
     **TWO,
 )
 plant(
@@ -356,7 +355,7 @@ of_rule(
 )
 plant(
     "inf-skipped-on-some-ranks",
-    "A rank that finds an infinite gradient leaves the step out by itself, and the others take it. Here rank 1 does so.",
+    "A rank that finds an infinite gradient leaves the step out by itself, and others take it. Here rank 1 does so.",
     "take",
     PIECES["take"],
     (PIECES["take"], "if rank != 1:\n    optimizer.step()\n"),
