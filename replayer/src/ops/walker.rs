@@ -249,12 +249,8 @@ impl<O: Op> Walk<'_, O> {
         let Span { bound, first_row } = self.span.unwrap_or(Span { bound, first_row: 0 });
         let overflown = bound.nan_is_meant.then(|| self.overflown(expected, stored));
         let reference = overflown.as_ref().unwrap_or(&expected.values);
-        let rows = Rows {
-            captured,
-            reference,
-            index: &|row| first_row + row as u64,
-            repeats: &once,
-        };
+        let rows =
+            Rows { captured, reference, index: &|row| first_row + row as u64, repeats: &once };
         let mut tally = Tally::of(&rows, allowed, &bound);
         if let Some(stored) = stored {
             tally.stored_in(stored, reference);
