@@ -171,11 +171,10 @@ impl Judge<'_> {
         let mut more = Vec::new();
         for rank in others.filter(|_| is_of_ranks && !by_device) {
             let theirs = inventory.addends_of(*rank, parameter).unwrap_or_default();
-            let placed = |addend: Addend| {
-                match inventory.holds(&addend.key, addend.rank, of.place) {
-                    true => Some(addend),
-                    false => self.elsewhere(addend, of.place),
-                }
+            let placed = |addend: Addend| match inventory.holds(&addend.key, addend.rank, of.place)
+            {
+                true => Some(addend),
+                false => self.elsewhere(addend, of.place),
             };
             more.extend(theirs.into_iter().filter_map(placed));
         }

@@ -247,7 +247,12 @@ impl<'a, O: Op> Walk<'a, O> {
     }
 
     /// Refuses a tensor of another extent than the op's planes have.
-    pub(super) fn check(&self, name: &str, shape: Shape, recorded: &Recorded<'_>) -> Result<(), String> {
+    pub(super) fn check(
+        &self,
+        name: &str,
+        shape: Shape,
+        recorded: &Recorded<'_>,
+    ) -> Result<(), String> {
         let Some((rows, columns)) = self.extent else { return Ok(()) };
         let (rows, columns) = shape.extent(rows, columns);
         let Matrix { rows: found_rows, cols: found_columns, .. } = recorded.values;
@@ -284,12 +289,8 @@ impl<'a, O: Op> Walk<'a, O> {
         let Span { bound, first_row } = self.span.unwrap_or(Span { bound, first_row: 0 });
         let overflown = bound.nan_is_meant.then(|| self.overflown(expected, stored));
         let reference = overflown.as_ref().unwrap_or(&expected.values);
-        let rows = Rows {
-            captured,
-            reference,
-            index: &|row| first_row + row as u64,
-            repeats: &once,
-        };
+        let rows =
+            Rows { captured, reference, index: &|row| first_row + row as u64, repeats: &once };
         let mut tally = Tally::of(&rows, allowed, &bound);
         if let Some(stored) = stored {
             tally.stored_in(stored, reference);
