@@ -9,11 +9,11 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
-	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
-	bench-step-causes bench-step-false-alarms \
+	bench-algebra bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
+	bench-step-causes bench-step-threads bench-step-false-alarms \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
-	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures api clean
+	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures step-causes api clean
 
 demo: $(VENV)/.installed
 	examples/demo.sh demo
@@ -203,9 +203,9 @@ $(VENV)/.installed-dev: $(VENV)/.wheel-dev
 
 # All but the lines of a GPU (bench-gpu): one after the other, as each wants the machine for itself.
 # An hour or more; `make -k bench` goes on after one whose peers do not install.
-bench: bench-loss-head bench-replay bench-compare bench-inactive bench-scalars bench-blocking bench-step \
-	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes bench-step-false-alarms \
-	bench-search
+bench: bench-loss-head bench-replay bench-compare bench-algebra bench-inactive bench-scalars bench-blocking bench-step \
+	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes \
+	bench-step-threads bench-step-false-alarms bench-search
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
@@ -238,6 +238,10 @@ $(VENV)-msprobe/.installed:
 bench-compare: $(VENV)-numpy/.installed $(VENV)-msprobe/.installed
 	NUMPY_PYTHON=$(CURDIR)/$(VENV)-numpy/bin/python MSPROBE_PYTHON=$(CURDIR)/$(VENV)-msprobe/bin/python \
 		cargo bench --locked -p backtape-replayer --bench compare
+
+# The replay of a step's algebra beside a memcpy of the same bytes; SIZE=1e9 for a billion elements.
+bench-algebra: $(VENV)/.installed
+	$(BIN)/python benches/algebra.py
 
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed
@@ -327,6 +331,13 @@ bench-step-false-alarms: $(if $(filter jax,$(FRAMEWORK)),$(VENV)/.installed,$(VE
 	RAYON_NUM_THREADS=1 $(STEP_PYTHON) tests/step_campaign/run.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
 		$(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED)) $(if $(FIRST),--first $(FIRST))
 
+# Public threads whose gradients or updates were wrong, rebuilt as jobs in torch and jax: what the replay
+# says of each. ONLY chooses one, PUBLISH=1 writes docs/step-threads.md.
+bench-step-threads: $(VENV)-torch/.installed $(VENV)/.installed-dev
+	cargo build --locked --release -p backtape-replayer --bin replay
+	$(VENV)-torch/bin/python tests/step_threads/run.py --jax $(BIN)/python $(if $(ONLY),--only $(ONLY)) \
+		$(if $(PUBLISH),--publish)
+
 # Loss heads of public training codes, from checkouts below SOURCES that are got from outside
 # (tests/foreign/sources.py says how they lie there); ONLY, DRAWS and SEED choose, PUBLISH=1 writes
 # docs/foreign-heads.md.
@@ -342,6 +353,11 @@ bench-search: $(VENV)/.installed
 # docs/pictures: what each cause looks like, drawn from the planted-fault corpus; minutes.
 pictures: $(VENV)/.installed-dev
 	$(BIN)/python python/docs/pictures.py
+
+# docs/step-causes.md and its pictures: jobs in torch with each fault of the step, trained and replayed.
+# CAUSE chooses one.
+step-causes: $(VENV)-torch/.installed-dev
+	REPLAY=$(VENV)-torch/bin/replay $(VENV)-torch/bin/python python/docs/step_causes.py $(CAUSE)
 
 # docs/api.md, from the docstrings.
 api:

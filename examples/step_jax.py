@@ -45,6 +45,7 @@ class Job:
     tile: int
     gather_dtype: jnp.dtype
     learning_rate: float
+    corrects_bias: bool = True
 
     def sharding(self, spec):
         return NamedSharding(self.mesh, spec)
@@ -128,15 +129,18 @@ def gradients(job, params, batch, recorded):
     return loss, grads | {"unembed": dk}, tape
 
 
-def adam(state, grads, learning_rate):
-    """One Adam step on the f32 master weights, as `train_jax.declared_optimizer` says it."""
+def adam(state, grads, job):
+    """One Adam step on the f32 master weights, as `train_jax.declared_optimizer` says it, unless the
+    job leaves out the correction of the moments' bias."""
     count = state["count"] + 1
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
     square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, state["square"], grads)
     unbiased, unbiased_square = 1 - 0.9**count, 1 - 0.99**count
+    if not job.corrects_bias:
+        unbiased, unbiased_square = 1.0, 1.0
 
     def update(p, m, s):
-        return p - learning_rate * (m / unbiased) / (jnp.sqrt(s / unbiased_square) + 1e-8)
+        return p - job.learning_rate * (m / unbiased) / (jnp.sqrt(s / unbiased_square) + 1e-8)
 
     params = jax.tree.map(update, state["params"], mean, square)
     return {"params": params, "mean": mean, "square": square, "count": count}
@@ -150,7 +154,7 @@ def train_step(state, batch, *, job, recorded):
     if recorded:
         tape["grads"] = grads
     grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    state = adam(state, grads, job.learning_rate)
+    state = adam(state, grads, job)
     return state, {"loss": loss, "grad_norm": grad_norm}, tape
 
 

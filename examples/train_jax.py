@@ -9,6 +9,7 @@ Data parallel x FSDP over a mesh (data, fsdp): tokens are split over both axes, 
 `fsdp`. `--label-gather bf16` puts back a bug that a real trainer had: loss and dq stay right, the
 gradient of frequent labels' rows of the unembedding does not. With `--rows 16` the most frequent
 label has hundreds of hits on each rank, and grad_norm at step 0 comes out 2 % too small.
+`--no-bias-correction` is a bug of real optimizers: the gradients stay right, the weights do not.
 
 What it takes to record a step is `write_tape` for the loss head and `write_step` for the rest.
 """
@@ -133,6 +134,7 @@ def train(args):
         tile=args.tile,
         gather_dtype=gather_dtype,
         learning_rate=args.learning_rate,
+        corrects_bias=not args.no_bias_correction,
     )
     with jax.set_mesh(mesh):
         run_steps(job, stream, args)
@@ -164,6 +166,7 @@ def run_steps(job, stream, args):
 def parse_arguments(argv):
     parser = arguments.of_job(__doc__.split("\n")[0])
     parser.add_argument("--fsdp", type=int, default=2, help="ranks along fsdp; the rest are data")
+    parser.add_argument("--no-bias-correction", action="store_true")
     args = arguments.parsed(parser, argv)
     if (args.launch or args.world_size) % args.fsdp:
         parser.error("--fsdp must divide the number of ranks")

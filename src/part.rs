@@ -1,5 +1,5 @@
 //! The parts of an optimizer's step that are recorded of each parameter, and the names of their tensors:
-//! `step.PART:PARAMETER` (docs/step.md).
+//! `step.PART:PARAMETER` (docs/step-format.md).
 
 /// What of a parameter a tensor is.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

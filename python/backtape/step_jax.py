@@ -8,8 +8,9 @@ after the step ran.
                                          "eps": 1e-8, "weight_decay": 0.01},
                               norm=taped.grad_norm, max_norm=1.0)
 
-docs/step.md says which tensors that are and how `replay` judges them. The step that is recorded
-returns what is to be recorded, and must not donate the arrays that it takes (`donate_argnums`).
+docs/step-format.md says which tensors that are, docs/step.md how `replay` judges them. The step
+that is recorded returns what is to be recorded, and must not donate the arrays that it takes
+(`donate_argnums`).
 """
 
 import fnmatch
@@ -100,7 +101,8 @@ def step_algebra(
         accumulation="sum" or "mean": what becomes of the gradients of microbatches; without it
             either is taken for right;
         reduce={"*": [{"axis": "data", "op": "mean"}]}: by glob, the communications that bring the
-            addends together, with "dtype" and "ranks" where the shardings do not tell them.
+            addends together, with "dtype" and "ranks" where the shardings do not tell them, and
+            "divisor" where a sum is divided by another number than that of the addends.
 
     Call it outside jit, in every process. It waits for the values of the step. What is not given,
     or cannot be recorded, is declared as absent with the reason.

@@ -1,4 +1,4 @@
-"""What a rank of a jax job declares of its step: `step.declared:RANK` of docs/step.md."""
+"""What a rank of a jax job declares of its step: `step.declared:RANK` of docs/step-format.md."""
 
 import fnmatch
 import json
@@ -12,6 +12,7 @@ import numpy as np
 from backtape import step_jax_ranks as ranks
 from backtape.shards import Mesh as RankMesh
 from backtape.step_jax_trees import Parameter, in_json, number_of
+from backtape.step_reductions import divisor_of
 
 VERSION = 1
 
@@ -156,6 +157,8 @@ class Declaration:
             "ranks": options.get("ranks"),
             "dtype": parameter.addend_dtype if dtype is None else np.dtype(dtype).name,
         }
+        if options.get("divisor") is not None:
+            entry["divisor"] = divisor_of(options)
         if entry["ranks"] is None:
             group, addends = ranks.group_along(parameter.array, axes, self.rank_mesh)
             entry |= {"ranks": group} | ({"addends": addends} if addends != len(group) else {})

@@ -330,6 +330,22 @@ def test_an_optimizer_of_copies_is_named_and_one_of_factors_has_them_recorded(tm
     assert np.array_equal(dump.tensor("state_after.row_var", "second.weight"), state["row_var"].numpy())
 
 
+def test_an_optimizer_that_holds_a_layer_that_was_replaced_says_so(tmp_path):
+    module = model()
+    optimizer = adamw(module)
+    module.second = nn.Linear(5, 5, bias=False)
+    with recorder(tmp_path) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        loss(module, 0).backward()
+        optimizer.step()
+    dump = Dump(tmp_path)
+    assert dump.declared["optimizers"][0]["foreign"] == [{"shape": [5, 5], "grad": False}]
+    assert dump.of("second.weight")["optimizer"] is None
+    for stage in ("before", "after"):
+        assert dump.equal(stage, {"second.weight": module.second.weight.detach()})
+    assert "no optimizer holds it" in dump.of("second.weight")["absent"]["state"]
+
+
 def functions():
     """What step_algebra replaces for the time of a tape."""
     clip = nn.utils.clip_grad
@@ -380,8 +396,10 @@ def test_what_cannot_be_recorded_is_kept_from_the_job_and_said(tmp_path, caplog)
     module = model()
     optimizer = adamw(module)
     wrong = {"*": [{"axis": "data", "op": "max"}]}
+    divided = {"*": [{"axis": "data", "op": "mean", "divisor": 60}]}
     with recorder(tmp_path, strict=False) as recording, recording.step(0) as tape:
         backtape.torch.step_algebra(tape, module, optimizer, reduce=wrong)
+        backtape.torch.step_algebra(tape, module, optimizer, reduce=divided)
         backtape.torch.step_algebra(tape, module, [object(), optimizer])
         backtape.torch.step_algebra(tape, module, optimizer)
         loss(module, 0).backward()
@@ -389,7 +407,8 @@ def test_what_cannot_be_recorded_is_kept_from_the_job_and_said(tmp_path, caplog)
     assert "an entry is an axis, op 'sum' or 'mean'" in caplog.text
     assert "object is no torch.optim.Optimizer" in caplog.text
     reasons = " ".join(reason for name, reason in reading.omissions(tmp_path / "run") if name == "step")
-    for said in ("op 'sum' or 'mean'", "object is no torch.optim", "was called before on this tape"):
+    is_sum = "a divisor is a number other than 0 that a 'sum' is divided by"
+    for said in ("op 'sum' or 'mean'", is_sum, "object is no torch.optim", "was called before on this tape"):
         assert said in reasons
     dump = Dump(tmp_path)
     assert dump.has("grad") and dump.has("after") and dump.of("first.bias")["optimizer"] == 0
@@ -402,7 +421,8 @@ def test_what_cannot_be_recorded_is_kept_from_the_job_and_said(tmp_path, caplog)
 def test_reductions_by_hand_globs_of_names_and_models_with_equal_names(tmp_path):
     one, two = model(1), model(2)
     optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
-    by_hand = {"*bias": [], "*": [{"axis": "tp", "op": "sum", "ranks": [0], "dtype": torch.bfloat16}]}
+    summed = {"axis": "tp", "op": "sum", "ranks": [0], "dtype": torch.bfloat16, "divisor": 60}
+    by_hand = {"*bias": [], "*": [summed]}
     with recorder(tmp_path) as recording, recording.step(0) as tape:
         backtape.torch.step_algebra(tape, [one, two], optimizer, names="*first*", reduce=by_hand)
         (loss(one, 0) + loss(two, 0)).backward()
@@ -414,7 +434,7 @@ def test_reductions_by_hand_globs_of_names_and_models_with_equal_names(tmp_path)
         f"model{i}.first.{name}" for i in range(2) for name in ("weight", "bias")
     ]
     assert dump.of("model0.first.weight")["reduce"] == [
-        {"axis": "tp", "op": "sum", "ranks": [0], "dtype": "bfloat16"}
+        {"axis": "tp", "op": "sum", "ranks": [0], "dtype": "bfloat16", "divisor": 60.0}
     ]
     assert dump.of("model1.first.bias")["reduce"] == []
     assert dump.microbatches("model0.first.weight") == [0] and dump.microbatches("model1.first.weight") == [0, 1]

@@ -96,7 +96,7 @@ def train(cases, directory):
         yield from some[: len(done) + 1]
 
 
-def ranks(world, plan, directory, count, program):
+def ranks(world, plan, directory, count, program, python=sys.executable):
     """Runs all ranks to their end."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -106,7 +106,7 @@ def ranks(world, plan, directory, count, program):
     port = free_port()
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", program, *map(str, (rank, world, port, plan, directory))],
+            [python, "-m", program, *map(str, (rank, world, port, plan, directory))],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -142,6 +142,14 @@ def judge(binary, directory, case, fixed, keep):
         )
         return outcome
     table.add_effects(outcome, directory / case.name)
+    replayed(binary, folder, case.faulty.step, outcome)
+    if not keep:
+        shutil.rmtree(folder / "dump")
+    return outcome
+
+
+def replayed(binary, folder, step, outcome):
+    """Replays the dump in a folder and has the outcome read what the replay writes beside it."""
     report = folder / "report.json"
     report.unlink(missing_ok=True)
     command = [
@@ -149,7 +157,7 @@ def judge(binary, directory, case, fixed, keep):
         "--dump",
         folder / "dump",
         "--step",
-        str(case.faulty.step),
+        str(step),
         "--compare",
         "step",
         "--json",
@@ -159,12 +167,9 @@ def judge(binary, directory, case, fixed, keep):
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         outcome.verdict, outcome.reason = "no end", f"the replay took more than {LONGEST} s"
-        return outcome
+        return
     (folder / "report.txt").write_text(done.stdout + done.stderr)
     outcome.read(done, report)
-    if not keep:
-        shutil.rmtree(folder / "dump")
-    return outcome
 
 
 def binary_of():

@@ -7,7 +7,7 @@
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-docs/step.md says what is recorded, under which names. Nothing of the job is changed: hooks of
+docs/step-format.md says what is recorded, under which names. Nothing of the job is changed: hooks of
 tensors, modules and optimizers, and functions of torch that are replaced while the tape is open,
 look at what passes and hand it on. No collective runs that the job does not run itself.
 
@@ -100,7 +100,8 @@ def step_algebra(
         communications in their order: {"*": [{"axis": "data", "op": "mean", "ranks": [0, 1]}]}.
         `op` is "sum" or "mean". In place of `ranks` a process group may stand as `group`; without
         both, the axis is looked up in the recorder's mesh. `dtype` is what is sent, by default the
-        gradient's. It replaces what backtape reads off DDP and FSDP.
+        gradient's; `divisor` what a sum is divided by, as the number of tokens of all ranks. It
+        replaces what backtape reads off DDP and FSDP.
 
     A backward pass is a microbatch: the nth that reaches a model has index n. What a job does not
     do is left out; what it does and backtape cannot see is named in the declaration, with the
@@ -137,4 +138,6 @@ def finish(capture: Capture, ended_by: str | None) -> None:
     waiting = capture.not_stepped()
     if ended_by is None:
         capture.take("reduced", waiting)
+        with capture.guarded("values of parameters that no optimizer holds"):
+            optimizers.take_unheld(capture, "after")
     declaration.record(capture, ended_by)

@@ -9,6 +9,7 @@ import torch
 
 from backtape import frameworks
 from backtape.shards import Mesh
+from backtape.step_reductions import divisor_of
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.parts import Part, parameter_groups
 from backtape.torch_arrays import is_dtensor
@@ -31,12 +32,13 @@ def checked(
 
 
 def _declared(given: Entry, mesh: Mesh | None) -> Entry:
-    unknown = given.keys() - {"axis", "op", "ranks", "group", "dtype"}
+    unknown = given.keys() - {"axis", "op", "ranks", "group", "dtype", "divisor"}
     if unknown or given.get("op") not in ("sum", "mean") or not given.get("axis"):
         raise ValueError(
             f"reduce= has {given}: an entry is an axis, op 'sum' or 'mean', and ranks or a group "
-            "where the axis is none of the recorder's mesh; dtype may be added"
+            "where the axis is none of the recorder's mesh; dtype and divisor may be added"
         )
+    more = {"divisor": divisor_of(given)} if given.get("divisor") is not None else {}
     axis, ranks = str(given["axis"]), given.get("ranks")
     if ranks is None and given.get("group") is not None:
         ranks = ranks_of(given["group"])
@@ -45,7 +47,7 @@ def _declared(given: Entry, mesh: Mesh | None) -> Entry:
     if ranks is None:
         raise ValueError(f"reduce= names the axis {axis!r} without ranks, and the mesh has none")
     dtype = given.get("dtype")
-    return entry(axis, given["op"], list(map(int, ranks)), dtype and name_of(dtype))
+    return entry(axis, given["op"], list(map(int, ranks)), dtype and name_of(dtype), **more)
 
 
 def entry(axis: str, op: str, ranks: list[int], dtype: str | None, **more: Any) -> Entry:

@@ -19,12 +19,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = [
     (r"make demo", "the whole of it at full size: minutes; test_post_mortem runs its job and its replays"),
     (r"make test", "it is what runs this"),
-    (r"make (bench|pictures|soak.*)", "hours; their own targets say what they measure"),
+    (r"make (bench|pictures|step-causes|soak.*)", "hours; their own targets say what they measure"),
     (r"replay --dump demo/fused-defect .*", "needs make demo; docs/guide.md has the same at a smaller size"),
     (r".*s3://.*", "needs a bucket: `cargo test buckets` runs the same against an S3 server on loopback"),
     (r"cargo install .*", "builds for minutes; the binaries it installs are those that every test runs"),
     (r"make wheel", "the release build takes minutes; make test builds the same wheel with the tests' profile"),
     (r"pip install .venv/wheels/.*", "make test installs the wheel that it built, and runs what it brings"),
+    (r".*examples/train_torch.py .*|replay --dump dumps/(sum|uncorrected) .*|BACKTAPE_STEPS=2 .*/train_jax.py .*",
+     "needs torch, or lies beside what does: tests_torch/test_step_page.py runs every walk of docs/step.md"),
     (r"jupyter .*", "a program of its own; test_notebook executes the page"),
     (r"cargo (test|build|bench) .*|soak .*|target/.*", "tests and campaigns: they run beside this one"),
 ]

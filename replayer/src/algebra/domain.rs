@@ -88,7 +88,10 @@ impl Domain {
         let kept = declared.reduce.iter().filter(|own| !axes.contains(&own.axis.as_str()));
         for reduce in kept {
             if let Some(hook) = &reduce.hook {
-                let why = format!("the function {hook} of the job stands for the communication");
+                let why = format!(
+                    "the function {hook} of the job stands for the communication, and nothing says \
+                     what it is to do: declare that by reduce= of step_algebra"
+                );
                 domain.unknown = Some(why);
             }
             let mut together = BTreeSet::new();

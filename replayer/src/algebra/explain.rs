@@ -8,6 +8,7 @@ use backtape::part::Part;
 
 use super::causes;
 use super::coefficients::{Coefficients, NEAR};
+use super::declaration::ReduceOp;
 use super::domain::{Addend, Domain};
 use super::gradient::is_near;
 use super::judge::{Judge, ranks};
@@ -32,8 +33,7 @@ impl Judge<'_> {
         let (captured, right) = (tally.captured_energy, tally.reference_energy);
         let energies = Energies { captured, right };
         let Some(mut divergence) = self.divergence(&tally, of.place, &bound) else {
-            let seen_from = tally.seen_from(&bound).map(|seen| seen.factor);
-            return Ok((Outcome::Agreed { seen_from }, energies));
+            return Ok((Outcome::agreed(&tally, &bound), energies));
         };
         if tally.nonfinite == 0 {
             divergence.readings = self.read_sum(of, (parameter, domain), &divergence)?;
@@ -49,7 +49,9 @@ impl Judge<'_> {
         divergence: &Divergence,
     ) -> Result<Vec<Reading>, String> {
         let own = self.with_stale(of, parameter, domain);
+        let elements: u64 = of.place.extent().iter().product();
         let mut left = 0.0;
+        let mut unknown: Vec<Reading> = Vec::new();
         for candidates in [own, self.with_other_ranks(of, parameter)] {
             let addends = &candidates.addends[..];
             if addends.len() > MOST_ADDENDS || addends.is_empty() {
@@ -58,18 +60,28 @@ impl Judge<'_> {
             let of = SumOf { addends, ..*of };
             let products = self.scalar_products(&of)?;
             let mut readings: Vec<Reading> = Vec::new();
+            for weights in candidates.divided_again(domain) {
+                readings.extend(self.explained_by(&of, &candidates, domain, &weights)?);
+            }
             for groups in candidates.families() {
                 let solved = products.solve_by(&groups);
                 left = solved.left;
                 let reading = self.verified(&of, &candidates, domain, &solved)?;
+                // As many coefficients as elements give any tensor: they say nothing of it.
+                let unknowns = groups.iter().max().map_or(0, |last| *last as u64 + 1);
+                let is_empty = |own: &Reading| is_unknown(own) && unknowns >= elements;
                 let known =
                     |reading: &Reading| readings.iter().all(|other| other.cause != reading.cause);
-                readings.extend(reading.filter(known));
+                readings.extend(reading.filter(|own| known(own) && !is_empty(own)));
             }
-            readings.sort_by_key(|reading| reading.cause == causes::UNKNOWN.name);
-            if !readings.is_empty() {
+            readings.sort_by_key(is_unknown);
+            if readings.first().is_some_and(|own| !is_unknown(own)) {
                 return Ok(readings);
             }
+            unknown.extend(readings);
+        }
+        if !unknown.is_empty() {
+            return Ok(unknown);
         }
         if let Some(reading) = self.low_precision(of)? {
             return Ok(vec![reading]);
@@ -85,8 +97,7 @@ impl Judge<'_> {
         domain: &Domain,
         solved: &Coefficients,
     ) -> Result<Option<Reading>, String> {
-        let microbatches = self.microbatches(of);
-        let simple = simple_numbers(domain, microbatches);
+        let simple = simple_numbers(domain, self.microbatches(of));
         let mut tried: Vec<Vec<f64>> = Vec::new();
         for distance in NEAR {
             tried.push(solved.simplified(&simple, distance));
@@ -94,23 +105,38 @@ impl Judge<'_> {
         tried.insert(1, solved.values.clone());
         tried.dedup();
         for weights in tried {
-            let explained = SumOf { weights: &weights, ..*of };
-            if self.sum(&explained)?.excess(&self.bound(of.place)).is_some() {
-                continue;
+            let weights = Coefficients { values: weights, ..solved.clone() };
+            let reading = self.explained_by(of, candidates, domain, &weights)?;
+            if reading.is_some() {
+                return Ok(reading);
             }
-            return Ok(Some(named(&Solved {
-                addends: of.addends,
-                weights: &weights,
-                stale: &candidates.stale,
-                domain,
-                inventory: self.inventory,
-                parameter: &candidates.parameter,
-                rank: of.rank,
-                is_unique: solved.is_unique,
-                microbatches,
-            })));
         }
         Ok(None)
+    }
+
+    /// The reading of coefficients, if the sum is what they say.
+    fn explained_by(
+        &self,
+        of: &SumOf<'_>,
+        candidates: &Candidates,
+        domain: &Domain,
+        weights: &Coefficients,
+    ) -> Result<Option<Reading>, String> {
+        let explained = SumOf { weights: &weights.values, ..*of };
+        if self.sum(&explained)?.excess(&self.bound(of.place)).is_some() {
+            return Ok(None);
+        }
+        Ok(Some(named(&Solved {
+            addends: of.addends,
+            weights: &weights.values,
+            stale: &candidates.stale,
+            domain,
+            inventory: self.inventory,
+            parameter: &candidates.parameter,
+            rank: of.rank,
+            is_unique: weights.is_unique,
+            microbatches: self.microbatches(of),
+        })))
     }
 
     /// Whether it is right but for an accumulator of fewer bits than declared.
@@ -134,7 +160,7 @@ impl Judge<'_> {
         let Some(key) = self.inventory.key(parameter, &Part::Stale) else { return candidates };
         for rank in &domain.ranks {
             let stale = Addend::new(*rank, None, key.clone());
-            if self.inventory.read_addend(&stale, of.place).is_ok() {
+            if self.inventory.holds(key, *rank, of.place) {
                 candidates.stale.push(candidates.addends.len());
                 candidates.addends.push(stale);
             }
@@ -162,9 +188,10 @@ impl Judge<'_> {
         let mut more = Vec::new();
         for rank in others.filter(|_| is_of_ranks && !by_device) {
             let theirs = inventory.addends_of(*rank, parameter).unwrap_or_default();
-            let placed = |addend: Addend| match inventory.read_addend(&addend, of.place) {
-                Ok(_) => Some(addend),
-                Err(_) => self.elsewhere(addend, of.place),
+            let placed = |addend: Addend| match inventory.holds(&addend.key, addend.rank, of.place)
+            {
+                true => Some(addend),
+                false => self.elsewhere(addend, of.place),
             };
             more.extend(theirs.into_iter().filter_map(placed));
         }
@@ -193,6 +220,25 @@ struct Candidates {
 impl Candidates {
     fn new(parameter: &str, addends: Vec<Addend>) -> Candidates {
         Candidates { parameter: parameter.into(), addends, stale: Vec::new() }
+    }
+
+    /// The coefficients of a buffer that is divided by the size of an averaged axis once more with
+    /// each microbatch. The first microbatches are small in it, and hard to solve for.
+    fn divided_again(&self, domain: &Domain) -> Vec<Coefficients> {
+        let microbatches: BTreeSet<Option<Microbatch>> =
+            self.addends.iter().map(|addend| addend.microbatch).collect();
+        let means = domain.axes.iter().filter(|axis| axis.op == ReduceOp::Mean && axis.size > 1);
+        let of = |size: f64| {
+            let weight = |(at, addend): (usize, &Addend)| {
+                let later = microbatches.iter().filter(|other| **other > addend.microbatch);
+                let is_fresh = !self.stale.contains(&at);
+                if is_fresh { domain.scale / size.powi(later.count() as i32) } else { 0.0 }
+            };
+            let values = self.addends.iter().enumerate().map(weight).collect();
+            Coefficients { values, left: 0.0, is_unique: true }
+        };
+        let means = means.filter(|_| microbatches.len() > 1);
+        means.map(|axis| of(axis.size as f64)).collect()
     }
 
     /// Which addends have one coefficient, by how the fault may lie: alike for all, by rank, by
@@ -228,6 +274,10 @@ impl Candidates {
 /// What tells addends of a family apart.
 type Apart = (Option<(Rank, Option<u64>)>, Option<Option<Microbatch>>);
 
+fn is_unknown(reading: &Reading) -> bool {
+    reading.cause == causes::UNKNOWN.name
+}
+
 /// What is told where no coefficients give a sum.
 fn partly(left: f64, divergence: &Divergence) -> Option<Reading> {
     let is_far = left.sqrt() > 0.1 * divergence.error.min(1.0);
@@ -251,8 +301,12 @@ fn simple_numbers(domain: &Domain, microbatches: usize) -> Vec<f64> {
         let more: Vec<f64> = more.collect();
         simple.extend(more);
     }
-    let doubled = (1..=microbatches.min(16) as i32).map(|k| domain.scale * 2f64.powi(k));
-    simple.extend(doubled);
+    let powers = 1..=microbatches.min(16) as i32;
+    simple.extend(powers.clone().map(|k| domain.scale * 2f64.powi(k)));
+    // A buffer that holds a sum may be divided by the size of an axis with each microbatch.
+    for axis in domain.axes.iter().filter(|axis| axis.size > 1) {
+        simple.extend(powers.clone().map(|k| domain.scale / (axis.size as f64).powi(k)));
+    }
     simple.push(1.0);
     simple.sort_by(f64::total_cmp);
     simple.dedup_by(|a, b| is_near(*a, *b));
