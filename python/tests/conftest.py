@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from browser import Browser, missing
 
 # Before anything imports jax.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -19,6 +20,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # One step of examples/train_jax.py on four processes; a quarter of its tokens, an eighth of its vocabulary. The guide
 # (docs/guide.md) has these very words.
 TRAIN = "examples/train_jax.py --launch 4 --steps 1 --length 64 --vocab 1030 --padded-vocab 1056"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """One window for all tests of a module. Without a browser they are skipped, which fails in CI."""
+    if why := missing():
+        if os.environ.get("CI"):
+            pytest.fail(why)
+        pytest.skip(why)
+    found = Browser()
+    yield found
+    found.close()
 
 
 def train(directory, *options):

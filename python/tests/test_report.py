@@ -15,7 +15,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from browser import Browser, missing
+from browser import Browser
 
 import backtape
 
@@ -77,18 +77,6 @@ def replayed(dump: Path, page: Path, *more: str) -> dict:
     report = json.loads(data.read_text())
     report["text"] = ended.stdout
     return report
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """One window for all tests."""
-    if why := missing():
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
-    found = Browser()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

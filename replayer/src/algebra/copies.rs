@@ -75,7 +75,7 @@ impl Judge<'_> {
         whole.ranks = pieces.iter().flat_map(|piece| piece.ranks.clone()).collect();
         whole.ranks.sort();
         let result = match pieces {
-            [_] => Outcome::Agreed { seen_from: None },
+            [_] => Outcome::Agreed { seen_from: None, error: 0.0, floor: 0.0 },
             _ => Outcome::Diverged(Box::new(self.drift(parameter, pieces))),
         };
         self.judged(Stage::Param, parameter, (after, &whole), Ok(result))
@@ -115,8 +115,8 @@ impl Judge<'_> {
             let rank = piece.ranks[0];
             let operands = |part: &IndexBox| {
                 Ok(vec![
-                    Operand::row("master", inventory.read_box(master, rank, part)?, None),
-                    Operand::row("copy", inventory.read_box(after, rank, part)?, stored),
+                    Operand::part("master", inventory.elements(master, rank, part)?, None),
+                    Operand::part("copy", inventory.elements(after, rank, part)?, stored),
                 ])
             };
             let compared = self.compare(&Copy, &arithmetic(stored, None), &piece.place, &operands);

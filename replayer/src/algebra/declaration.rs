@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
@@ -37,6 +38,9 @@ pub(crate) struct Declaration {
     /// By the name of the parameter.
     #[serde(default)]
     pub parameters: BTreeMap<String, ParameterDeclaration>,
+    /// Their names in the order of the declaration, which is that of the model.
+    #[serde(skip)]
+    pub order: Vec<String>,
     /// In the order in which parameters name them.
     #[serde(default)]
     pub optimizers: Vec<Optimizer>,
@@ -92,6 +96,12 @@ impl Norm {
             Value::Null => Some(2.0),
             other => number_of(other),
         }
+    }
+
+    /// What is clipped by it, where something is.
+    fn limit(&self) -> Option<Limit> {
+        let epsilon = self.epsilon.unwrap_or(1e-6);
+        Some(Limit { norm: self.value?, max_norm: self.max_norm?, epsilon })
     }
 }
 
@@ -194,6 +204,18 @@ pub(crate) struct Optimizer {
     /// The hyper-parameters of each group.
     #[serde(default)]
     pub groups: Vec<Hyper>,
+    /// Tensors in its groups that are no parameter of the models.
+    #[serde(default)]
+    pub foreign: Vec<Foreign>,
+}
+
+/// A tensor that an optimizer steps, and that is no parameter of the models.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub(crate) struct Foreign {
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// Whether it has a gradient: a copy of more bits is given one.
+    pub grad: bool,
 }
 
 /// The hyper-parameters of a group, by their names.
@@ -233,11 +255,45 @@ impl ParameterDeclaration {
     }
 }
 
+/// The names of the parameters alone, in their order.
+#[derive(Deserialize)]
+struct Names {
+    #[serde(default)]
+    parameters: Keys,
+}
+
+/// The keys of a JSON object as they follow each other; a map would sort them.
+#[derive(Default)]
+struct Keys(Vec<String>);
+
+impl<'de> Deserialize<'de> for Keys {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Keys, D::Error> {
+        struct Reader;
+        impl<'de> Visitor<'de> for Reader {
+            type Value = Keys;
+
+            fn expecting(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                to.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
+                let mut keys = Vec::new();
+                while let Some((key, _)) = map.next_entry::<String, IgnoredAny>()? {
+                    keys.push(key);
+                }
+                Ok(Keys(keys))
+            }
+        }
+        from.deserialize_map(Reader)
+    }
+}
+
 impl Declaration {
     /// Reads the text of a declaration.
     pub(crate) fn read(text: &[u8]) -> Result<Declaration, String> {
-        let declaration: Declaration =
-            serde_json::from_slice(text).map_err(|error| format!("it cannot be read: {error}"))?;
+        let wrong = |error: serde_json::Error| format!("it cannot be read: {error}");
+        let mut declaration: Declaration = serde_json::from_slice(text).map_err(wrong)?;
+        declaration.order = serde_json::from_slice::<Names>(text).map_err(wrong)?.parameters.0;
         if declaration.version != VERSION {
             return Err(format!(
                 "it is of version {}, and this replay reads version {VERSION}: use the replay of \
@@ -250,12 +306,22 @@ impl Declaration {
 
     /// What the gradient of a parameter was clipped to, by the last norm that it is part of.
     pub(crate) fn limit_of(&self, parameter: &str) -> Option<Limit> {
+        self.norm_of(parameter)?.limit()
+    }
+
+    /// The same where the norm was taken of the gradient with the loss scale in it.
+    pub(crate) fn limit_with_scale(&self, parameter: &str) -> Option<Limit> {
+        let is_scaled = self.loss_scale.is_some_and(|scale| scale != 1.0);
+        let norm = self.norm_of(parameter).filter(|_| is_scaled)?;
+        norm.limit().filter(|_| norm.of.as_deref() == Some("reduced"))
+    }
+
+    /// The last norm that a parameter is part of.
+    fn norm_of(&self, parameter: &str) -> Option<&Norm> {
         let is_part = |norm: &&Norm| {
             norm.parameters.is_empty() || norm.parameters.iter().any(|name| name == parameter)
         };
-        let norm = self.norms.iter().rfind(is_part)?;
-        let epsilon = norm.epsilon.unwrap_or(1e-6);
-        Some(Limit { norm: norm.value?, max_norm: norm.max_norm?, epsilon })
+        self.norms.iter().rfind(is_part)
     }
 
     /// The hyper-parameters of a parameter and the class of its optimizer.

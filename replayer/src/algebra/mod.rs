@@ -5,24 +5,32 @@
 //! What diverges is explained by solving for what it is instead: the coefficient of each addend of
 //! a sum, the multiplicity of each group in a norm, the rule of an optimizer.
 
+pub mod against;
 mod causes;
 mod coefficients;
 mod copies;
 mod declaration;
 mod domain;
+mod elements;
 mod explain;
 mod gradient;
+mod held;
 mod inventory;
 mod judge;
 mod names;
 mod norm;
 mod norm_gap;
 mod optimizer;
+mod optimizer_causes;
+mod orthogonal;
 mod outcome;
 mod rules;
 mod sum_causes;
 mod summary;
 mod sums;
+mod swaps;
+mod table;
+mod wholes;
 
 use backtape::part::Part;
 use backtape::shard::TensorKey;
@@ -32,9 +40,11 @@ use crate::dump::StepDump;
 use inventory::Inventory;
 use judge::Judge;
 
+pub(crate) use names::kind;
 pub use norm_gap::NormGap;
 pub use outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
 pub use summary::{Group, StageSummary, StepReport, Unchecked};
+pub use table::{Fate, Row, Status};
 
 /// The word of `--compare` that asks for the step.
 pub const WORD: &str = "step";

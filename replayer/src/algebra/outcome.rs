@@ -4,6 +4,8 @@ use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use serde::Serialize;
 
+use crate::compare::{Bound, Tally};
+
 /// A stage of a parameter's way from its local gradients to its new value, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -38,6 +40,11 @@ impl Stage {
         Stage::Update,
         Stage::Param,
     ];
+
+    /// The stage of this name.
+    pub(crate) fn named(name: &str) -> Option<Stage> {
+        Stage::ALL.into_iter().find(|stage| stage.name() == name)
+    }
 
     /// Its name in every output.
     pub(crate) fn name(self) -> &'static str {
@@ -92,6 +99,10 @@ pub enum Outcome {
     Agreed {
         /// The smallest factor, as its distance from 1, that would have been seen.
         seen_from: Option<f64>,
+        /// Relative error, in the Frobenius norm.
+        error: f64,
+        /// The relative error that rounding explains.
+        floor: f64,
     },
     /// It is not.
     Diverged(Box<Divergence>),
@@ -135,6 +146,12 @@ pub struct Reading {
 }
 
 impl Outcome {
+    /// The outcome of a comparison that is within its bound.
+    pub(crate) fn agreed(tally: &Tally, bound: &Bound) -> Outcome {
+        let seen_from = tally.seen_from(bound).map(|seen| seen.factor);
+        Outcome::Agreed { seen_from, error: tally.error(), floor: tally.expected() }
+    }
+
     /// How it differs, where it does.
     pub(crate) fn divergence(&self) -> Option<&Divergence> {
         match self {

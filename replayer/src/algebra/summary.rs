@@ -1,8 +1,6 @@
 //! The report of a step: which stages of how many parameters agree, and what diverges in groups of
 //! parameters with the same outcome.
 
-use backtape::part::Part;
-
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
@@ -11,6 +9,7 @@ use super::inventory::Inventory;
 use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
+use super::table::{Row, table};
 
 /// Everything that was found of a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -30,7 +29,10 @@ pub struct StepReport {
     pub unchecked: Vec<Unchecked>,
     /// What is wrong with the declarations, in sentences.
     pub faults: Vec<String>,
-    /// Every stage of every parameter.
+    /// Every parameter, and then every norm, with how it fares at each stage: in the order of the
+    /// model.
+    pub table: Vec<Row>,
+    /// Every stage of every parameter on the ranks that hold the same of it.
     pub judged: Vec<Judged>,
 }
 
@@ -90,19 +92,16 @@ impl StepReport {
     pub(super) fn of(inventory: &Inventory<'_>, mut judged: Vec<Judged>) -> StepReport {
         settle(&mut judged);
         let names: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
-        let elements = |parameter: &str| {
-            let values = [Part::Before, Part::Reduced, Part::After];
-            let key = values.iter().find_map(|part| inventory.key(parameter, part));
-            key.map_or(0, |key| inventory.dump.tensors()[key].shape.iter().product())
-        };
+        let table = table(inventory, &judged);
         StepReport {
             parameters: names.len(),
-            elements: names.iter().map(|name| elements(name)).sum(),
+            elements: table.iter().map(|row| row.elements).sum(),
             stages: stages(&judged),
             norm: NormGap::of(inventory, &judged, &names),
             diverged: groups(&judged, &names),
             unchecked: unchecked(&judged, &names),
             faults: inventory.faults.clone(),
+            table,
             judged,
         }
     }
@@ -148,7 +147,7 @@ fn stages(judged: &[Judged]) -> Vec<StageSummary> {
         // Norms are told apart by their tensor, and parameters by their name.
         let name = if one.parameter.is_empty() { &one.tensor } else { &one.parameter };
         let grave = match &one.result {
-            Outcome::Agreed { seen_from } => {
+            Outcome::Agreed { seen_from, .. } => {
                 if let Some(factor) = seen_from {
                     let most = seen.entry(one.stage).or_insert(0.0);
                     *most = most.max(*factor);
@@ -203,7 +202,7 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
     let parameters: Vec<&str> = parameters.into_iter().filter(|name| !name.is_empty()).collect();
     let factors: Vec<f64> = own.iter().filter_map(|one| one.result.divergence()?.factor).collect();
     let is_one = factors.len() == own.len()
-        && factors.iter().all(|factor| (factor / factors[0] - 1.0).abs() < 1e-4);
+        && factors.iter().all(|factor| (factor - factors[0]).abs() <= 1e-4 * factors[0].abs());
     let at = |(index, captured, reference): &(Vec<u64>, f64, f64)| {
         (worst.parameter.clone(), index.clone(), *captured, *reference)
     };

@@ -32,16 +32,23 @@ const RARE: usize = 1000;
 
 pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for subject in subjects {
-        for (key, info) in subject.dump.tensors() {
-            // The copies of a step's tensors are judged with the step.
-            let is_of_step = Part::of_tensor(key.tensor.as_str()).is_some();
-            if info.partial.is_none() && !is_of_step {
-                tensor(subject, key, info, results);
+        let mut of_step = 0;
+        for (key, info) in subject.dump.tensors().iter().filter(|(_, info)| info.partial.is_none())
+        {
+            match Part::of_tensor(key.tensor.as_str()) {
+                None => tensor(subject, key, info, results),
+                Some(_) => of_step += 1,
             }
         }
-        if results.looked_at == 0 {
+        let step = subject.dump.step;
+        if of_step > 0 {
+            let what = format!("step {step}: copies of the {of_step} values of parameters");
+            let why =
+                "they are judged with what the ranks declare of the step: `replay --compare step`";
+            results.skip(what, why);
+        } else if results.looked_at == 0 {
             let why = "no box of a tensor was held by two ranks";
-            results.skip(format!("step {}: replicas", subject.dump.step), why);
+            results.skip(format!("step {step}: replicas"), why);
         }
     }
 }

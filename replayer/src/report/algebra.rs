@@ -9,6 +9,9 @@ use crate::algebra::{Group, NormGap, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
 use crate::replay::outcome::NotChecked;
 
+/// Groups that the text tells: it is one screen.
+const GROUPS: usize = 4;
+
 /// What stands in front of the lines that follow the first of a group.
 const INDENT: &str = "           ";
 
@@ -61,7 +64,7 @@ impl Report {
 }
 
 /// What a group of parameters is, in one clause.
-fn said(group: &Group) -> String {
+pub(super) fn said(group: &Group) -> String {
     let words = match (&group.reading, group.factor) {
         (Some(reading), _) => reading.words.clone(),
         (None, Some(factor)) => format!("captured = {factor:.7} x reference"),
@@ -80,19 +83,23 @@ pub(super) fn covered(algebra: &StepReport) -> String {
     )
 }
 
-/// Writes the stages of the step, and what diverges in them.
-pub(super) fn render(out: &mut String, algebra: &StepReport) {
+/// Writes the stages of the step, and what diverges in them; `label` says whose step it is.
+pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
     let (parameters, elements) = (algebra.parameters as u64, count(algebra.elements));
     let size = format!("{}, {elements} elements", plural(parameters, "parameter"));
-    wrap(out, "step      ", &size);
+    wrap(out, label, &size);
     let _ = writeln!(
         out,
         "{:<13}{:>8} {:>8} {:>10}  a wrong factor is seen from",
         "stage", "pass", "FAIL", "unchecked"
     );
     algebra.stages.iter().for_each(|own| stage(out, own));
-    for group in &algebra.diverged {
+    for group in algebra.diverged.iter().take(GROUPS) {
         diverged(out, group);
+    }
+    if let more @ 1.. = algebra.diverged.len().saturating_sub(GROUPS) {
+        let groups = plural(more as u64, "more group");
+        wrap(out, "and        ", &format!("{groups} of parameters: --report and --json have all"));
     }
     if let Some(norm) = &algebra.norm {
         wrap(out, "grad_norm  ", &gap(norm));
@@ -101,7 +108,7 @@ pub(super) fn render(out: &mut String, algebra: &StepReport) {
 }
 
 /// What the norm is and would have been, in one sentence.
-fn gap(norm: &NormGap) -> String {
+pub(super) fn gap(norm: &NormGap) -> String {
     let reported = norm.reported.map(|value| format!("{} as reported, ", short(value)));
     let share = |(what, share): &(String, f64)| format!("{:.1} % from {what}", 100.0 * share);
     let shares: Vec<String> = norm.shares.iter().map(share).collect();
@@ -127,8 +134,20 @@ fn stage(out: &mut String, own: &StageSummary) {
     );
 }
 
-fn diverged(out: &mut String, group: &Group) {
+/// The ranks on which a group diverges.
+pub(super) fn held(group: &Group) -> String {
     let ranks: Vec<_> = group.ranks.iter().map(|rank| backtape::identity::Rank(*rank)).collect();
+    crate::dump::name_ranks(&ranks)
+}
+
+/// The element of a group that is furthest off.
+pub(super) fn worst(group: &Group) -> Option<String> {
+    let (parameter, index, captured, reference) = group.worst.as_ref()?;
+    let (captured, reference) = (short(*captured), short(*reference));
+    Some(format!("{parameter} {index:?} is {captured}, and should be {reference}"))
+}
+
+fn diverged(out: &mut String, group: &Group) {
     let label = format!("{:<11}", group.stage.name());
     let by = match group.error.is_finite() {
         true => {
@@ -136,15 +155,9 @@ fn diverged(out: &mut String, group: &Group) {
         }
         false => String::new(),
     };
-    let held = crate::dump::name_ranks(&ranks);
-    wrap(out, &label, &format!("FAIL on {held}: {}{by}", said(group)));
-    if let Some((parameter, index, captured, reference)) = &group.worst {
-        let text = format!(
-            "worst: {parameter} {index:?} is {}, and should be {}",
-            short(*captured),
-            short(*reference)
-        );
-        wrap(out, INDENT, &text);
+    wrap(out, &label, &format!("FAIL on {}: {}{by}", held(group), said(group)));
+    if let Some(worst) = worst(group) {
+        wrap(out, INDENT, &format!("worst: {worst}"));
     }
     let Some(reading) = &group.reading else {
         wrap(out, INDENT, "cause: unknown");

@@ -26,6 +26,7 @@ use backtape::dtype::Dtype;
 use backtape::fingerprint::Fingerprint;
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
+use backtape::part::Part;
 use backtape::placement::Reduction;
 use backtape::role::Role;
 use backtape::shard::{FingerprintSource, TensorKey};
@@ -37,6 +38,7 @@ pub use finding::{FindingKind, NotChecked, Severity, VerifyFinding};
 use crate::assemble;
 use crate::dump::versions::disagrees;
 use crate::dump::{MAX_RANKS, ShardRef, StepDump, TensorInfo};
+use crate::number::plural;
 use contents::Contents;
 
 /// Most gaps of a tensor that are named one by one; the others are only counted.
@@ -252,6 +254,31 @@ fn absent_ranks(dump: &StepDump, info: &TensorInfo) -> Vec<Rank> {
     all.filter(|rank| !holders.contains(rank)).collect()
 }
 
+/// Tensors whose boxes the job alone knows, in words; `None` where there are none.
+fn unplaced<'a>(keys: impl Iterator<Item = &'a TensorKey>) -> Option<String> {
+    const NAMED: usize = 8;
+    let (mut named, mut others, mut of_step) = (Vec::new(), 0, 0);
+    for key in keys {
+        let name = key.tensor.as_str();
+        match (Part::of_tensor(name), Part::declaring_rank(name)) {
+            // What a rank declares of its step is text, and has no place.
+            (_, Some(_)) => {}
+            (Some(_), None) => of_step += 1,
+            (None, None) if named.len() < NAMED => named.push(key.to_string()),
+            (None, None) => others += 1,
+        }
+    }
+    let mut what = named.join(", ");
+    if others > 0 {
+        what += &format!(" and {others} more");
+    }
+    if of_step > 0 {
+        let before = if what.is_empty() { "" } else { ", and of " };
+        what += &format!("{before}{} of the step", plural(of_step, "tensor"));
+    }
+    (!what.is_empty()).then_some(what)
+}
+
 /// What none of the checks can prove.
 fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) -> Vec<NotChecked> {
     let mut not_checked = Vec::new();
@@ -264,22 +291,14 @@ fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) ->
             ),
         });
     }
-    let mut declared: Vec<String> = verdicts
+    let by_job = verdicts
         .iter()
         .filter(|verdict| verdict.fingerprint_source == FingerprintSource::Recorder)
-        .map(|verdict| verdict.key.to_string())
-        .collect();
-    if let n @ 1.. = declared.len() {
-        declared.truncate(8);
-        let more = match n - declared.len() {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
-        not_checked.push(NotChecked {
-            what: format!("the place of {}{more}", declared.join(", ")),
-            why: "the box is the job's own declaration: the recorder's fingerprint proves that it travelled unchanged, not that it was right".into(),
-        });
-    }
+        .map(|verdict| &verdict.key);
+    not_checked.extend(unplaced(by_job).map(|what| NotChecked {
+        what: format!("the place of {what}"),
+        why: "the box is the job's own declaration: the recorder's fingerprint proves that it travelled unchanged, not that it was right".into(),
+    }));
     let lost = contents.values().filter(|checked| !checked.intact).count();
     if lost > 0 {
         not_checked.push(NotChecked {

@@ -393,6 +393,23 @@ fn a_place_that_the_job_only_declared_is_said_to_be_unproved() {
     assert_eq!(verification.tensors[0].fingerprint_source, FingerprintSource::Recorder);
 }
 
+/// Goal: the thousands of tensors of a step take a few words, and what a rank declares in text none.
+#[test]
+fn tensors_whose_place_is_unproved_are_named_and_those_of_a_step_are_counted() {
+    let told = |names: &[&str]| {
+        let keys: Vec<TensorKey> = names.iter().map(|name| key(name)).collect();
+        unplaced(keys.iter())
+    };
+    assert_eq!(told(&["step.declared:0", "step.declared:1"]), None);
+    assert_eq!(told(&["q", "step.declared:0"]).as_deref(), Some("q"));
+    let both = told(&["q", "step.after:layers.0.w", "step.before:layers.0.w"]);
+    assert_eq!(both.as_deref(), Some("q, and of 2 tensors of the step"));
+    assert_eq!(told(&["step.after:w"]).as_deref(), Some("1 tensor of the step"));
+    let many: Vec<String> = (0..10).map(|at| format!("x{at}")).collect();
+    let many = told(&many.iter().map(String::as_str).collect::<Vec<_>>()).unwrap();
+    assert!(many.ends_with("x7 and 2 more"), "{many}");
+}
+
 #[test]
 fn a_salvaged_step_says_which_ranks_are_missing_and_trusts_no_sum() {
     let dumped = commit([addends(3), four_slabs()].concat(), 4);

@@ -16,6 +16,9 @@ mod picture;
 mod ranks;
 mod rest;
 mod stages;
+mod step;
+mod step_map;
+mod step_table;
 mod top;
 
 use askama::Template;
@@ -30,7 +33,7 @@ pub const MAX_BYTES: usize = 3_000_000;
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 /// SHA-256 of the script in base 64: the one script that the page's policy lets run.
-const SCRIPT_HASH: &str = "sha256-alHzb0BV2+J0aKuQDzkb+LmZofIRDLzKTsvGWcr1X10=";
+const SCRIPT_HASH: &str = "sha256-QZnpanivlJ6M8pIxU3b3mMDYzLwbVFJURSfxCUAYgwA=";
 
 /// HTML that stands in a page as it is: made by a template, or by us of numbers and escaped text.
 type Markup = Safe<String>;
@@ -49,16 +52,20 @@ struct Detail {
     items: usize,
     /// Bytes of JSON up to which the report stands in the page as data too.
     json: usize,
+    /// Parameters in the table of the step.
+    parameters: usize,
+    /// Whether each cell of that table has its numbers beside the ratio.
+    titles: bool,
 }
 
 /// Tried in turn until the page is small enough. The last has a few thousand items of bounded
 /// length at most.
 const DETAILS: [Detail; 5] = [
-    Detail { halvings: 0, items: 200, json: 512 << 10 },
-    Detail { halvings: 0, items: 100, json: 0 },
-    Detail { halvings: 1, items: 50, json: 0 },
-    Detail { halvings: 2, items: 20, json: 0 },
-    Detail { halvings: 4, items: 8, json: 0 },
+    Detail { halvings: 0, items: 200, json: 512 << 10, parameters: 10_000, titles: true },
+    Detail { halvings: 0, items: 100, json: 0, parameters: 10_000, titles: false },
+    Detail { halvings: 1, items: 50, json: 0, parameters: 4000, titles: false },
+    Detail { halvings: 2, items: 20, json: 0, parameters: 1000, titles: false },
+    Detail { halvings: 4, items: 8, json: 0, parameters: 100, titles: false },
 ];
 
 /// What every part of a page is made from.
@@ -86,6 +93,11 @@ struct Article<'a> {
     style: Safe<&'static str>,
     script: Safe<&'static str>,
     top: Markup,
+    /// Whether anything but the step was replayed.
+    has_head: bool,
+    /// What becomes of every parameter, and whether that comes before the head.
+    step: Option<Markup>,
+    step_leads: bool,
     graph: Markup,
     causes: Markup,
     stages: Markup,
@@ -140,6 +152,9 @@ impl Page<'_> {
             style: Safe(STYLE),
             script: Safe(SCRIPT),
             top: self.top(),
+            has_head: !self.has_no_head(),
+            step: self.step(),
+            step_leads: self.step_leads(),
             graph: self.graph(),
             causes: self.causes(),
             stages: self.stages(),
@@ -177,6 +192,9 @@ mod tests {
             style: Safe(STYLE),
             script: Safe(SCRIPT),
             top: nothing(),
+            has_head: true,
+            step: None,
+            step_leads: false,
             graph: nothing(),
             causes: nothing(),
             stages: nothing(),

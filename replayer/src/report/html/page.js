@@ -122,6 +122,134 @@
     hit.addEventListener("pointerdown", pointed);
   };
 
+  // Whether a name is asked for: by a part of it, or by a pattern in which * and ? stand for others.
+  const asked = (text) => {
+    const wanted = text.trim().toLowerCase();
+    if (!/[*?]/.test(wanted)) return (name) => name.includes(wanted);
+    const literal = wanted.replace(/[.+^${}()|[\]\\]/g, "\\$&");
+    const pattern = new RegExp(`^${literal.replace(/\*+/g, ".*").replace(/\?/g, ".")}$`);
+    return (name) => pattern.test(name);
+  };
+
+  const MARKS = ["–", "✓", "?", "✕"];
+  // How a cell is sorted: by its mark, and of the same mark by its number.
+  const weight = (text) => {
+    const mark = MARKS.indexOf(text[0]), number = Number(text.replace(/[✓✕?–,\s]/g, "").replace("inf", "Infinity"));
+    return [mark, Number.isNaN(number) ? Infinity : number];
+  };
+  const compare = (a, b) => a[0] - b[0] || (a[1] === b[1] ? 0 : a[1] - b[1]);
+
+  // The table of all parameters of a step; returns what asks it for a name and a stage.
+  const parameters = (root) => {
+    const table = root.querySelector(".bt-parameters"), filter = root.querySelector(".bt-filter");
+    if (!table || !filter) return null;
+    const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+    const words = heads.map((head) => head.textContent);
+    const rows = [...body.rows].map((row, at) => ({
+      row, at, kind: row.dataset.kind, name: row.cells[0].textContent.toLowerCase(),
+      cells: [...row.cells].map((cell) => cell.textContent),
+    }));
+    const [name, stage, status] = ["name", "stage", "status"].map((by) => filter.querySelector(`.bt-by-${by}`));
+    const shown = filter.querySelector(".bt-count");
+
+    // A kind that was picked, until another name is written.
+    let picked = null;
+    const show = () => {
+      const part = asked(name.value), column = words.indexOf(stage.value), mark = status.value;
+      // Without a stage: any that fails or is unchecked, but only what passes at every stage passes.
+      const has = ({row, cells}) => {
+        if (column > 0) return mark ? cells[column][0] === mark : cells[column] !== "–";
+        if (mark === "✓") return row.className === "bt-pass";
+        return !mark || cells.slice(4).some((text) => text[0] === mark);
+      };
+      const exact = picked && picked.name === name.value;
+      const fits = (one) => exact ? one.kind === picked.kind : part(one.name);
+      let count = 0;
+      for (const one of rows) {
+        const fit = fits(one) && has(one);
+        one.row.hidden = !fit;
+        count += fit ? 1 : 0;
+      }
+      table.toggleAttribute("data-filtered", count < rows.length);
+      shown.textContent = `${count.toLocaleString("en")} of ${many(rows.length, "row")}`;
+    };
+    const pick = (next) => {
+      picked = next;
+      name.value = next ? next.name : "";
+      stage.value = status.value = "";
+      show();
+    };
+    const sort = (column) => {
+      const before = heads[column].getAttribute("aria-sort");
+      const turn = {descending: "ascending", ascending: null}[before];
+      const next = before ? turn : column < 2 ? "ascending" : "descending";
+      heads.forEach((head) => head.removeAttribute("aria-sort"));
+      const by = new Intl.Collator("en", {numeric: true});
+      const order = column < 2 || column === 3 ? (a, b) => by.compare(a.cells[column], b.cells[column])
+        : (a, b) => compare(a.weight, b.weight);
+      rows.forEach((one) => { one.weight = weight(one.cells[column]); });
+      const sign = next === "descending" ? -1 : 1;
+      if (next) heads[column].setAttribute("aria-sort", next);
+      rows.sort((a, b) => (next ? sign * order(a, b) : 0) || a.at - b.at);
+      body.append(...rows.map((one) => one.row));
+    };
+    heads.forEach((head, column) => {
+      const button = Object.assign(document.createElement("button"), {type: "button", className: "bt-sort"});
+      button.textContent = words[column];
+      button.addEventListener("click", () => sort(column));
+      head.replaceChildren(button);
+    });
+    for (const input of [name, stage, status]) input.addEventListener("input", show);
+    // A notebook has keys of its own.
+    filter.addEventListener("keydown", (event) => event.stopPropagation());
+    filter.querySelector(".bt-all").addEventListener("click", () => pick(null));
+    filter.hidden = false;
+    show();
+    return {rows, words, pick};
+  };
+
+  // The kinds of parameters by stages: a block says what it is of, and a kind is shown in the table.
+  const kinds = (root, table) => {
+    const map = root.querySelector(".bt-kinds");
+    if (!map || !table) return;
+    const status = document.getElementById(map.id.replace(/-map$/, "-status"));
+    const heads = [...map.tHead.rows[0].cells].map((head) => head.textContent);
+    const members = new Map();
+    for (const one of [...table.rows].sort((a, b) => a.at - b.at)) {
+      if (!members.has(one.kind)) members.set(one.kind, []);
+      members.get(one.kind).push(one);
+    }
+    for (const head of map.querySelectorAll("tbody th")) {
+      const button = Object.assign(document.createElement("button"), {type: "button", className: "bt-pick"});
+      button.append(...head.childNodes);
+      button.title = "show these in the table below";
+      button.addEventListener("click", () => {
+        table.pick({name: head.dataset.name, kind: head.parentElement.dataset.kind});
+        root.querySelector(".bt-filter").scrollIntoView({block: "nearest"});
+      });
+      head.append(button);
+    }
+    const pointed = (event) => {
+      const cell = event.target.closest("td");
+      if (!cell) return;
+      const strip = cell.querySelector("svg"), stage = heads[cell.cellIndex], row = cell.parentElement;
+      status.textContent = `${row.cells[0].textContent}, ${cell.title}`;
+      // Where the table has no room for all parameters the blocks are those of others too.
+      const of = members.get(row.dataset.kind) || [], count = row.querySelector("small");
+      if (!strip || of.length !== Number(count ? count.textContent : 1)) return;
+      const box = strip.getBoundingClientRect(), blocks = strip.viewBox.baseVal.width;
+      const block = Math.floor((event.clientX - box.left) / box.width * blocks);
+      const here = of.filter((_, at) => Math.floor(at * blocks / of.length) === block);
+      const column = table.words.indexOf(stage);
+      const worst = here.sort((a, b) => compare(weight(b.cells[column]), weight(a.cells[column])))[0];
+      if (!worst) return;
+      const found = worst.row.cells[column];
+      status.textContent = `${worst.cells[0]}, ${stage}: ${found.title || found.textContent}`;
+    };
+    map.addEventListener("pointermove", pointed);
+    map.addEventListener("pointerdown", pointed);
+  };
+
   const THEMES = ["system", "light", "dark"];
   const theme = (root) => {
     const button = root.querySelector(".bt-theme");
@@ -142,6 +270,7 @@
     if (!data) continue;
     root.dataset.ready = "yes";
     theme(root);
+    kinds(root, parameters(root));
     JSON.parse(data.textContent).maps.forEach(start);
   }
 })();

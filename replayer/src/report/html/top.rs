@@ -3,6 +3,7 @@
 use askama::Template;
 
 use super::{Markup, Page, markup};
+use crate::algebra::{Group, StepReport};
 use crate::diagnose::{CauseReport, Standing};
 use crate::number::{bytes, plural};
 use crate::report::Report;
@@ -42,6 +43,8 @@ struct Top<'a> {
     /// The causes in a line, with what to do: whoever is woken reads no further.
     causes: &'a [CauseReport],
     said: String,
+    /// What diverges first of the step, where nothing of the head diverges before it.
+    of_step: Option<&'a Group>,
     facts: Vec<(&'static str, String)>,
     /// Sections of the page, and what they are called.
     parts: Vec<(&'static str, &'static str)>,
@@ -51,17 +54,21 @@ impl Page<'_> {
     pub(super) fn top(&self) -> Markup {
         let report = self.report;
         let mut facts = facts("run", &report.dump);
-        let mut parts = vec![("graph", "Graph"), ("causes", "Cause"), ("stages", "Stages")];
+        let step = ("step", "Step");
+        let mut parts = Vec::new();
+        parts.extend((report.algebra.is_some() && self.step_leads()).then_some(step));
+        if !self.has_no_head() {
+            parts.extend([("graph", "Graph"), ("causes", "Cause"), ("stages", "Stages")]);
+        }
         if let Some(against) = &report.against {
             facts.extend(self::facts("against", &against.dump));
             parts.push(("against", "Both runs"));
         }
-        parts.extend([
-            ("maps", "Heat maps"),
-            ("norm", "grad_norm"),
-            ("ranks", "Ranks"),
-            ("unchecked", "Not checked"),
-        ]);
+        if !self.has_no_head() {
+            parts.extend([("maps", "Heat maps"), ("norm", "grad_norm")]);
+        }
+        parts.extend((report.algebra.is_some() && !self.step_leads()).then_some(step));
+        parts.extend([("ranks", "Ranks"), ("unchecked", "Not checked")]);
         let other = report.other_declaration.as_ref();
         markup(&Top {
             report,
@@ -73,6 +80,11 @@ impl Page<'_> {
                 .map(|other| format!("{}; to tell, look at {}", other.sentence(), other.look)),
             causes: self.shown(&report.causes),
             said: summary_of(&report.causes),
+            of_step: report
+                .algebra
+                .as_ref()
+                .and_then(StepReport::first)
+                .filter(|_| self.step_leads()),
             facts,
             parts,
         })

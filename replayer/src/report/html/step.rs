@@ -1,0 +1,371 @@
+//! The step: what becomes of every parameter's gradient. What diverges, the norm, the stages, the
+//! kinds of parameters by stages as a heat map, and a table of all parameters that the script
+//! filters and sorts.
+
+use askama::Template;
+
+use super::bars::{Bar, Widths, draw};
+use super::step_map::{KindRow, kind_rows, legend};
+use super::step_table::{ParameterRow, parameter_rows};
+use super::{Markup, Page, markup};
+use crate::algebra::{Group, NormGap, Stage, StageSummary, StepReport};
+use crate::number::{count, error, plural, short};
+use crate::report::algebra::{gap, held, said, worst};
+use crate::report::norm::percent;
+
+/// Letters of a label that are shown, and the pixels that one takes.
+const LABEL: usize = 56;
+const LETTER: i32 = 8;
+
+#[derive(Template)]
+#[template(path = "step.html")]
+struct Step<'a> {
+    id: &'a str,
+    /// How many parameters and elements there are.
+    size: String,
+    groups: Vec<GroupShown<'a>>,
+    all_groups: usize,
+    /// Items of a list that are shown.
+    items: usize,
+    norm: Option<NormShown>,
+    stages: Vec<StageShown<'a>>,
+    legend: Vec<String>,
+    kinds: Vec<KindRow>,
+    all_kinds: usize,
+    rows: Vec<ParameterRow<'a>>,
+    all_rows: usize,
+    /// Rows that are not printed.
+    right: usize,
+}
+
+/// What diverges at one stage in one way.
+struct GroupShown<'a> {
+    group: &'a Group,
+    said: String,
+    held: String,
+    numbers: String,
+    worst: String,
+}
+
+/// The norm as it is and as it would have been.
+struct NormShown {
+    words: String,
+    norms: Markup,
+    shares: Markup,
+}
+
+struct StageShown<'a> {
+    stage: &'a StageSummary,
+    class: &'static str,
+    glyph: &'static str,
+    seen: String,
+}
+
+impl Page<'_> {
+    /// The section of the step; `None` where none was judged.
+    pub(super) fn step(&self) -> Option<Markup> {
+        let step = self.report.algebra.as_ref()?;
+        let columns: Vec<Stage> = step.stages.iter().map(|own| own.stage).collect();
+        let kinds = kind_rows(&step.table, &columns);
+        let (kind_of, rows) = (kinds.kind_of, &step.table);
+        let rows = parameter_rows((rows, &kind_of), &columns, &self.detail);
+        let right = rows.iter().filter(|row| row.class == "bt-pass").count();
+        let elements = count(step.elements);
+        Some(markup(&Step {
+            id: &self.id,
+            size: format!("{}, {elements} elements", plural(step.parameters as u64, "parameter")),
+            groups: self.shown(&step.diverged).iter().map(group).collect(),
+            all_groups: step.diverged.len(),
+            items: self.detail.items,
+            norm: step.norm.as_ref().map(|norm| self.step_norm(norm)),
+            stages: step.stages.iter().map(stage).collect(),
+            legend: legend(),
+            all_kinds: kinds.all,
+            kinds: kinds.rows,
+            right,
+            rows,
+            all_rows: step.table.len(),
+        }))
+    }
+
+    /// Whether the step is what the page is about first: nothing else was replayed, or it diverges
+    /// first.
+    pub(super) fn step_leads(&self) -> bool {
+        let first = self.report.first_divergence.as_ref().map(|first| &first.stage[..]);
+        let of_step = |step: &StepReport| step.first().map(|group| group.stage.name());
+        let of_step = self.report.algebra.as_ref().and_then(of_step);
+        self.has_no_head() || (first.is_some() && first == of_step)
+    }
+
+    /// Whether a step is all that was replayed.
+    pub(super) fn has_no_head(&self) -> bool {
+        self.report.stages.is_empty() && self.report.algebra.is_some()
+    }
+
+    fn step_norm(&self, norm: &NormGap) -> NormShown {
+        let known = |label: &str, value: f64| (label.to_string(), value);
+        let norms: Vec<(String, f64)> = [
+            norm.reported.map(|value| known("as reported", value)),
+            Some(known("of the captured gradients", norm.captured)),
+            Some(known("had every sum been right", norm.right)),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        let most = norms.iter().map(|(_, value)| *value).filter(|x| x.is_finite());
+        let most = most.fold(f64::MIN_POSITIVE, f64::max);
+        let bar = |(label, value): &(String, f64)| Bar {
+            label: label.clone(),
+            from: 0.0,
+            to: if value.is_finite() { value / most } else { 1.0 },
+            class: "bt-total",
+            mark: None,
+            value: short(*value),
+        };
+        let largest = norm.shares.iter().map(|(_, share)| share.abs()).filter(|x| x.is_finite());
+        let largest = largest.fold(f64::MIN_POSITIVE, f64::max);
+        // As wide as the longest label, within what a window has room for.
+        let label = |what: &str| match what.char_indices().nth(LABEL) {
+            Some((at, _)) => format!("{}…", &what[..at]),
+            None => what.to_string(),
+        };
+        let longest = norm.shares.iter().map(|(what, _)| label(what).chars().count()).max();
+        let room = 16 + LETTER * longest.unwrap_or(0) as i32;
+        let share = |(what, share): &(String, f64)| Bar {
+            label: label(what),
+            from: 0.0,
+            to: if share.is_finite() { share.abs() / largest } else { 1.0 },
+            class: if *share < 0.0 { "bt-down" } else { "bt-up" },
+            mark: None,
+            value: format!("{} %", percent(*share)),
+        };
+        let of_norms = "grad_norm as it is and as it would have been".to_string();
+        let of_shares = "shares of the difference of the squared norms".to_string();
+        let shares = self.shown(&norm.shares).iter().map(share).collect();
+        NormShown {
+            words: gap(norm),
+            norms: draw(of_norms, norms.iter().map(bar).collect(), &Widths(190, 190, 90)).bars,
+            shares: draw(of_shares, shares, &Widths(room, 190, 90)).bars,
+        }
+    }
+}
+
+fn group(group: &Group) -> GroupShown<'_> {
+    GroupShown {
+        group,
+        said: said(group),
+        held: held(group),
+        numbers: match group.error.is_finite() {
+            true => format!(
+                "Relative error {}, of which rounding explains {}.",
+                error(group.error),
+                error(group.floor)
+            ),
+            false => String::new(),
+        },
+        worst: worst(group).map(|text| format!(" Worst: {text}.")).unwrap_or_default(),
+    }
+}
+
+fn stage(stage: &StageSummary) -> StageShown<'_> {
+    let (class, glyph) = match (stage.diverged, stage.unchecked) {
+        (1.., _) => ("bt-fail", "✕"),
+        (_, 1..) => ("bt-warn", "?"),
+        _ => ("bt-pass", "✓"),
+    };
+    let seen = stage.seen_from.map_or(String::new(), |factor| format!("1 ± {}", short(factor)));
+    StageShown { stage, class, glyph, seen }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{MAX_BYTES, fragment, page};
+    use crate::algebra::{Fate, Reading, Row, Status, Unchecked};
+    use crate::checks::Checked;
+    use crate::replay::outcome::GradNorm;
+    use crate::report::schema::{DumpSummary, Report, SCHEMA, Verdict};
+
+    use super::*;
+
+    /// What a page may not hold but as text.
+    const HOSTILE: &str = "</table><img src=x onerror=\"alert('1')\">&\u{202e}";
+
+    /// A report of a dump in which nothing but the step was replayed.
+    fn report(algebra: Option<StepReport>) -> Report {
+        let dump = DumpSummary {
+            path: "runs/a".into(),
+            run: "a".into(),
+            attempt: 0,
+            step: 7,
+            state: "committed".into(),
+            ranks: "2 ranks".into(),
+            head: "none declared".into(),
+            shards: 1,
+            bytes: 1,
+            proved: true,
+            copies_differ: false,
+            trigger: None,
+            selection: None,
+        };
+        let report = Report {
+            schema: SCHEMA,
+            version: backtape::VERSION,
+            verdict: Verdict::Agreed,
+            reasons: Vec::new(),
+            step: 7,
+            first_divergence: None,
+            dump,
+            stages: Vec::new(),
+            coverage: None,
+            algebra: None,
+            other_declaration: None,
+            causes: Vec::new(),
+            variants: Vec::new(),
+            grad_norm: GradNorm::default(),
+            against: None,
+            findings: Vec::new(),
+            not_checked: Vec::new(),
+            checks: Checked::default(),
+            device: None,
+            multiplied: Vec::new(),
+            kernels: Vec::new(),
+            drawings: None,
+        };
+        report.with_algebra(algebra, true)
+    }
+
+    /// A step of these parameters, of which every fifth fails at the reduction.
+    fn step(names: &[String]) -> StepReport {
+        let fate = |stage, diverges: bool| Fate {
+            stage,
+            status: if diverges { Status::Diverged } else { Status::Agreed },
+            ranks: vec![0, 1],
+            tensor: "step.reduced:w".into(),
+            factor: diverges.then_some(2.0),
+            error: Some(if diverges { 1.0 } else { 3e-8 }),
+            floor: Some(7e-8),
+            seen_from: None,
+            cause: diverges.then_some("reduce-sum-for-mean"),
+            why: diverges.then(|| "elements are off".into()),
+        };
+        let row = |(at, name): (usize, &String)| Row {
+            name: name.clone(),
+            shape: vec![4, 2],
+            elements: 8,
+            optimizer: Some(0),
+            group: Some(1),
+            stages: vec![fate(Stage::Reduce, at % 5 == 0), fate(Stage::Update, false)],
+        };
+        let table: Vec<Row> = names.iter().enumerate().map(row).collect();
+        let failing = names.iter().step_by(5).cloned().collect::<Vec<_>>();
+        let summary = |stage, diverged| StageSummary {
+            stage,
+            agreed: names.len() - diverged,
+            diverged,
+            unchecked: 0,
+            seen_from: Some(1e-6),
+        };
+        let group = Group {
+            stage: Stage::Reduce,
+            what: failing[0].clone(),
+            ranks: vec![0, 1],
+            reading: Some(Reading {
+                cause: "reduce-sum-for-mean",
+                words: "captured = 2.0000000 x reference".into(),
+                look: "the division by the size of the group",
+            }),
+            factor: Some(2.0),
+            reason: "elements are off".into(),
+            error: 1.0,
+            floor: 7e-8,
+            worst: Some((failing[0].clone(), vec![1, 0], 2.0, 1.0)),
+            parameters: failing.clone(),
+        };
+        let norm = NormGap {
+            reported: Some(3.0),
+            captured: 3.0,
+            right: f64::NAN,
+            shares: vec![(names[0].clone(), 1.2), ("others".into(), -0.2)],
+        };
+        StepReport {
+            parameters: names.len(),
+            elements: 8 * names.len() as u64,
+            stages: vec![summary(Stage::Reduce, failing.len()), summary(Stage::Update, 0)],
+            diverged: vec![group],
+            norm: Some(norm),
+            unchecked: vec![Unchecked {
+                stage: Stage::State,
+                what: names[0].clone(),
+                why: HOSTILE.into(),
+            }],
+            faults: vec![HOSTILE.into()],
+            table,
+            judged: Vec::new(),
+        }
+    }
+
+    /// The tags that are still open after each other, read as a browser reads them; a wrong end is a
+    /// failure.
+    fn assert_well_formed(page: &str) {
+        let mut open: Vec<&str> = Vec::new();
+        let mut rest = page;
+        while let Some((_, after)) = rest.split_once('<') {
+            let (tag, after) = after.split_once('>').expect("every tag ends");
+            rest = after;
+            let name = tag.split([' ', '\n']).next().unwrap_or_default();
+            match name.strip_prefix('/') {
+                Some(name) => assert_eq!(open.pop(), Some(name), "</{name}> before {after:.80}"),
+                None if name.starts_with('!') || tag.ends_with('/') => {}
+                None if ["meta", "input"].contains(&name) => {}
+                None => open.push(name),
+            }
+            if ["script", "style"].contains(&name) {
+                rest = &after[after.find(&format!("</{name}>")).expect("it ends")..];
+            }
+        }
+        assert!(open.is_empty(), "{open:?} are left open");
+    }
+
+    #[test]
+    fn names_of_parameters_are_text_and_every_tag_is_closed() {
+        let named = |at: usize| format!("layers.{at}.{HOSTILE}");
+        let names: Vec<String> = (0..90).map(named).chain([HOSTILE.into()]).collect();
+        let report = report(Some(step(&names)));
+        for page in [page(&report), fragment(&report, "a")] {
+            assert_well_formed(&page);
+            assert!(!page.contains("<img") && !page.contains('\u{202e}'));
+            assert!(page.contains("&lt;/table&gt;&lt;img src=x"), "shown as what it is");
+        }
+    }
+
+    /// Goal: a large model stays on the page, in full. Method: 5,000 parameters with long names.
+    #[test]
+    fn all_of_5000_parameters_are_in_the_table_and_their_kinds_in_the_map() {
+        let kinds = ["attention.query.weight", "mlp.experts.up_projection.weight"];
+        let named = |layer: usize| kinds.map(|kind| format!("model.layers.{layer}.{kind}"));
+        let names: Vec<String> = (0..2500).flat_map(named).collect();
+        let page = page(&report(Some(step(&names))));
+        assert!(page.len() <= MAX_BYTES, "{} bytes", page.len());
+        let rows = page.matches("<th scope=\"row\">model.layers.").count();
+        assert_eq!(rows, 5000);
+        assert_eq!(page.matches("<tr data-kind=").count(), 2);
+        assert!(page.contains("✕ 500 of 2500"), "how many of a kind fail");
+        assert!(page.contains("On paper 4000 parameters"));
+    }
+
+    #[test]
+    fn a_page_of_a_step_alone_says_its_cause_first_and_nothing_of_a_head() {
+        let report = report(Some(step(&(0..10).map(|at| format!("w{at}")).collect::<Vec<_>>())));
+        let page = page(&report);
+        let top = page.split("</header>").next().unwrap();
+        assert!(top.contains("reduce-sum-for-mean</strong></a>: to do: look at the division"));
+        assert!(!page.contains("Stage graph") && !page.contains("Heat maps of dq"));
+        assert!(page.contains("-20.0 %") && page.contains("bt-down"), "a share below zero");
+    }
+
+    #[test]
+    fn a_page_without_a_step_has_no_section_of_it() {
+        let page = page(&report(None));
+        assert!(!page.contains("bt-step\"") && page.contains("Stage graph"));
+    }
+}
