@@ -346,12 +346,13 @@ impl Judge<'_> {
                 return Some(causes::NORM_MISSES.reads(format!("{group} alone are in it")));
             }
         }
-        // Copies count on their lowest rank, and so do parts that are taken for copies.
+        // Copies count on their lowest rank, and so do parts that are taken for copies. What every rank
+        // has loses nothing, so the smallest group says it best.
         let lost = |name: &str| {
             let (share, held) = (&shares[name], shares[name].held.first_key_value());
             held.map_or(0.0, |(_, held)| share.whole - held).max(0.0)
         };
-        for (group, names) in &groups {
+        for (group, names) in groups.iter().rev() {
             let lost: f64 = names.iter().map(|name| lost(name)).sum();
             if lost > 0.0 && is(total - lost) {
                 let words = format!("of {group} only what the lowest rank holds is in it");
