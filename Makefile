@@ -9,7 +9,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
-	bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
+	bench-algebra bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
 	bench-step-causes bench-step-threads \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
@@ -203,7 +203,7 @@ $(VENV)/.installed-dev: $(VENV)/.wheel-dev
 
 # All but the lines of a GPU (bench-gpu): one after the other, as each wants the machine for itself.
 # An hour or more; `make -k bench` goes on after one whose peers do not install.
-bench: bench-loss-head bench-replay bench-compare bench-inactive bench-scalars bench-blocking bench-step \
+bench: bench-loss-head bench-replay bench-compare bench-algebra bench-inactive bench-scalars bench-blocking bench-step \
 	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes \
 	bench-step-threads bench-search
 
@@ -238,6 +238,10 @@ $(VENV)-msprobe/.installed:
 bench-compare: $(VENV)-numpy/.installed $(VENV)-msprobe/.installed
 	NUMPY_PYTHON=$(CURDIR)/$(VENV)-numpy/bin/python MSPROBE_PYTHON=$(CURDIR)/$(VENV)-msprobe/bin/python \
 		cargo bench --locked -p backtape-replayer --bench compare
+
+# The replay of a step's algebra beside a memcpy of the same bytes; SIZE=1e9 for a billion elements.
+bench-algebra: $(VENV)/.installed
+	$(BIN)/python benches/algebra.py
 
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed

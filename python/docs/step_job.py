@@ -7,6 +7,7 @@ Each piece of `PIECES` is what the page docs/step-causes.md shows of a right job
 dumps are written: DIRECTORY/CAUSE and DIRECTORY/CAUSE-right.
 """
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import _muon
 
 import backtape
 import backtape.torch
@@ -75,22 +77,24 @@ class Own(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        self.job.run("load")
         for group in self.param_groups:
             for p in group["params"]:
-                w = self.masters.get(p, p)
-                self.update(p, w, p.grad.to(w.dtype), group)
+                w = local(self.masters.get(p, p))
+                self.update(p, w, local(p.grad).to(w.dtype), group)
 
     def update(self, p, w, g, group):
         state, states = self.state[p], self.job.plant.states
         for name in states:
             if name not in state:
-                state[name] = torch.ones(()) if name == "mu_product" else torch.zeros_like(w)
+                like = self.masters.get(p, p)
+                state[name] = torch.ones(()) if name == "mu_product" else torch.zeros_like(like)
         state.setdefault("step", torch.zeros(()))
         names = {key: group[key] for key in ("lr", "eps", "momentum", "alpha") if key in group}
         names |= {"beta1": group["betas"][0], "beta2": group["betas"][1]} if "betas" in group else {}
         names |= {"p": p, "w": w, "g": g, "state": state, "decay": group.get("weight_decay", 0.0)}
-        names |= {"kept": self.job.kept, "defaults": self.defaults, "batches": self.job.batches, "torch": torch}
-        names |= {own: state[name] for name, own in states.items()}
+        names |= {"defaults": self.defaults}
+        names |= {own: local(state[name]) for name, own in states.items()}
         self.job.run("count", names)
         self.job.run("rule", names | {"t": float(state["step"])})
 
@@ -120,6 +124,8 @@ class Job:
     def __init__(self, plant, faulty, directory, rank, world):
         self.plant, self.faulty, self.rank, self.world = plant, faulty, rank, world
         self.active, self.batches = False, []
+        self.scope = {"copy": copy, "dist": dist, "local": local, "torch": torch, "limit": 0.02}
+        self.scope["orthogonal"] = _muon._zeropower_via_newtonschulz
         torch.manual_seed(SEED)
         self.model = Model()
         if plant.master:
@@ -132,6 +138,7 @@ class Job:
             fully_shard(self.model, mesh=self.mesh)
         if plant.experts:
             self.model = Expert(self.model, self.mesh["expert"])
+        self.scope["bucket"] = {p: torch.zeros_like(p) for p in self.model.parameters()}
         self.optimizer = self.own_optimizer() if plant.rule else self.torch_optimizer()
         self.scaler = Scaler(self) if plant.scaled else None
         sizes = plant.mesh or ({"data": world} if world > 1 else None)
@@ -140,13 +147,17 @@ class Job:
         )
 
     def groups(self):
+        if self.plant.matrices:
+            return [{"params": [p for p in self.model.parameters() if p.ndim == 2]}]
         if not self.plant.excludes:
             return [{"params": list(self.model.parameters())}]
         those = lambda flat: [p for p in self.model.parameters() if (p.ndim < 2) == flat]
         return [{"params": those(False)}, {"params": those(True), "weight_decay": 0.0}]
 
     def own_optimizer(self):
-        kind = type(self.plant.rule, (Own,), {})
+        # A Muon is known by its module, as there are several; this one does what torch's does.
+        module = {"__module__": _muon.__name__} if self.plant.rule == "Muon" else {}
+        kind = type(self.plant.rule, (Own,), module)
         return kind(self.groups(), HYPER[self.plant.rule] | self.plant.hyper, self)
 
     def torch_optimizer(self):
@@ -159,13 +170,14 @@ class Job:
         source = plant.right if piece == plant.piece else plant.pieces.get(piece, PIECES[piece])
         if piece == plant.piece and self.faulty and (self.active or plant.always):
             source = plant.wrong
-        scope = {
-            "model": self.model, "optimizer": self.optimizer, "batches": self.batches,
-            "rank": self.rank, "world": self.world, "mesh": self.mesh, "torch": torch, "dist": dist,
-            "scaler": self.scaler, "limit": 0.02, "algebra": getattr(self, "algebra", None),
-            "without_last": self.group_without_last(), "local": local,
+        # Names that a piece makes are there in the next ones.
+        self.scope |= {
+            "model": self.model, "optimizer": self.optimizer, "batches": self.batches, "rank": self.rank,
+            "world": self.world, "mesh": self.mesh, "scaler": self.scaler,
+            "without_last": self.group_without_last(),
         }  # fmt: skip
-        exec(compile(source, f"<{plant.cause}: {piece}>", "exec"), scope | (names or {}))
+        scope = self.scope | names if names else self.scope
+        exec(compile(source, f"<{plant.cause}: {piece}>", "exec"), scope)
 
     def group_without_last(self):
         if not hasattr(self, "without_last"):
@@ -202,19 +214,21 @@ class Job:
 
     def take(self, step, tape):
         """One step."""
-        self.run("start", {"step": step})
+        self.scope["step"] = step
+        self.run("start")
         self.run("clear")
         self.algebra = backtape.torch.step_algebra(
             tape, self.model, self.optimizer, reduce=self.declared()
         )
+        self.scope["algebra"] = self.algebra
+        self.run("begin")
         self.batches = self.batches_of(step)
         self.run("backward")
         if self.world > 1 and not self.plant.sharded:
             self.run("reduce")
         self.algebra.reduced()
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        self.kept = {p: p.grad.clone() for p in self.model.parameters()}
+        self.run("unscaled")
+        self.scope["kept"] = {p: p.grad.clone() for p in self.model.parameters()}
         self.run("clip")
         self.record_masters(tape, "before")
         self.run("step")

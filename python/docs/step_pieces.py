@@ -10,6 +10,7 @@ if step == 0:
         model.head.weight /= model.head.weight.norm()
 """,
     "clear": "optimizer.zero_grad()\n",
+    "begin": "",  # as clear, once the recording of the step has begun
     "backward": """\
 for batch in batches:
     loss = model(*batch) / len(batches)
@@ -20,11 +21,13 @@ for name, p in model.named_parameters():
     dist.all_reduce(p.grad)
     p.grad /= world
 """,
+    "unscaled": "if scaler:\n    scaler.unscale_(optimizer)\n",
     "unscale": """\
 for p in model.parameters():
     p.grad *= 1 / scale
 """,
     "clip": "torch.nn.utils.clip_grad_norm_(model.parameters(), limit)\n",
+    "load": "",  # of the optimizer's state, at the start of its step
     "count": 'state["step"] += 1\n',
     "step": "optimizer.step()\n",
     "rule": "",
@@ -45,6 +48,44 @@ for batch in batches:
         p.grad = None
 for p in model.parameters():
     p.grad = main_grad[p]
+"""
+EAGER = """\
+shard = {p: torch.zeros_like(p) for p in model.parameters()}
+for batch in batches:
+    (model(*batch) / len(batches)).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        shard[p] += p.grad / world
+        p.grad = None
+for p in model.parameters():
+    p.grad = shard[p]
+"""
+BUCKET = """\
+for name, p in model.named_parameters():
+    dist.all_reduce(p.grad)
+    bucket[p].copy_(p.grad / world)
+    p.grad.copy_(bucket[p])
+"""
+BUCKET_LATE = """\
+    mean = p.grad / world
+    p.grad.copy_(bucket[p])
+    bucket[p].copy_(mean)
+"""
+UNSCALE = "scaler.unscale_(optimizer)\n"
+SWAP = """\
+for p, q in zip(model.layers[0].parameters(), model.layers[1].parameters()):
+    optimizer.state[p], optimizer.state[q] = optimizer.state[q], optimizer.state[p]
+"""
+SHARED_SKIP = """\
+infinite = torch.tensor(float(rank == 1))
+dist.all_reduce(infinite)
+if not infinite:
+    optimizer.step()
+"""
+REPLACED = """\
+if step == 0:
+    model.head = copy.deepcopy(model.head)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
 """
 SUMMED = """\
 for name, p in model.named_parameters():
@@ -117,6 +158,21 @@ square_avg.mul_(alpha).addcmul_(g, g, value=1 - alpha)
 buffer.mul_(momentum).addcdiv_(g, square_avg.sqrt() + eps)
 w.add_(buffer, alpha=-lr)
 """,
+    "Lamb": """\
+m.lerp_(g, 1 - beta1)
+v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+update = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + decay * w
+squares = torch.stack([w.square().sum(), update.square().sum()])
+dist.all_reduce(squares, group=mesh["shard"].get_group())
+w.add_(update, alpha=-lr * float(squares[0] / squares[1]) ** 0.5)
+""",
+    "Muon": """\
+buffer.lerp_(g, 1 - momentum)
+update = g.lerp(buffer, momentum)
+update = orthogonal(update, (3.4445, -4.775, 2.0315), 5, 1e-7)
+w.mul_(1 - lr * decay)
+w.add_(update, alpha=-lr * max(1, w.shape[0] / w.shape[1]) ** 0.5)
+""",
     "Lion": """\
 w.mul_(1 - lr * decay)
 update = beta1 * m + (1 - beta1) * g
@@ -143,7 +199,9 @@ STATES = {
     "RAdam": {"exp_avg": "m", "exp_avg_sq": "v"},
     "Adamax": {"exp_avg": "m", "exp_inf": "largest"},
     "RMSprop": {"square_avg": "square_avg", "momentum_buffer": "buffer"},
+    "Lamb": {"exp_avg": "m", "exp_avg_sq": "v"},
     "Lion": {"exp_avg": "m"},
+    "Muon": {"momentum_buffer": "buffer"},
 }
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 HYPER = {
@@ -153,7 +211,9 @@ HYPER = {
     "RAdam": ADAM | {"betas": (0.9, 0.999)},
     "Adamax": ADAM,
     "RMSprop": {"lr": 1e-2, "alpha": 0.9, "eps": 1e-8, "momentum": 0.9},
+    "Lamb": ADAM | {"eps": 1e-6, "weight_decay": 0.1},
     "Lion": ADAM | {"lr": 1e-3, "weight_decay": 0.1},
+    "Muon": {"lr": 0.02, "momentum": 0.95, "nesterov": True, "weight_decay": 0.1},
 }
 
 
@@ -182,6 +242,7 @@ class Plant:
     scaled: bool = False
     master: bool = False
     excludes: bool = False
+    matrices: bool = False  # the optimizer holds no others
     rule: str = ""
     hyper: dict[str, Any] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
@@ -191,10 +252,18 @@ class Plant:
 PLANTS: dict[str, Plant] = {}
 
 
+def indented(source):
+    """The lines of a source, deeper by one level."""
+    return "".join(f"    {line}" for line in source.splitlines(True))
+
+
 def plant(cause, about, piece, right, *changes, **job):
     """Registers a plant: `changes` are pairs of right and wrong lines."""
     wrong = right
     for good, bad in changes:
+        if not right:
+            wrong = bad
+            continue
         if wrong.count(good) != 1:
             raise ValueError(f"{cause}: {good!r} is {wrong.count(good)} times in the right lines")
         wrong = wrong.replace(good, bad)

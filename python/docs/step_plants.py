@@ -6,16 +6,24 @@ the job in step_job.py; step_causes.py makes docs/step-causes.md of them.
 
 from step_pieces import (
     BACKWARD,
+    BUCKET,
+    BUCKET_LATE,
     BUFFER,
     BY_AXIS,
     CENTERED,
     CLIP,
     CLIP_SHARDS,
+    EAGER,
     MASTERS,
     PIECES,
     PLANTS,
+    REPLACED,
     RULES,
+    SHARED_SKIP,
     SUMMED,
+    SWAP,
+    UNSCALE,
+    indented,
     of_rule,
     plant,
 )
@@ -51,6 +59,27 @@ plant(
     BUFFER,
     ("        p.grad = None\n", ""),
     threads="Megatron-LM 6660",
+    **TWO,
+)
+plant(
+    "divide-old-shard",
+    "Each microbatch is reduced by itself and added to a buffer, and the division that makes a mean of the sum is of\n"
+    "the whole buffer, which holds the microbatches before.",
+    "backward",
+    EAGER,
+    ("        shard[p] += p.grad / world\n", "        shard[p] += p.grad\n        shard[p] /= world\n"),
+    pieces={"reduce": ""},
+    threads="Megatron-LM 3023",
+    **TWO,
+)
+plant(
+    "bucket-stale",
+    "The buffer of the reduction is copied back before this step's reduction has ended, and still holds the gradients\n"
+    "of the step before.",
+    "reduce",
+    BUCKET,
+    ("    bucket[p].copy_(p.grad / world)\n    p.grad.copy_(bucket[p])\n", BUCKET_LATE),
+    pieces={"clear": "", "begin": "optimizer.zero_grad()\n", "clip": ""},
     **TWO,
 )
 plant(
@@ -180,6 +209,16 @@ plant(
     scaled=True,
 )
 plant(
+    "clip-before-unscale",
+    "The norm is taken while the loss scale is still in the gradients, and they are clipped by it.",
+    "clip",
+    UNSCALE + PIECES["clip"],
+    (UNSCALE + PIECES["clip"], PIECES["clip"] + UNSCALE),
+    scaled=True,
+    pieces={"unscaled": ""},
+    threads="pytorch-lightning 9599, pytorch/examples 1196",
+)
+plant(
     "norm-local-not-global",
     "Each rank norms the shards that it holds, and clips by a norm of its own.",
     "clip",
@@ -207,6 +246,13 @@ plant(
     CLIP,
     ("for p in model.parameters()]", "for p in model.layers.parameters()]"),
     threads="Megatron-LM 5916",
+)
+plant(
+    "norm-low-precision",
+    "The norms of the parameters are added up in the dtype of the model's forward.",
+    "clip",
+    CLIP,
+    ("p.grad.square().sum() for", "p.grad.square().sum().bfloat16() for"),
 )
 plant(
     "clip-recorded-not-applied",
@@ -292,6 +338,30 @@ of_rule(
     ("m.lerp_(", "m.zero_(), v.zero_()\nm.lerp_("),
     threads="KempnerForge 115, OpenNMT-py 617",
 )
+plant(
+    "state-swapped",
+    "The state was loaded by position, and the parameters came in another order than when it was saved.",
+    "load",
+    "",
+    ("", SWAP),
+    rule="AdamW",
+    pieces={"rule": RULES["AdamW"]},
+    threads="accelerate 3256",
+)
+of_rule(
+    "tied-updated-twice",
+    "A parameter that two modules share is met under both of its names, and takes a step each time.",
+    "SGD",
+    (RULES["SGD"], 'for name in ("embed.weight", "head.weight"):\n' + indented(RULES["SGD"])),
+)
+plant(
+    "inf-skipped-on-some-ranks",
+    "A rank that finds an infinite gradient leaves the step out by itself, and the others take it. Here it is rank 1.",
+    "step",
+    SHARED_SKIP,
+    ("dist.all_reduce(infinite)\n", ""),
+    **TWO,
+)
 of_rule(
     "nesterov",
     "The switch is not passed on: the parameter follows the momentum, and is declared to look ahead of it.",
@@ -333,8 +403,8 @@ of_rule(
     "lr-in-momentum",
     "The momentum adds up changes, each with the learning rate of its step: under a schedule that is another sum.",
     "RMSprop",
-    ("square_avg.sqrt() + eps)", "square_avg.sqrt() + eps, value=lr)"),
-    ("alpha=-lr", "alpha=-1"),
+    ("square_avg.sqrt() + eps)", "square_avg.sqrt() + eps, value=-lr)"),
+    ("w.add_(buffer, alpha=-lr)", "w.add_(buffer)"),
     always=True,
 )
 of_rule(
@@ -383,11 +453,39 @@ of_rule(
     ("update.sign()", "update"),
 )
 of_rule(
+    "orthogonalised-wrong-tensor",
+    "Muon makes the gradient orthogonal, and the momentum that it keeps is never used.",
+    "Muon",
+    ("orthogonal(update, ", "orthogonal(g, "),
+    matrices=True,
+    pieces={"clip": ""},
+    threads="optax 1170",
+)
+of_rule(
+    "sharded-norm-inside-update",
+    "LAMB takes the norms of the parameter and of its update, and each rank takes those of the shard that it holds.",
+    "Lamb",
+    ('dist.all_reduce(squares, group=mesh["shard"].get_group())\n', ""),
+    mesh={"shard": 2},
+    sharded=True,
+    pieces={"clip": ""},
+    threads="marin 8073",
+    **TWO,
+)
+of_rule(
     "update-is-no-op",
     "The optimizer changes a copy, which is not written back; the loss goes on as if nothing was wrong.",
     "AdamW",
     ("w.mul_(1 - lr * decay)", "w = w.clone()\nw.mul_(1 - lr * decay)"),
     threads="Megatron-LM 4426",
+)
+plant(
+    "param-not-in-optimizer",
+    "A part of the model is replaced after the optimizer was made, which goes on with the tensors that it was given.",
+    "start",
+    REPLACED,
+    ('    optimizer.param_groups[0]["params"] = list(model.parameters())\n', ""),
+    always=True,
 )
 of_rule(
     "update-from-other-gradient",

@@ -238,7 +238,8 @@ def sharded_step(mesh, local_axis):
 
 def test_the_gradients_of_the_devices_of_one_process_stand_one_below_the_other(tmp_path, mesh):
     step = sharded_step(mesh, "data")
-    reduce = {"*.kernel": [{"axis": "data", "op": "mean"}], "*": [{"axis": ["data", "fsdp"], "op": "sum"}]}
+    both = {"axis": ["data", "fsdp"], "op": "sum", "divisor": 60}
+    reduce = {"*.kernel": [{"axis": "data", "op": "mean"}], "*": [both]}
     with jax.set_mesh(mesh):
         dump, said = record(tmp_path / "run", step, local_axis="data", reduce=reduce)
     for index, tree in enumerate(step["local_grads"]):
@@ -249,7 +250,8 @@ def test_the_gradients_of_the_devices_of_one_process_stand_one_below_the_other(t
     kernel, bias = (said["parameters"][f"params.layer_0.{name}"] for name in ("kernel", "bias"))
     assert "step.grad_by.data:params.layer_0.kernel" in kernel["absent"]["grad"]
     assert kernel["reduce"] == [{"axis": "data", "op": "mean", "ranks": [0], "addends": 4, "dtype": "float32"}]
-    assert bias["reduce"] == [{"axis": "data+fsdp", "op": "sum", "ranks": [0], "addends": 8, "dtype": "float32"}]
+    summed = {"axis": "data+fsdp", "op": "sum", "ranks": [0], "addends": 8, "dtype": "float32", "divisor": 60.0}
+    assert bias["reduce"] == [summed]
     trace = [one for one in reading.entries(tmp_path / "run") if one.record["tensor"].endswith("0.kernel")]
     assert {one.record["fingerprint_source"] for one in trace} == {"framework"}
 

@@ -24,7 +24,7 @@ MOST_BYTES = 400_000
 
 def test_every_cause_of_the_code_has_a_plant_and_a_section_in_its_order():
     assert len(NAMES) > 40
-    assert list(PLANTS) == NAMES
+    assert [name for name in PLANTS if name in NAMES] == NAMES
     assert list(SECTIONS) == NAMES, "make step-causes"
 
 

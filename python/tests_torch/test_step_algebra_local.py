@@ -380,8 +380,10 @@ def test_what_cannot_be_recorded_is_kept_from_the_job_and_said(tmp_path, caplog)
     module = model()
     optimizer = adamw(module)
     wrong = {"*": [{"axis": "data", "op": "max"}]}
+    divided = {"*": [{"axis": "data", "op": "mean", "divisor": 60}]}
     with recorder(tmp_path, strict=False) as recording, recording.step(0) as tape:
         backtape.torch.step_algebra(tape, module, optimizer, reduce=wrong)
+        backtape.torch.step_algebra(tape, module, optimizer, reduce=divided)
         backtape.torch.step_algebra(tape, module, [object(), optimizer])
         backtape.torch.step_algebra(tape, module, optimizer)
         loss(module, 0).backward()
@@ -389,7 +391,8 @@ def test_what_cannot_be_recorded_is_kept_from_the_job_and_said(tmp_path, caplog)
     assert "an entry is an axis, op 'sum' or 'mean'" in caplog.text
     assert "object is no torch.optim.Optimizer" in caplog.text
     reasons = " ".join(reason for name, reason in reading.omissions(tmp_path / "run") if name == "step")
-    for said in ("op 'sum' or 'mean'", "object is no torch.optim", "was called before on this tape"):
+    is_sum = "a divisor is a number other than 0 that a 'sum' is divided by"
+    for said in ("op 'sum' or 'mean'", is_sum, "object is no torch.optim", "was called before on this tape"):
         assert said in reasons
     dump = Dump(tmp_path)
     assert dump.has("grad") and dump.has("after") and dump.of("first.bias")["optimizer"] == 0
@@ -402,7 +405,8 @@ def test_what_cannot_be_recorded_is_kept_from_the_job_and_said(tmp_path, caplog)
 def test_reductions_by_hand_globs_of_names_and_models_with_equal_names(tmp_path):
     one, two = model(1), model(2)
     optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
-    by_hand = {"*bias": [], "*": [{"axis": "tp", "op": "sum", "ranks": [0], "dtype": torch.bfloat16}]}
+    summed = {"axis": "tp", "op": "sum", "ranks": [0], "dtype": torch.bfloat16, "divisor": 60}
+    by_hand = {"*bias": [], "*": [summed]}
     with recorder(tmp_path) as recording, recording.step(0) as tape:
         backtape.torch.step_algebra(tape, [one, two], optimizer, names="*first*", reduce=by_hand)
         (loss(one, 0) + loss(two, 0)).backward()
@@ -414,7 +418,7 @@ def test_reductions_by_hand_globs_of_names_and_models_with_equal_names(tmp_path)
         f"model{i}.first.{name}" for i in range(2) for name in ("weight", "bias")
     ]
     assert dump.of("model0.first.weight")["reduce"] == [
-        {"axis": "tp", "op": "sum", "ranks": [0], "dtype": "bfloat16"}
+        {"axis": "tp", "op": "sum", "ranks": [0], "dtype": "bfloat16", "divisor": 60.0}
     ]
     assert dump.of("model1.first.bias")["reduce"] == []
     assert dump.microbatches("model0.first.weight") == [0] and dump.microbatches("model1.first.weight") == [0, 1]

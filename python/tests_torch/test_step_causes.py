@@ -10,8 +10,13 @@ import pytest
 PROGRAM = Path(__file__).parents[1] / "docs/step_causes.py"
 REPLAY = Path(sys.executable).with_name("replay")
 
-# One of each way in which causes are found: a sum, a norm, a rule, copies. Two of them are of one rank.
-SOME = [["accumulate-window", "data-parallel-copies-drift"], ["norm-misses-group", "eps-inside-sqrt"]]
+# One of each way in which causes are found: a sum, a norm, a rule, copies. Those of one number of ranks
+# run together.
+SOME = [
+    ["accumulate-doubles", "data-parallel-copies-drift"],
+    ["wrong-group", "norm-counts-copies"],
+    ["norm-misses-group", "eps-inside-sqrt"],
+]
 
 
 @pytest.mark.parametrize("causes", SOME, ids="+".join)

@@ -115,8 +115,8 @@ impl Judge<'_> {
             let rank = piece.ranks[0];
             let operands = |part: &IndexBox| {
                 Ok(vec![
-                    Operand::row("master", inventory.read_box(master, rank, part)?, None),
-                    Operand::row("copy", inventory.read_box(after, rank, part)?, stored),
+                    Operand::part("master", inventory.elements(master, rank, part)?, None),
+                    Operand::part("copy", inventory.elements(after, rank, part)?, stored),
                 ])
             };
             let compared = self.compare(&Copy, &arithmetic(stored, None), &piece.place, &operands);

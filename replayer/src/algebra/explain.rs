@@ -142,7 +142,7 @@ impl Judge<'_> {
         let Some(key) = self.inventory.key(parameter, &Part::Stale) else { return candidates };
         for rank in &domain.ranks {
             let stale = Addend::new(*rank, None, key.clone());
-            if self.inventory.read_addend(&stale, of.place).is_ok() {
+            if self.inventory.holds(key, *rank, of.place) {
                 candidates.stale.push(candidates.addends.len());
                 candidates.addends.push(stale);
             }
@@ -170,9 +170,11 @@ impl Judge<'_> {
         let mut more = Vec::new();
         for rank in others.filter(|_| is_of_ranks && !by_device) {
             let theirs = inventory.addends_of(*rank, parameter).unwrap_or_default();
-            let placed = |addend: Addend| match inventory.read_addend(&addend, of.place) {
-                Ok(_) => Some(addend),
-                Err(_) => self.elsewhere(addend, of.place),
+            let placed = |addend: Addend| {
+                match inventory.holds(&addend.key, addend.rank, of.place) {
+                    true => Some(addend),
+                    false => self.elsewhere(addend, of.place),
+                }
             };
             more.extend(theirs.into_iter().filter_map(placed));
         }

@@ -143,7 +143,7 @@ impl Judge<'_> {
 
     /// What the sum over a rank's microbatches may be multiplied by: in torch gradients are summed;
     /// a function of jax may average them.
-    fn accumulations(&self, rank: Rank, addends: &[Addend]) -> Vec<f64> {
+    pub(super) fn accumulations(&self, rank: Rank, addends: &[Addend]) -> Vec<f64> {
         let microbatches: BTreeSet<_> = addends.iter().map(|addend| addend.microbatch).collect();
         let mean = 1.0 / microbatches.len().max(1) as f64;
         let declared = self.inventory.declared.get(&rank);
@@ -225,11 +225,11 @@ impl Judge<'_> {
         let operands = |part: &IndexBox| {
             let number = |name, value| Operand::row(name, vec![value], used);
             Ok(vec![
-                Operand::row("gradient", inventory.read_box(before, rank, part)?, None),
+                Operand::part("gradient", inventory.elements(before, rank, part)?, None),
                 number("norm", limit.norm),
                 number("epsilon", limit.epsilon),
                 number("max_norm", limit.max_norm),
-                Operand::row("clipped", inventory.read_box(key, rank, part)?, stored),
+                Operand::part("clipped", inventory.elements(key, rank, part)?, stored),
             ])
         };
         let compared = self.compare(&ClippedToNorm, &declared, &piece.place, &operands)?;
@@ -251,7 +251,7 @@ impl Judge<'_> {
             Ok(vec![
                 Operand::row("gradient", gradient, None),
                 Operand::row("factor", vec![1.0], None),
-                Operand::row("scaled", inventory.read_box(key, rank, part)?, stored),
+                Operand::part("scaled", inventory.elements(key, rank, part)?, stored),
             ])
         };
         let compared = self.compare(&Scaled, &arithmetic(stored, None), &piece.place, &operands)?;
@@ -270,9 +270,9 @@ impl Judge<'_> {
         let rounded = (f64::from(factor as f32) != factor).then_some(Precision::F32);
         let operands = |part: &IndexBox| {
             Ok(vec![
-                Operand::row("gradient", inventory.read_box(before, rank, part)?, None),
+                Operand::part("gradient", inventory.elements(before, rank, part)?, None),
                 Operand::row("factor", vec![factor], rounded),
-                Operand::row("scaled", inventory.read_box(key, rank, part)?, stored),
+                Operand::part("scaled", inventory.elements(key, rank, part)?, stored),
             ])
         };
         only(self.compare(&Scaled, &arithmetic(stored, None), &piece.place, &operands)?)

@@ -9,6 +9,7 @@ use backtape::shard::TensorKey;
 
 use super::declaration::{Declaration, ParameterDeclaration};
 use super::domain::Addend;
+use super::elements::Elements;
 use crate::assemble::{assemble_box, extract};
 use crate::compare::pair::widen;
 use crate::dump::{ShardRef, StepDump};
@@ -195,6 +196,25 @@ impl<'a> Inventory<'a> {
         rank: Rank,
         place: &IndexBox,
     ) -> Result<Vec<f64>, String> {
+        self.elements(key, rank, place).map(Elements::widened)
+    }
+
+    /// Whether a rank holds every element of a box of a tensor. Nothing is read.
+    pub(crate) fn holds(&self, key: &TensorKey, rank: Rank, place: &IndexBox) -> bool {
+        let info = &self.dump.tensors()[key];
+        let own = info.shards.iter().filter(|shard| self.dump.record(shard).rank == rank);
+        let shared = own.filter_map(|shard| self.dump.record(shard).place.intersection(place));
+        let held: u64 = shared.filter_map(|shared| shared.elements()).sum();
+        info.shape.len() == place.0.len() && place.elements() == Some(held)
+    }
+
+    /// What a rank holds of a box in several shards, or not in one piece.
+    pub(super) fn gathered(
+        &self,
+        key: &TensorKey,
+        rank: Rank,
+        place: &IndexBox,
+    ) -> Result<Vec<f64>, String> {
         let info = &self.dump.tensors()[key];
         let own = info.shards.iter().filter(|shard| self.dump.record(shard).rank == rank);
         let shards: Vec<&ShardRef> = own.collect();
@@ -204,12 +224,6 @@ impl<'a> Inventory<'a> {
                 info.shape.len(),
                 place.0.len()
             ));
-        }
-        if let Some(whole) = shards.iter().find(|shard| self.dump.record(shard).place == *place) {
-            let bytes = self.dump.intact_bytes(whole).ok_or_else(|| damaged(key, rank))?;
-            let mut values = Vec::new();
-            widen(info.dtype, bytes, &mut values);
-            return Ok(values);
         }
         self.gather((key, rank), &shards, place)
     }
@@ -242,12 +256,12 @@ impl<'a> Inventory<'a> {
     }
 }
 
-fn damaged(key: &TensorKey, rank: Rank) -> String {
+pub(super) fn damaged(key: &TensorKey, rank: Rank) -> String {
     format!("the bytes of {key} of rank {rank} are damaged")
 }
 
 /// Copies the elements of `region` into those of `place`, both row-major.
-fn put(region: &IndexBox, from: &[f64], place: &IndexBox, to: &mut [f64]) {
+pub(super) fn put(region: &IndexBox, from: &[f64], place: &IndexBox, to: &mut [f64]) {
     let extent = region.extent();
     let width = extent.last().copied().unwrap_or(1).max(1) as usize;
     let mut index: Vec<u64> = region.0.iter().map(|(low, _)| *low).collect();

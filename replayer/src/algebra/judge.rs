@@ -4,33 +4,50 @@ use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use rayon::prelude::*;
 
+use super::elements::Elements;
 use super::inventory::Inventory;
 use crate::assemble::pieces;
 use crate::compare::{Bound, Tally};
-use crate::kernels::matrix::{Matrix, Values};
 use crate::kernels::policy::Sum;
 use crate::kernels::round::Precision;
-use crate::ops::{Declared, Op, Recorded, Span, Tensors, tallies};
+use crate::ops::{Declared, Op, Recorded, Span, Stage, Tensors, tallies};
 
 /// Bytes of an element while it is computed with.
 const WIDTH: usize = 8;
 
+/// Parts that are compared before their tallies are merged, so that a tensor of any size leaves
+/// only as many.
+const AT_ONCE: usize = 64;
+
 /// A tensor of a part of a stage.
-pub(crate) struct Operand {
+pub(crate) struct Operand<'a> {
     /// Its name in the op's table.
     pub name: &'static str,
     /// Rows that it has.
     pub rows: usize,
     /// Its elements, row-major.
-    pub values: Vec<f64>,
+    pub values: Elements<'a>,
     /// Of a stage, what it was stored in; of an input, what the job may have rounded it to before
     /// it used it. `None` rounds nothing.
     pub rounded: Option<Precision>,
 }
 
-impl Operand {
-    /// One row of elements.
-    pub(crate) fn row(name: &'static str, values: Vec<f64>, rounded: Option<Precision>) -> Operand {
+impl<'a> Operand<'a> {
+    /// One row of numbers.
+    pub(crate) fn row(
+        name: &'static str,
+        values: Vec<f64>,
+        rounded: Option<Precision>,
+    ) -> Operand<'a> {
+        Operand::part(name, Elements::of(values), rounded)
+    }
+
+    /// One row of elements of a part.
+    pub(crate) fn part(
+        name: &'static str,
+        values: Elements<'a>,
+        rounded: Option<Precision>,
+    ) -> Operand<'a> {
         Operand { name, rows: 1, values, rounded }
     }
 }
@@ -68,12 +85,12 @@ impl Judge<'_> {
     }
 
     /// Compares the stages of an op over a box; `operands` makes what the op takes of a part of it.
-    pub(crate) fn compare<O: Op>(
+    pub(crate) fn compare<'o, O: Op>(
         &self,
         op: &O,
         declared: &Declared,
         place: &IndexBox,
-        operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
+        operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
     ) -> Result<Vec<Compared>, String> {
         let (parts, bound) = (pieces(place, WIDTH), self.bound(place));
         let part = |(at, part): (usize, &IndexBox)| {
@@ -83,20 +100,13 @@ impl Judge<'_> {
             let span = Span { bound, first_row: at as u64 };
             Ok(tallies(op, &tensors, declared, span))
         };
-        let parts: Vec<Result<_, String>> = parts.par_iter().enumerate().map(part).collect();
         let mut whole: Vec<Compared> = Vec::new();
-        for part in parts {
-            let part = part?;
-            if whole.is_empty() {
-                whole = part.into_iter().map(|(stage, tally)| (stage.name, tally)).collect();
-                continue;
-            }
-            for ((_, whole), (_, part)) in whole.iter_mut().zip(part) {
-                match (whole.as_mut(), part) {
-                    (Ok(whole), Ok(part)) => whole.merge(part),
-                    (Ok(_), Err(why)) => *whole = Err(why),
-                    (Err(_), _) => {}
-                }
+        for (batch, parts) in parts.chunks(AT_ONCE).enumerate() {
+            let numbered = parts.par_iter().enumerate();
+            let tallies = numbered.map(|(at, own)| part((batch * AT_ONCE + at, own)));
+            let tallies: Vec<Result<_, String>> = tallies.collect();
+            for part in tallies {
+                merge(&mut whole, part?);
             }
         }
         Ok(whole)
@@ -118,10 +128,25 @@ impl Judge<'_> {
     }
 }
 
-impl Operand {
+/// Adds the tallies of a later part.
+fn merge(whole: &mut Vec<Compared>, part: Vec<(&'static Stage, Result<Tally, String>)>) {
+    if whole.is_empty() {
+        whole.extend(part.into_iter().map(|(stage, tally)| (stage.name, tally)));
+        return;
+    }
+    for ((_, whole), (_, part)) in whole.iter_mut().zip(part) {
+        match (whole.as_mut(), part) {
+            (Ok(whole), Ok(part)) => whole.merge(part),
+            (Ok(_), Err(why)) => *whole = Err(why),
+            (Err(_), _) => {}
+        }
+    }
+}
+
+impl Operand<'_> {
     pub(super) fn recorded(&self, columns: usize) -> (&'static str, Recorded<'_>) {
         let cols = if self.values.len() == self.rows * columns { columns } else { 1 };
-        let values = Matrix { rows: self.rows, cols, values: Values::F64(&self.values) };
+        let values = self.values.matrix(self.rows, cols);
         (self.name, Recorded { values, stored: self.rounded, used_in: self.rounded })
     }
 }

@@ -5,11 +5,13 @@
 //! What diverges is explained by solving for what it is instead: the coefficient of each addend of
 //! a sum, the multiplicity of each group in a norm, the rule of an optimizer.
 
+pub mod against;
 mod causes;
 mod coefficients;
 mod copies;
 mod declaration;
 mod domain;
+mod elements;
 mod explain;
 mod gradient;
 mod inventory;

@@ -12,6 +12,7 @@ use rayon::prelude::*;
 use super::causes;
 use super::declaration::Norm;
 use super::domain::fewer_bits;
+use super::elements::Elements;
 use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
@@ -345,19 +346,8 @@ impl Judge<'_> {
     fn powers(&self, key: &TensorKey, piece: &Piece, power: f64) -> Result<[f64; 3], String> {
         let parts = pieces(&piece.place, 8);
         let part = |part: &IndexBox| {
-            let values = self.inventory.read_box(key, piece.ranks[0], part)?;
-            let mut sums = [0.0, 0.0, values.len() as f64];
-            for x in values {
-                let x = x.abs();
-                if power.is_infinite() {
-                    sums[0] = larger(sums[0], x);
-                    continue;
-                }
-                let raised = if power == 2.0 { x * x } else { x.powf(power) };
-                sums[0] += raised;
-                sums[1] += raised * raised;
-            }
-            Ok(sums)
+            let values = self.inventory.elements(key, piece.ranks[0], part)?;
+            Ok(powers_of(&values, power))
         };
         let parts: Vec<Result<[f64; 3], String>> = parts.par_iter().map(part).collect();
         let mut total = [0.0; 3];
@@ -369,4 +359,35 @@ impl Judge<'_> {
         }
         Ok(total)
     }
+}
+
+/// `Σ |x|^p`, or the largest `|x|`, `Σ |x|^2p` and the count of some elements.
+fn powers_of(values: &Elements<'_>, power: f64) -> [f64; 3] {
+    const BLOCK: usize = 1024;
+    // In several sums beside each other, which a processor adds at once.
+    const AT_ONCE: usize = 4;
+    let (matrix, count) = (values.matrix(1, values.len()), values.len());
+    let (mut block, mut sums, mut squares) = ([0.0; BLOCK], [0.0; AT_ONCE], [0.0; AT_ONCE]);
+    for from in (0..count).step_by(BLOCK) {
+        let here = BLOCK.min(count - from);
+        matrix.span_f64(from, &mut block[..here]);
+        block[here..].fill(0.0);
+        for chunk in block.chunks_exact(AT_ONCE) {
+            for (lane, x) in chunk.iter().enumerate() {
+                let x = x.abs();
+                if power.is_infinite() {
+                    sums[lane] = larger(sums[lane], x);
+                    continue;
+                }
+                let raised = if power == 2.0 { x * x } else { x.powf(power) };
+                sums[lane] += raised;
+                squares[lane] += raised * raised;
+            }
+        }
+    }
+    let whole = match power.is_infinite() {
+        true => sums.into_iter().fold(0.0, larger),
+        false => sums.iter().sum(),
+    };
+    [whole, squares.iter().sum(), count as f64]
 }

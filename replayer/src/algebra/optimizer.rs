@@ -8,6 +8,7 @@ use backtape::shard::TensorKey;
 
 use super::causes;
 use super::declaration::{Hyper, Optimizer};
+use super::elements::Elements;
 use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic};
@@ -50,7 +51,9 @@ impl Judge<'_> {
         let both = copies.iter().find_map(|(before, after)| {
             Some((inventory.key(parameter, before)?, inventory.key(parameter, after)?))
         });
-        let Some((before, after)) = both else { return Vec::new() };
+        let Some((before, after)) = both else {
+            return self.not_recorded(parameter).into_iter().collect();
+        };
         let tensors = &inventory.parameters[parameter].tensors;
         let others: Vec<&TensorKey> = tensors.values().filter(|key| *key != after).collect();
         let origin = |rank: Rank| {
@@ -69,6 +72,18 @@ impl Judge<'_> {
             judged.extend(self.optimized(&tensors, &piece));
         }
         judged
+    }
+
+    /// Why nothing is said of the update of a parameter that has a gradient: as that no optimizer
+    /// holds it.
+    fn not_recorded(&self, parameter: &str) -> Option<Judged> {
+        let gradient = self.inventory.key(parameter, &Part::Reduced)?;
+        let pieces = self.inventory.pieces(gradient, &|_| ());
+        let piece = pieces.first()?;
+        let absent = &self.inventory.declared_of(piece.ranks[0], parameter)?.absent;
+        let why = absent.get("master_after").or_else(|| absent.get("after"))?.clone();
+        let result = Ok(Outcome::Unchecked { why });
+        Some(self.judged(Stage::Update, parameter, (gradient, piece), result))
     }
 
     /// The hyper-parameters as text, which tells ranks that declare others apart.
@@ -273,18 +288,20 @@ impl Judge<'_> {
         tensors: &Tensors<'_>,
         supposed: &Supposed<'_>,
         part: &IndexBox,
-    ) -> Result<Vec<Operand>, String> {
+    ) -> Result<Vec<Operand<'_>>, String> {
         let inventory = self.inventory;
         let given = |name, key: &TensorKey| {
-            let values = inventory.read_box(key, tensors.rank, part)?;
-            Ok::<_, String>(Operand::row(name, values, None))
+            let values = inventory.elements(key, tensors.rank, part)?;
+            Ok::<_, String>(Operand::part(name, values, None))
         };
         let recorded = |name, key: &TensorKey| {
             Ok::<_, String>(Operand { rounded: inventory.precision(key), ..given(name, key)? })
         };
         let mut gradient = given("grad", supposed.gradient)?;
         if supposed.coefficient != 1.0 {
-            gradient.values.iter_mut().for_each(|x| *x *= supposed.coefficient);
+            let mut values = gradient.values.widened();
+            values.iter_mut().for_each(|x| *x *= supposed.coefficient);
+            gradient.values = Elements::of(values);
             // The product was rounded, and so was its coefficient.
             gradient.rounded = inventory.precision(supposed.gradient);
         }
@@ -305,8 +322,8 @@ impl Judge<'_> {
                 Some(key) => operands.push(given(state.before, key)?),
                 None if is_unknown => {}
                 None => {
-                    let zeros = vec![0.0; part.elements().unwrap_or(0) as usize];
-                    operands.push(Operand::row(state.before, zeros, None));
+                    let zeros = Elements::zeros(part.elements().unwrap_or(0) as usize);
+                    operands.push(Operand::part(state.before, zeros, None));
                 }
             }
             if let Some(key) = after {
@@ -334,8 +351,9 @@ impl Judge<'_> {
             let operands = self.operands(tensors, supposed, &part).ok()?;
             let rule = supposed.rule.change(&operands, &declared).ok()?;
             let named = |name: &str| operands.iter().find(|operand| operand.name == name);
-            let (before, after) = (&named("before")?.values, &named("after")?.values);
-            for ((r, p), a) in rule.iter().zip(before).zip(after) {
+            let widened = |name| Some(named(name)?.values.clone().widened());
+            let (before, after) = (widened("before")?, widened("after")?);
+            for ((r, p), a) in rule.iter().zip(&before).zip(&after) {
                 let change = a - p;
                 rr += r * r;
                 rp += r * p;
@@ -478,7 +496,7 @@ impl Judge<'_> {
 }
 
 /// Counters of steps in the state of optimizers, as frameworks call them.
-const COUNTERS: [&str; 2] = ["step", "count"];
+pub(super) const COUNTERS: [&str; 2] = ["step", "count"];
 /// What a reset of the state is, in words.
 const RESET: &str = "the state before this step is not in the state after it";
 

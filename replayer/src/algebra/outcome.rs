@@ -41,6 +41,11 @@ impl Stage {
         Stage::Param,
     ];
 
+    /// The stage of this name.
+    pub(crate) fn named(name: &str) -> Option<Stage> {
+        Stage::ALL.into_iter().find(|stage| stage.name() == name)
+    }
+
     /// Its name in every output.
     pub(crate) fn name(self) -> &'static str {
         match self {

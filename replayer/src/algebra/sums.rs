@@ -5,6 +5,7 @@ use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
 
 use super::domain::{Addend, fewer_bits};
+use super::elements::Elements;
 use super::judge::{Judge, Operand, arithmetic};
 use crate::compare::Tally;
 use crate::kernels::number::Number;
@@ -77,15 +78,13 @@ impl Judge<'_> {
         let declared = arithmetic(Some(Precision::F32), fewer_bits(of.sent, stored));
         let (op, weights) = WeightedSum::of(of.weights);
         let operands = |part: &IndexBox| {
-            let mut addends = Vec::new();
-            for addend in of.addends {
-                addends.extend(inventory.read_addend(addend, part)?);
-            }
+            let addends = of.addends.iter().map(|addend| inventory.addend(addend, part));
+            let addends = Elements::joined(addends.collect::<Result<Vec<_>, _>>()?);
             let rows = of.addends.len();
-            let total = inventory.read_box(of.key, of.rank, part)?;
+            let total = inventory.elements(of.key, of.rank, part)?;
             let weights = Operand { rows, ..Operand::row("weights", weights.clone(), None) };
-            let addends = Operand { rows, ..Operand::row("addends", addends, rounded) };
-            Ok(vec![addends, weights, Operand::row("total", total, stored)])
+            let addends = Operand { rows, ..Operand::part("addends", addends, rounded) };
+            Ok(vec![addends, weights, Operand::part("total", total, stored)])
         };
         let compared = self.compare(&op, &declared, of.place, &operands)?;
         let (_, tally) = compared.into_iter().next().ok_or("it has no elements")?;

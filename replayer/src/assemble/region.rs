@@ -75,6 +75,18 @@ pub(crate) fn extract(region: &IndexBox, from: &IndexBox, source: &[u8], width: 
     out
 }
 
+/// Where the bytes of `region` are in those of `from`, where they lie there one after the other.
+pub(crate) fn run(region: &IndexBox, from: &IndexBox, width: usize) -> Option<Range<usize>> {
+    let is_within = region.0.iter().zip(&from.0).all(|(a, b)| a.0 >= b.0 && a.1 <= b.1);
+    let is_some = region.0.iter().all(|(low, high)| low < high);
+    if region.0.len() != from.0.len() || !is_within || !is_some {
+        return None;
+    }
+    let mut runs = runs(region, from, whole_dims(region, from), width);
+    let first = runs.next()?;
+    runs.next().is_none().then_some(first)
+}
+
 /// How many of the last dimensions of `place` the region spans completely.
 fn whole_dims(region: &IndexBox, place: &IndexBox) -> usize {
     let pairs = region.0.iter().zip(&place.0).rev();

@@ -164,6 +164,10 @@ pub(super) struct DiffArguments {
     /// All are compared by default.
     #[arg(long, value_name = "ROLES", value_delimiter = ',')]
     pub(super) compare: Vec<String>,
+    /// A file that says which parameters of two steps are the same where their names differ, a
+    /// line each: NAME = OTHER.NAME, with *, NAME.T and cat(A, B; dim 0).
+    #[arg(long, value_name = "FILE")]
+    pub(super) map: Option<PathBuf>,
     /// Writes the report as JSON to this file; `-` is standard output.
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
@@ -183,6 +187,7 @@ impl DiffArguments {
             which: self.which.clone(),
             compare: self.compare.clone(),
             against: Some(self.against.clone()),
+            map: self.map.clone(),
             policy: None,
             json: self.json.clone(),
             report: self.report.clone(),
@@ -226,6 +231,10 @@ pub(super) struct ReplayArguments {
     /// with RUN@ATTEMPT:STEP.
     #[arg(long, value_name = "DIR")]
     pub(super) against: Option<PathBuf>,
+    /// A file that says which parameters of two steps are the same where their names differ, a
+    /// line each: NAME = OTHER.NAME, with *, NAME.T and cat(A, B; dim 0).
+    #[arg(long, value_name = "FILE", requires = "against")]
+    pub(super) map: Option<PathBuf>,
     /// A precision policy in a TOML file: the rounding points, sums and tiles that replace those
     /// that the job declared.
     #[arg(long, value_name = "FILE")]

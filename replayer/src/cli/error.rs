@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::exit;
+use crate::algebra::against::MappingError;
 use crate::assemble::AssembleError;
 use crate::device::{DeviceError, KernelError};
 use crate::dump::{FindError, OpenError};
@@ -48,6 +49,22 @@ pub(super) enum CommandError {
         path: PathBuf,
         /// Why.
         source: PolicyError,
+    },
+    /// The file of `--map` could not be read.
+    #[error("the mapping {path} cannot be read: name a text file with --map")]
+    MapFile {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file of `--map` is no mapping.
+    #[error("the mapping {path} cannot be used")]
+    Map {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: MappingError,
     },
     /// No tensor is meant by a name.
     #[error(transparent)]

@@ -12,6 +12,7 @@ use super::error::CommandError;
 use super::progress::Bar;
 use super::written::{Json, write_out};
 use super::{exit, look, manual, readings};
+use crate::algebra::against::Mapping;
 use crate::dump::{self, Selection};
 use crate::head::policy_file::read_toml;
 use crate::postmortem::{self, PageFile, Settings, Used, proved};
@@ -70,6 +71,7 @@ fn replay_on(
     let other = arguments.against.as_deref();
     let asked = Asked::parse(&arguments.compare)?;
     let policy = arguments.policy.as_deref().map(read_policy).transpose()?;
+    let mapping = arguments.map.as_deref().map(read_mapping).transpose()?;
     // A replay may take long: what cannot be written is said before it.
     let page = arguments.report.as_deref().map(PageFile::beside).transpose()?;
     let written = Json::asked(arguments.json.as_deref())?;
@@ -97,6 +99,7 @@ fn replay_on(
         probes: arguments.freivalds.map(|n| n as usize),
         tokens: arguments.tokens.map(|n| n as usize),
         variants: &[],
+        mapping: mapping.as_ref(),
         draws: page.is_some(),
         causes: arguments.causes,
         show: (!written.is_output()).then_some(&show),
@@ -129,6 +132,12 @@ fn read_policy(path: &Path) -> Result<PolicyDeclaration, CommandError> {
     let text = std::fs::read_to_string(path)
         .map_err(|source| CommandError::PolicyFile { path: path.into(), source })?;
     read_toml(&text).map_err(|source| CommandError::Policy { path: path.into(), source })
+}
+
+fn read_mapping(path: &Path) -> Result<Mapping, CommandError> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| CommandError::MapFile { path: path.into(), source })?;
+    Mapping::read(&text).map_err(|source| CommandError::Map { path: path.into(), source })
 }
 
 fn run_verify(arguments: &DumpArguments) -> Result<(String, i32), CommandError> {

@@ -4,6 +4,7 @@
 pub mod allowance;
 pub mod bound;
 pub mod chart;
+pub(crate) mod lanes;
 pub mod measures;
 pub mod pair;
 pub mod plane;

@@ -171,7 +171,7 @@ impl Look {
 }
 
 impl RowTally {
-    const NONE: RowTally = RowTally {
+    pub(super) const NONE: RowTally = RowTally {
         nonfinite: 0,
         exceeding: 0,
         mismatches: 0,
@@ -227,7 +227,14 @@ impl RowTally {
         columns.div_ceil(PIECE).max(1)
     }
 
-    fn look_at(&mut self, column: usize, element: Element, format: Format, look: &Look) {
+    /// Compares one element.
+    pub(super) fn look_at(
+        &mut self,
+        column: usize,
+        element: Element,
+        format: Format,
+        look: &Look,
+    ) {
         let Element { captured, reference, .. } = element;
         let meant = look.nan_is_meant && !reference.is_finite();
         if !meant {
@@ -331,8 +338,23 @@ impl RowTally {
         }
     }
 
+    /// Keeps a finite element if its score is the largest so far.
+    pub(super) fn rank(&mut self, column: usize, element: Element) {
+        let Element { captured, reference, allowed } = element;
+        if !(captured.is_finite() && reference.is_finite()) {
+            return;
+        }
+        let error = (captured - reference).abs();
+        let score = if error == 0.0 { 0.0 } else { error / allowed.total().sqrt() };
+        self.keep_best(Spot { column: column as i64, captured, reference, score });
+    }
+
     fn score(&mut self, spot: Spot) {
         self.scores[score_class(spot.score)] += 1;
+        self.keep_best(spot);
+    }
+
+    fn keep_best(&mut self, spot: Spot) {
         if !self.spots[2].is_some() || spot.score > self.spots[2].score {
             self.spots[2] = spot;
         }

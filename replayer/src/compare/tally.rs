@@ -7,6 +7,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
+use super::lanes::Row;
 use super::measures::{Measures, cosine};
 use super::row::{Element, Look, RowTally};
 use super::ulp::Format;
@@ -357,6 +358,15 @@ impl Tally {
             0.0 => 0.0,
             norm => self.allowed_slope(bound) + self.slope_stored.abs() / norm,
         }
+    }
+
+    /// The tally of one row that was compared block by block.
+    pub(crate) fn of_row(row: Row, index: u64, bound: &Bound) -> Tally {
+        let (row, columns, storing) = row.done();
+        let mut tally = Tally::default();
+        tally.add(&row, (index, columns as u64), 1.0, bound);
+        tally.slope_stored = storing;
+        tally
     }
 
     /// Adds to `slope_stored` that these values were stored in a format. Values that are nearly

@@ -272,6 +272,18 @@ impl Matrix<'_> {
         }
     }
 
+    /// Consecutive elements as f64, exactly.
+    #[inline(always)]
+    pub fn span_f64(&self, from: usize, values: &mut [f64]) {
+        let range = from..from + values.len();
+        match self.values {
+            Values::Bf16(bits) => convert(&bits[range], values, |bits| bf16_to_f32(bits).into()),
+            Values::F16(bits) => convert(&bits[range], values, |bits| f16::from_bits(bits).to_f64()),
+            Values::F32(all) => convert(&all[range], values, f64::from),
+            Values::F64(all) => values.copy_from_slice(&all[range]),
+        }
+    }
+
     /// Rows as f64, row-major, exactly.
     pub fn panel_f64(&self, rows: Range<usize>, panel: &mut [f64]) {
         let range = self.elements(rows);
@@ -345,6 +357,7 @@ impl Matrix<'_> {
 
 /// bfloat16 is the upper half of binary32. A signalling NaN stays one, so that
 /// widening keeps every bit; `bf16::to_f32` does the same.
+#[inline(always)]
 fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
@@ -371,6 +384,7 @@ fn energy<S: Copy>(row: &[S], element: impl Fn(S) -> f64) -> f64 {
     sums.iter().sum::<f64>() + rest
 }
 
+#[inline(always)]
 fn convert<S: Copy, D>(source: &[S], target: &mut [D], element: impl Fn(S) -> D) {
     assert_eq!(source.len(), target.len(), "a panel holds its rows and nothing else");
     for (target, &source) in target.iter_mut().zip(source) {

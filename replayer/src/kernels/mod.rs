@@ -36,3 +36,4 @@ pub use policy::Policy;
 pub use round::Precision;
 pub use tiles::{NoProgress, Progress, Tiles};
 pub use transform::Transform;
+pub(crate) use vectorised::vectorised;

@@ -17,7 +17,7 @@ use super::round::Precision;
 /// Roundings that are told apart. All further ones share the last place, as if they erred
 /// together and nothing of them cancelled, which overstates the error.
 const SOURCES: usize = 32;
-const LAST: usize = SOURCES - 1;
+pub(crate) const LAST: usize = SOURCES - 1;
 
 /// Roundings of a formula that all elements may share: those of its scalars, and in a job that
 /// keeps results of few bits those of steps that round equal elements alike.
@@ -102,10 +102,44 @@ impl Roundings {
     }
 
     /// The place of a new rounding.
-    fn next(&self) -> usize {
+    pub(crate) fn next(&self) -> usize {
         let place = self.used.get().min(LAST);
         self.used.set(place + 1);
         place
+    }
+
+    /// The place of a new rounding that all elements share.
+    pub(crate) fn next_scalar(&self) -> usize {
+        let (first, place) = self.scalars.get();
+        debug_assert!(place < first + ALIKE, "a formula has {ALIKE} shared roundings at most");
+        self.scalars.set((first, place + 1));
+        place.min(LAST)
+    }
+
+    /// How many places, the first ones, are of roundings that all elements of the row share.
+    pub(crate) fn shared_places(&self) -> usize {
+        self.shared.get()
+    }
+
+    /// Unit roundoff of arithmetic.
+    pub(crate) fn unit(&self) -> f64 {
+        self.unit
+    }
+
+    /// Half the smallest number of arithmetic, which a result near 0 may be off by.
+    pub(crate) fn least(&self) -> f64 {
+        self.least
+    }
+
+    /// What the result of a whole step may be kept in.
+    pub(crate) fn between(&self) -> Option<Precision> {
+        self.between
+    }
+
+    /// Whether only the roundings of whole steps have places: those of single operations are far
+    /// smaller, and share the last one.
+    pub(crate) fn are_steps_alone(&self) -> bool {
+        self.between.is_some_and(|precision| self.unit < precision.unit_roundoff() / 1024.0)
     }
 }
 
@@ -119,15 +153,17 @@ impl<'a> Uncertain<'a> {
 
     /// The same of an error that all elements share.
     fn err_as_scalar(&mut self, deviation: f64) {
-        let (first, place) = self.roundings.scalars.get();
-        debug_assert!(place < first + ALIKE, "a formula has {ALIKE} shared roundings at most");
-        self.roundings.scalars.set((first, place + 1));
-        self.by[place.min(LAST)] += deviation;
+        self.by[self.roundings.next_scalar()] += deviation;
     }
 
     /// The standard deviations that the roundings shared by its row give it, with their signs.
     pub fn shared(&self) -> &[f64] {
         &self.by[..self.roundings.shared.get()]
+    }
+
+    /// The standard deviations that each place gives it, with their signs.
+    pub(crate) fn errors(&self) -> &[f64] {
+        &self.by
     }
 
     /// Adds errors to it that are shared by its row, as [`Uncertain::shared`] has them.
@@ -163,12 +199,10 @@ impl<'a> Uncertain<'a> {
         if value != 0.0 {
             deviation += self.roundings.least;
         }
-        match self.roundings.between {
-            // Nothing beside the roundings of whole steps, which the places are for.
-            Some(precision) if self.roundings.unit < precision.unit_roundoff() / 1024.0 => {
-                self.by[LAST] += deviation;
-            }
-            _ => self.err(deviation),
+        // Nothing beside the roundings of whole steps, which the places are for.
+        match self.roundings.are_steps_alone() {
+            true => self.by[LAST] += deviation,
+            false => self.err(deviation),
         }
         self
     }

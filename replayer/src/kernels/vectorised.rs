@@ -23,3 +23,4 @@ macro_rules! vectorised {
         }
     };
 }
+pub(crate) use vectorised;

@@ -61,7 +61,8 @@ pub struct Arithmetic {
 }
 
 impl Arithmetic {
-    fn roundings(&self) -> Roundings {
+    /// What numbers round that are computed so.
+    pub(super) fn roundings(&self) -> Roundings {
         // In an f64 job the reference errs as much as the job does, so both count.
         let unit = Sum { precision: self.compute, ..self.sum }.unit();
         Roundings::new(unit, self.between).above(self.compute.smallest_subnormal())
@@ -69,7 +70,8 @@ impl Arithmetic {
 }
 
 impl Input<'_> {
-    fn number<'r>(&self, at: usize, roundings: &'r Roundings) -> Uncertain<'r> {
+    /// An element, with the error that it may have.
+    pub(super) fn number<'r>(&self, at: usize, roundings: &'r Roundings) -> Uncertain<'r> {
         match self.source {
             Source::Given(matrix) => roundings.exact(matrix.get_f64(at)),
             Source::Recorded(matrix, stored) => {
@@ -187,7 +189,7 @@ impl<O: Op> Evaluation<'_, O> {
             total.add_shared(&shared);
             let [number, emulated] = self.finished(total, &sum);
             let (own, row) = number.variances();
-            let own = own + row + sum.lost_near_zero(&self.arithmetic);
+            let own = own + row + lost_near_zero(sum.count, &self.arithmetic);
             Finished { value: number.value, own, row: 0.0, emulated: emulated.value }
         };
         Expected::of_sums(&(0..rows).into_par_iter().map(one).collect::<Vec<_>>())
@@ -218,11 +220,12 @@ impl<O: Op> Evaluation<'_, O> {
     fn of_rows(&self, sum: &Summed, of_rows: f64) -> Finished {
         let roundings = self.arithmetic.roundings();
         let mut total = roundings.with_variance(sum.total(), of_rows);
+        roundings.reserve();
         roundings.share();
         total = total + roundings.with_variance(0.0, sum.variance(&self.arithmetic));
         let [number, emulated] = self.finished(total, sum);
         let (own, row) = number.variances();
-        let own = own + sum.lost_near_zero(&self.arithmetic);
+        let own = own + lost_near_zero(sum.count, &self.arithmetic);
         Finished { value: number.value, own, row, emulated: emulated.value }
     }
 
@@ -281,6 +284,13 @@ struct Summed {
     emulated: f64,
 }
 
+/// Variance of what so many additions lose near 0, where an addition, and the division of an
+/// addend before it, may be off by half the smallest number of the accumulator.
+pub(super) fn lost_near_zero(count: f64, arithmetic: &Arithmetic) -> f64 {
+    let half = arithmetic.sum.precision.smallest_subnormal() / 2.0;
+    2.0 * count * half * half
+}
+
 impl Summed {
     fn add(&mut self, x: f64, own: f64, accumulator: Precision) {
         let sum = self.sum + x;
@@ -296,13 +306,6 @@ impl Summed {
 
     fn total(&self) -> f64 {
         self.sum + self.lost
-    }
-
-    /// Of what is lost near 0, where an addition, and the division of an addend before it, may be
-    /// off by half the smallest number of the accumulator.
-    fn lost_near_zero(&self, arithmetic: &Arithmetic) -> f64 {
-        let half = arithmetic.sum.precision.smallest_subnormal() / 2.0;
-        2.0 * self.count * half * half
     }
 
     /// Of the addends' errors and of their addition.

@@ -5,9 +5,16 @@
 //! so an op brings no allowance of its own.
 
 pub mod expected;
+mod parts;
+mod program;
+mod reverse;
 pub mod rms_norm;
+mod row_sums;
 pub mod table;
+mod trace;
 pub mod walker;
 
 pub use table::{Op, Reduction, Shape, Side, Stage, Tensor};
 pub use walker::{Declared, Judged, Judgement, Recorded, Span, Tensors, tallies, values, walk};
+#[cfg(test)]
+pub(crate) use walker::tallies_by_numbers;

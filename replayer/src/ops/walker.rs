@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 
 use super::expected::{Arithmetic, Evaluation, Expected, Input, Source};
+use super::parts;
 use super::table::{Op, Shape, Stage};
 use crate::compare::allowance::{Allowance, Rounding};
 use crate::compare::{Allowed, Bound, Rows, Tally, once};
@@ -97,6 +98,22 @@ pub fn tallies<O: Op>(
     declared: &Declared,
     span: Span,
 ) -> Vec<(&'static Stage, Result<Tally, String>)> {
+    let mut walk = Walk::new(op, tensors, declared, Some(span));
+    if let Some(found) = parts::tallies(&mut walk, span) {
+        return found;
+    }
+    let compared = compared(op, tensors, declared, Some(span)).into_iter();
+    compared.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
+}
+
+/// The same by the numbers that carry their errors alone, one element after the other.
+#[cfg(test)]
+pub(crate) fn tallies_by_numbers<O: Op>(
+    op: &O,
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    span: Span,
+) -> Vec<(&'static Stage, Result<Tally, String>)> {
     let compared = compared(op, tensors, declared, Some(span)).into_iter();
     compared.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
 }
@@ -108,9 +125,10 @@ pub fn values<O: Op>(
     declared: &Declared,
     stage: &str,
 ) -> Result<Vec<f64>, String> {
-    let mut walk =
-        Walk { op, tensors, declared, span: None, extent: None, computed: BTreeMap::new() };
-    walk.extent = walk.find_extent();
+    if let Some(values) = parts::values(&mut Walk::new(op, tensors, declared, None), stage) {
+        return values;
+    }
+    let mut walk = Walk::new(op, tensors, declared, None);
     for (at, row) in O::STAGES.iter().enumerate() {
         let expected = walk.expect(at)?;
         if row.name == stage {
@@ -130,24 +148,42 @@ fn compared<O: Op>(
     declared: &Declared,
     span: Option<Span>,
 ) -> Vec<Compared> {
-    let mut walk = Walk { op, tensors, declared, span, extent: None, computed: BTreeMap::new() };
-    walk.extent = walk.find_extent();
+    let mut walk = Walk::new(op, tensors, declared, span);
     (0..O::STAGES.len()).map(|stage| (&O::STAGES[stage], walk.stage(stage))).collect()
 }
 
-struct Walk<'a, O> {
-    op: &'a O,
-    tensors: &'a Tensors<'a>,
+/// A walk over the stages of an op.
+pub(super) struct Walk<'a, O> {
+    pub(super) op: &'a O,
+    pub(super) tensors: &'a Tensors<'a>,
     declared: &'a Declared,
     /// Which part this is of a larger op; `None` for a whole op.
     span: Option<Span>,
     /// Rows and columns of the op's planes.
-    extent: Option<(usize, usize)>,
+    pub(super) extent: Option<(usize, usize)>,
     /// What stages should be, by name.
-    computed: BTreeMap<&'static str, Expected>,
+    pub(super) computed: BTreeMap<&'static str, Expected>,
 }
 
-impl<O: Op> Walk<'_, O> {
+impl<'a, O: Op> Walk<'a, O> {
+    fn new(
+        op: &'a O,
+        tensors: &'a Tensors<'a>,
+        declared: &'a Declared,
+        span: Option<Span>,
+    ) -> Walk<'a, O> {
+        let computed = BTreeMap::new();
+        let mut walk = Walk { op, tensors, declared, span, extent: None, computed };
+        walk.extent = walk.find_extent();
+        walk
+    }
+
+    /// What its arithmetic rounds.
+    pub(super) fn arithmetic(&self) -> Arithmetic {
+        let Declared { compute, between, sum } = *self.declared;
+        Arithmetic { compute, between, sum }
+    }
+
     /// The extent of the first recorded plane.
     fn find_extent(&self) -> Option<(usize, usize)> {
         let shapes = Self::shapes();
@@ -180,14 +216,13 @@ impl<O: Op> Walk<'_, O> {
         let Some((rows, columns)) = self.extent else {
             return Err(format!("no [rows, columns] tensor of {} was recorded", O::NAME));
         };
-        let Declared { compute, between, sum } = *self.declared;
-        let arithmetic = Arithmetic { compute, between, sum };
+        let arithmetic = self.arithmetic();
         Ok(Evaluation { op: self.op, stage: at, inputs: &inputs, arithmetic }
             .expected(rows, columns))
     }
 
     /// An input of a stage: recorded, or else computed before.
-    fn input(&self, name: &'static str) -> Result<Input<'_>, String> {
+    pub(super) fn input(&self, name: &'static str) -> Result<Input<'_>, String> {
         let (_, shape) = *Self::shapes().iter().find(|(of, _)| *of == name).expect("of the table");
         let is_given = O::INPUTS.iter().any(|input| input.name == name);
         let source = match (self.tensors.get(name), self.computed.get(name)) {
@@ -212,7 +247,7 @@ impl<O: Op> Walk<'_, O> {
     }
 
     /// Refuses a tensor of another extent than the op's planes have.
-    fn check(&self, name: &str, shape: Shape, recorded: &Recorded<'_>) -> Result<(), String> {
+    pub(super) fn check(&self, name: &str, shape: Shape, recorded: &Recorded<'_>) -> Result<(), String> {
         let Some((rows, columns)) = self.extent else { return Ok(()) };
         let (rows, columns) = shape.extent(rows, columns);
         let Matrix { rows: found_rows, cols: found_columns, .. } = recorded.values;
@@ -262,10 +297,15 @@ impl<O: Op> Walk<'_, O> {
         Ok((tally, bound))
     }
 
+    /// The largest number that a job has which sums in its format and stores in another one.
+    pub(super) fn largest(&self, stored: Option<Precision>) -> f64 {
+        let formats = stored.into_iter().chain([self.declared.sum.precision]);
+        formats.map(Precision::largest_finite).fold(f64::MAX, f64::min)
+    }
+
     /// What is expected, infinite where the format that sums or stores it has no such number.
     fn overflown(&self, expected: &Expected, stored: Option<Precision>) -> Vec<f64> {
-        let formats = stored.into_iter().chain([self.declared.sum.precision]);
-        let largest = formats.map(Precision::largest_finite).fold(f64::MAX, f64::min);
+        let largest = self.largest(stored);
         let overflow = |x: &f64| if x.abs() > largest { x * f64::INFINITY } else { *x };
         expected.values.iter().map(overflow).collect()
     }

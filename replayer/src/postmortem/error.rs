@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::defect::Panicked;
+use crate::algebra::against::MappingError;
 use crate::dump::OpenError;
 use crate::head::step::StepError;
 use crate::precision::PrecisionError;
@@ -39,6 +40,9 @@ pub enum RunError {
     /// The two dumps could not be compared.
     #[error(transparent)]
     Against(#[from] AgainstError),
+    /// A mapping names what no run has, or what does not fit.
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
     /// Precision could not be shown.
     #[error("no numbers on the precision of {path}")]
     Precision {

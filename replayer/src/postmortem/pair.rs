@@ -9,11 +9,14 @@
 use std::path::Path;
 
 use backtape::role::Role;
+use backtape::shard::TensorKey;
 
 use super::error::RunError;
 use super::settings::{Settings, proved};
-use super::step::{causes, replay_one};
+use super::step::{algebra_of, causes, replay_one};
 use super::summary::Opened;
+use crate::algebra::against::{Mapping, Run, StepsApart, against as against_step};
+use crate::algebra::{self, StepReport};
 use crate::diagnose::CauseReport;
 use crate::dump::{self, StepDump};
 use crate::head::{HeadStep, Stage};
@@ -49,11 +52,19 @@ pub(super) fn report(
     let theirs = judge(another, asked, &shared, settings)?;
     let two = (side(dump, proof, &ours), side(&other_dump, &other_proof, &theirs));
     let differences = against(&two.0, &two.1, asked)?;
+    let steps = (algebra_of(opened, asked, settings), algebra_of(another, asked, settings));
+    let apart = steps_apart((opened, &steps.0), (another, &steps.1), settings)?;
     let parts = |judged| Option::as_ref(judged).map(|(step, outcome, _)| (step, outcome));
     let causes =
         |judged: &Judged<'_>| judged.as_ref().map_or(Vec::new(), |(.., causes)| causes.clone());
-    let mut report = opened.report(parts(&ours));
-    let mut other = another.report(parts(&theirs));
+    let lacks_one = steps.0.is_some() != steps.1.is_some();
+    let mut report = opened.report(parts(&ours)).with_algebra(steps.0, asked.step);
+    let mut other = another.report(parts(&theirs)).with_algebra(steps.1, asked.step);
+    if lacks_one && !asked.step {
+        let whose = if report.algebra.is_some() { "this run" } else { "the other run" };
+        let (what, why) = ("the step".into(), format!("only {whose} recorded it"));
+        report.not_checked.push(NotChecked { what, why });
+    }
     report.causes = step_checks::causes(dump, &report.checks, causes(&ours));
     other.causes = step_checks::causes(&other_dump, &other.checks, causes(&theirs));
     if settings.draws {
@@ -63,7 +74,12 @@ pub(super) fn report(
         report.drawings = Some(drawings(dump, proof, maps(&ours)));
         other.drawings = Some(drawings(&other_dump, &other_proof, maps(&theirs)));
     }
-    join(&mut report, other, differences);
+    if dump.step != other_dump.step {
+        let (own, other) = (dump.step, other_dump.step);
+        let what = format!("step {own} of this run is compared with step {other} of the other");
+        report.findings.push(what);
+    }
+    join(&mut report, other, differences, apart);
     if let (Some((step, ..)), Some((other_step, ..)), Some(against)) =
         (&ours, &theirs, &mut report.against)
     {
@@ -71,6 +87,21 @@ pub(super) fn report(
         against.norm_gap = gap.map_err(|source| another.wrong(source))?;
     }
     Ok(report)
+}
+
+/// The steps of two runs against each other, where both hold one.
+fn steps_apart(
+    (this_run, ours): (Opened<'_>, &Option<StepReport>),
+    (other_run, theirs): (Opened<'_>, &Option<StepReport>),
+    settings: &Settings<'_>,
+) -> Result<Option<StepsApart>, RunError> {
+    let (Some(ours), Some(theirs)) = (ours, theirs) else { return Ok(None) };
+    let ours_unusable = |key: &TensorKey| this_run.proof.unusable(key).map(str::to_string);
+    let theirs_unusable = |key: &TensorKey| other_run.proof.unusable(key).map(str::to_string);
+    let this_run = Run { dump: this_run.dump, unusable: &ours_unusable, report: ours };
+    let other_run = Run { dump: other_run.dump, unusable: &theirs_unusable, report: theirs };
+    let by_name = Mapping::default();
+    Ok(against_step(this_run, other_run, settings.mapping.unwrap_or(&by_name))?)
 }
 
 /// Replays the head where there is one and the request is about it.
@@ -101,24 +132,27 @@ fn side<'a>(dump: &'a StepDump, proof: &Verification, judged: &'a Judged<'_>) ->
 
 /// Adds the other run: the earliest place at which either leaves its reference
 /// or the two leave each other is the first divergence.
-fn join(report: &mut Report, other: Report, differences: Differences) {
+fn join(report: &mut Report, other: Report, differences: Differences, apart: Option<StepsApart>) {
     let runs = format!("{} and {}", report.dump.run, other.dump.run);
     let of_pair = first_of(&differences, runs);
     let order = |first: &FirstDivergence| {
+        if algebra::Stage::named(&first.stage).is_some() {
+            return usize::MAX;
+        }
         let stage = Stage::ALL.iter().position(|stage| stage.name() == first.stage);
         // Layers come before the head in the forward and after it in the backward.
         let named = differences.named.iter().find(|named| named.tensor == first.stage);
         match (stage, named.is_some_and(|named| named.gradient)) {
             (Some(stage), _) => stage + 1,
             (None, false) => 0,
-            (None, true) => usize::MAX,
+            (None, true) => usize::MAX - 1,
         }
     };
     let own_first = report.first_divergence.take();
     let all = own_first.into_iter().chain(other.first_divergence.clone()).chain(of_pair);
     report.first_divergence = all.min_by_key(order);
     let own_reasons = std::mem::take(&mut report.reasons);
-    report.reasons = reasons(own_reasons, other.reasons, &differences);
+    report.reasons = reasons((own_reasons, other.reasons), &differences, apart.as_ref());
     report.verdict = verdict(&report.reasons);
     report.findings.extend(differences.findings);
     report.findings.extend(other.findings.iter().map(|finding| format!("other run: {finding}")));
@@ -133,6 +167,11 @@ fn join(report: &mut Report, other: Report, differences: Differences) {
         .collect();
     report.not_checked.extend(more);
     report.not_checked.extend(differences.not_checked);
+    let apart_from = apart.iter().flat_map(|apart| &apart.not_compared);
+    report.not_checked.extend(
+        apart_from
+            .map(|(what, why)| NotChecked { what: format!("both runs, {what}"), why: why.clone() }),
+    );
     report.against = Some(AgainstReport {
         dump: other.dump,
         stages: other.stages,
@@ -144,12 +183,18 @@ fn join(report: &mut Report, other: Report, differences: Differences) {
         checks: other.checks,
         grad_norm: other.grad_norm,
         norm_gap: None,
+        algebra: other.algebra,
+        step: apart,
         drawings: other.drawings,
     });
 }
 
 /// Why the two runs do not agree: what speaks against either, and what parts them.
-fn reasons(ours: Vec<Reason>, theirs: Vec<Reason>, differences: &Differences) -> Vec<Reason> {
+fn reasons(
+    (ours, theirs): (Vec<Reason>, Vec<Reason>),
+    differences: &Differences,
+    apart: Option<&StepsApart>,
+) -> Vec<Reason> {
     let mut all = ours;
     let other = |reason: Reason| Reason { what: format!("other run: {}", reason.what), ..reason };
     all.extend(theirs.into_iter().map(other));
@@ -161,7 +206,11 @@ fn reasons(ours: Vec<Reason>, theirs: Vec<Reason>, differences: &Differences) ->
     all.extend(
         named.map(|difference| Reason::diverged(format!("both runs: {}", difference.tensor))),
     );
-    if differences.stages.is_empty() && differences.named.is_empty() {
+    if let Some(apart) = apart {
+        all.extend(apart.differs.iter().map(|what| Reason::differs(format!("both runs: {what}"))));
+        all.extend(apart.lacking.iter().map(|what| Reason::incomplete(what.clone())));
+    }
+    if differences.stages.is_empty() && differences.named.is_empty() && apart.is_none() {
         all.push(Reason::incomplete("nothing that was asked for could be compared"));
     }
     if differences.differing > 0 {

@@ -8,6 +8,7 @@ use super::kernels::Kernels;
 use super::machines::{AskedDevice, Used};
 use super::settings::Settings;
 use super::step::report;
+use crate::algebra::against::Mapping;
 use crate::device::{Device, Kernel};
 use crate::diagnose::Causes;
 use crate::dump::Selection;
@@ -37,6 +38,8 @@ pub struct Extras<'a> {
     pub device: Option<&'a AskedDevice>,
     /// How closely causes are looked for.
     pub causes: Causes,
+    /// Which parameters of two runs are the same where their names differ.
+    pub mapping: Option<&'a Mapping>,
 }
 
 /// The report of a replay of one run or of two, with all that is asked for.
@@ -47,10 +50,10 @@ pub fn full_report(
     other: Option<&Path>,
     extras: Extras<'_>,
 ) -> Result<Report, RunError> {
-    let Extras { variants, draws, device, causes } = extras;
+    let Extras { variants, draws, device, causes, mapping } = extras;
     let used = Used::open(device);
-    let settings =
-        Settings { variants, draws, causes, device: used.device.as_deref(), ..Settings::default() };
+    let device = used.device.as_deref();
+    let settings = Settings { variants, draws, causes, device, mapping, ..Settings::default() };
     let report = report(path, selection, &compare.into(), other, &settings)?;
     Ok(report.computed_by(used.report))
 }

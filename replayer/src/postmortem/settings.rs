@@ -5,6 +5,7 @@ use std::sync::Arc;
 use backtape::head::PolicyDeclaration;
 
 use super::kernels::Kernels;
+use crate::algebra::against::Mapping;
 use crate::device::Device;
 use crate::diagnose::Causes;
 use crate::draw::seed_of;
@@ -35,6 +36,8 @@ pub struct Settings<'a> {
     pub device: Option<&'a dyn Device>,
     /// A user's own kernels.
     pub kernels: Option<&'a Kernels>,
+    /// Which parameters of two runs are the same where their names differ.
+    pub mapping: Option<&'a Mapping>,
     /// Whether what a page draws is gathered.
     pub draws: bool,
     /// How closely causes are looked for.
@@ -55,6 +58,7 @@ impl Default for Settings<'_> {
             cluster: None,
             device: None,
             kernels: None,
+            mapping: None,
             draws: false,
             causes: Causes::default(),
             show: None,

@@ -71,10 +71,14 @@ pub fn report(
 }
 
 /// What became of every parameter's gradient, where that is asked for and was recorded.
-fn algebra_of(opened: Opened<'_>, asked: &Asked, settings: &Settings<'_>) -> Option<StepReport> {
+pub(super) fn algebra_of(
+    opened: Opened<'_>,
+    asked: &Asked,
+    settings: &Settings<'_>,
+) -> Option<StepReport> {
     let (dump, watch) = (opened.dump, settings.watch);
     let bytes = algebra::bytes(dump);
-    if !asked.wants_step() || bytes == 0 {
+    if !asked.wants_step() || bytes == 0 || !dump.is_whole() {
         return None;
     }
     let unusable = |key: &TensorKey| opened.proof.unusable(key).map(str::to_string);

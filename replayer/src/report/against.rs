@@ -165,15 +165,29 @@ pub(super) fn verdict(report: &Report, verdict: Verdict) -> String {
                 };
                 parts.push(format!("{n} outside the head {how}"));
             }
+            if let Some(step) = &against.step {
+                parts.extend(step.conclusion.iter().cloned());
+            }
             if warned > 0 {
                 parts.push(format!("{warned} that differ outside the head are not judged"));
             }
             format!("AGREED: {}.", parts.join("; "))
         }
-        _ if stages + tensors == 0 => {
-            "INCOMPLETE: nothing that was asked for could be compared.".into()
+        Verdict::Differs => {
+            let step = against.step.iter().flat_map(|step| step.differs.clone());
+            let named = (warned > 0).then(|| differs(against, warned));
+            let all: Vec<String> = named.into_iter().chain(step).collect();
+            format!("DIFFERS: {}.", all.join("; "))
         }
-        Verdict::Differs => differs(against, warned),
+        _ if stages + tensors == 0 && against.step.is_none() => {
+            let said = report.reasons.iter().filter(|own| own.verdict == Verdict::Incomplete);
+            let said: Vec<&str> = said.map(|own| own.what.as_str()).collect();
+            format!("INCOMPLETE: {}.", said.join("; "))
+        }
+        _ if against.step.as_ref().is_some_and(|step| !step.lacking.is_empty()) => {
+            let lacking = against.step.iter().flat_map(|step| step.lacking.clone());
+            format!("INCOMPLETE: {}.", lacking.collect::<Vec<_>>().join("; "))
+        }
         _ if against.unjudged > 0 => {
             format!(
                 "INCOMPLETE: {} could not be compared.",
@@ -216,8 +230,8 @@ fn differs(against: &AgainstReport, warned: usize) -> String {
         n => format!("; {n} could not be compared"),
     };
     format!(
-        "DIFFERS: {warned} of {} outside the head differ{first}, and nothing recorded says how \
-         much they may{likely}{more}.",
+        "{warned} of {} outside the head differ{first}, and nothing recorded says how much they \
+         may{likely}{more}",
         plural(against.tensors.len() as u64, "tensor"),
     )
 }

@@ -83,11 +83,11 @@ pub(super) fn covered(algebra: &StepReport) -> String {
     )
 }
 
-/// Writes the stages of the step, and what diverges in them.
-pub(super) fn render(out: &mut String, algebra: &StepReport) {
+/// Writes the stages of the step, and what diverges in them; `label` says whose step it is.
+pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
     let (parameters, elements) = (algebra.parameters as u64, count(algebra.elements));
     let size = format!("{}, {elements} elements", plural(parameters, "parameter"));
-    wrap(out, "step      ", &size);
+    wrap(out, label, &size);
     let _ = writeln!(
         out,
         "{:<13}{:>8} {:>8} {:>10}  a wrong factor is seen from",

@@ -17,6 +17,7 @@ pub mod precision;
 pub mod schema;
 mod seen;
 pub mod shown;
+mod step_against;
 pub mod step_checks;
 pub mod text;
 pub mod trajectory;

@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::drawings::Drawings;
 pub use super::verdict::{Reason, Verdict};
 use crate::algebra::StepReport;
+use crate::algebra::against::StepsApart;
 use crate::checks::Checked;
 use crate::compare::SeenFrom;
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
@@ -203,6 +204,12 @@ pub struct AgainstReport {
     pub grad_norm: GradNorm,
     /// The difference of the two norms, and its shares.
     pub norm_gap: Option<NormGap>,
+    /// What became of every parameter's gradient in it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub algebra: Option<StepReport>,
+    /// The two steps against each other; absent where one run recorded none, or nobody asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<StepsApart>,
     /// What the HTML page draws of it.
     #[serde(skip)]
     pub drawings: Option<Drawings>,

@@ -8,6 +8,7 @@ use super::causes;
 use super::measured;
 use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict};
 use super::seen;
+use super::step_against;
 use super::step_checks;
 use crate::number::{bytes, count, error, plural, ratio, scale, short};
 use crate::replay::coverage::Coverage;
@@ -34,7 +35,15 @@ pub fn first(report: &Report) -> String {
 pub fn render(report: &Report) -> String {
     let mut out = first(report);
     if let Some(step) = &report.algebra {
-        algebra::render(&mut out, step);
+        algebra::render(&mut out, step, "step      ");
+    }
+    if let Some(against) = &report.against {
+        if let Some(step) = &against.algebra {
+            algebra::render(&mut out, step, "other step ");
+        }
+        if let Some(apart) = &against.step {
+            step_against::render(&mut out, apart);
+        }
     }
     if report.dump.head.starts_with("xent_logits") {
         measured::gradcheck(&mut out, &report.stages);

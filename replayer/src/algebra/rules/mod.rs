@@ -28,7 +28,7 @@ use super::declaration::{Hyper, Optimizer};
 use super::judge::{Compared, Judge, Operand};
 use crate::ops::{Declared, values};
 #[cfg(test)]
-use crate::ops::{Span, tallies};
+use crate::ops::{Span, tallies, tallies_by_numbers};
 
 pub(crate) use variation::Variation;
 
@@ -102,6 +102,13 @@ macro_rules! rules {
                 states.any(|state| state.recorded.contains(&name))
             }
 
+            /// What the tables call a tensor of this name; `None` for the state of no rule.
+            pub(crate) fn state_of(name: &str) -> Option<&'static str> {
+                let mut states = std::iter::empty()$(.chain($module::NAMES.states))*;
+                let state = states.find(|state| state.recorded.contains(&name))?;
+                Some(state.after)
+            }
+
             /// How frameworks call its tensors and hyper-parameters.
             pub(crate) fn names(&self) -> &'static Names {
                 match self { $(Rule::$rule(_) => &$module::NAMES,)* }
@@ -116,7 +123,7 @@ macro_rules! rules {
             #[cfg(test)]
             pub(crate) fn tallies(
                 &self,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
                 span: Span,
             ) -> Vec<Compared> {
@@ -129,13 +136,30 @@ macro_rules! rules {
                 compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
             }
 
+            /// The same by numbers that carry their errors, one element after the other.
+            #[cfg(test)]
+            pub(crate) fn tallies_by_numbers(
+                &self,
+                operands: &[Operand<'_>],
+                declared: &Declared,
+                span: Span,
+            ) -> Vec<Compared> {
+                let columns = operands.iter().map(|operand| operand.values.len()).max();
+                let columns = columns.unwrap_or(0);
+                let tensors = operands.iter().map(|operand| operand.recorded(columns)).collect();
+                let compared = match self {
+                    $(Rule::$rule(rule) => tallies_by_numbers(rule, &tensors, declared, span),)*
+                };
+                compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
+            }
+
             /// Compares its stages over a box.
-            pub(crate) fn compare(
+            pub(crate) fn compare<'o>(
                 &self,
                 judge: &Judge<'_>,
                 declared: &Declared,
                 place: &IndexBox,
-                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand>, String> + Sync),
+                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
             ) -> Result<Vec<Compared>, String> {
                 match self {
                     $(Rule::$rule(rule) => judge.compare(rule, declared, place, operands),)*
@@ -145,7 +169,7 @@ macro_rules! rules {
             /// The change of the parameter that it gives, in f64.
             pub(crate) fn change(
                 &self,
-                operands: &[Operand],
+                operands: &[Operand<'_>],
                 declared: &Declared,
             ) -> Result<Vec<f64>, String> {
                 let columns = operands.iter().map(|operand| operand.values.len()).max();

@@ -30,6 +30,7 @@ use serde::Serialize;
 
 use super::against::error::AgainstError;
 use super::outcome::{NotChecked, Status};
+use crate::algebra;
 use crate::compare::measures::Summary;
 use crate::head::Stage;
 
@@ -122,11 +123,13 @@ pub fn against(
     if this_run.declared.is_some() && other_run.declared.is_some() {
         stages::compare(this_run, other_run, asked, &mut differences, &mut seen)?;
     }
-    // What a rank declares of its step is text, which holds numbers of its run.
+    // The parts of a step are compared parameter by parameter (`algebra::against`); by name only
+    // those that a pattern names, but for what a rank declares, which is text.
     let wanted = |key: &TensorKey| {
         let is_text = Part::declaring_rank(key.tensor.as_str()).is_some();
+        let is_everything = asked.everything() && !algebra::is_part(key);
         let is_asked =
-            asked.everything() || asked.names(key) || has_role(this_run, other_run, key, asked);
+            is_everything || asked.names(key) || has_role(this_run, other_run, key, asked);
         is_asked && !is_text
     };
     let usable = |key: &TensorKey| {

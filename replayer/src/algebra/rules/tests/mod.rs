@@ -10,7 +10,7 @@ use serde_json::json;
 use self::naive::{JOBS, Job, ROUNDING, State};
 use super::*;
 use crate::algebra::judge::arithmetic;
-use crate::compare::Bound;
+use crate::compare::{Bound, Tally};
 use crate::draw::Draw;
 use crate::kernels::round::Precision;
 
@@ -58,8 +58,8 @@ fn declared(job: &Job) -> (Optimizer, Hyper) {
     (Optimizer { name, module, skipped: false, groups: vec![hyper.clone()] }, hyper)
 }
 
-/// Why a rule does not give what the job made; `None` where it does.
-fn excess(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Option<String> {
+/// What a rule takes of a step.
+fn operands(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Vec<Operand<'static>> {
     let job = &recorded.job;
     let widened = |values: &[f32]| values.iter().map(|&x| x.into()).collect::<Vec<f64>>();
     let zeros = vec![0.0; ELEMENTS];
@@ -80,6 +80,12 @@ fn excess(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Option<String> {
         let value = rule.names().number(hyper, name);
         operands.push(Operand::row(name, vec![value], Some(Precision::F32)));
     }
+    operands
+}
+
+/// Why a rule does not give what the job made; `None` where it does.
+fn excess(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Option<String> {
+    let (job, operands) = (&recorded.job, operands(rule, hyper, recorded));
     let span = Span { bound: Bound::new(100, 1, ELEMENTS), first_row: 0 };
     let compared = rule.tallies(&operands, &arithmetic(Some(job.parameters), None), span);
     let recorded = compared.into_iter().filter_map(|(name, tally)| match tally {
@@ -163,6 +169,61 @@ fn a_rule_gives_what_an_independent_implementation_of_it_does() {
     }
     assert!(alarms.is_empty(), "{} of {draws}:\n{}", alarms.len(), alarms.join("\n"));
     assert!(draws >= 300, "{draws} draws");
+}
+
+/// Goal: programs over columns find what numbers that carry their errors find, element by element.
+/// Method: sums and bounds of all rules, on jobs that agree and on such that do not.
+#[test]
+fn a_rule_is_judged_alike_by_columns_and_by_elements() {
+    let (mut draw, mut compared) = (Draw::new(29), 0);
+    for kind in JOBS {
+        for rounding in ROUNDING {
+            for at in 0..6 {
+                let job = drawn(kind, rounding, &mut draw);
+                let steps = 1 + draw.below(8) as u32;
+                let (rule, hyper) = rule(&job, steps);
+                let variations = rule.variations();
+                let rule = match (at % 2, &variations[..]) {
+                    (1, [first, ..]) => first.rule.clone(),
+                    _ => rule,
+                };
+                let words = format!("step {steps} of {job:?} by {rule:?}");
+                let recorded = run(job, steps, None, &mut draw);
+                let operands = operands(&rule, &hyper, &recorded);
+                let declared = arithmetic(Some(recorded.job.parameters), None);
+                let span = Span { bound: Bound::new(100, 1, ELEMENTS), first_row: 0 };
+                let by_columns = rule.tallies(&operands, &declared, span);
+                let by_elements = rule.tallies_by_numbers(&operands, &declared, span);
+                for ((name, one), (_, other)) in by_columns.into_iter().zip(by_elements) {
+                    let (one, other) = match (one, other) {
+                        (Ok(one), Ok(other)) => (one, other),
+                        (one, other) => {
+                            assert_eq!(one.err(), other.err(), "{name}: {words}");
+                            continue;
+                        }
+                    };
+                    let bound = &span.bound;
+                    let counts = |of: &Tally| (of.nonfinite, of.exceeding, of.exceeding_rows);
+                    assert_eq!(counts(&one), counts(&other), "{name}: {words}");
+                    let why = (one.excess(bound).is_some(), other.excess(bound).is_some());
+                    assert_eq!(why.0, why.1, "{name}: {words}");
+                    let numbers = |of: &Tally| {
+                        let scores = of.worst.as_ref().map_or(0.0, |worst| worst.score);
+                        let own = [of.error_energy, of.reference_energy, of.captured_energy];
+                        let bounds = [of.expected(), of.budget.energy(bound.stage), scores];
+                        let slopes = [of.slope(), of.allowed_slope(bound), of.overshoot(bound)];
+                        [own, bounds, slopes].concat()
+                    };
+                    for (at, (x, y)) in numbers(&one).into_iter().zip(numbers(&other)).enumerate() {
+                        let is_near = (x - y).abs() <= 1e-3 * y.abs() + 1e-30 || x == y;
+                        assert!(is_near, "{at}, {name}: {x:e}, not {y:e}: {words}");
+                    }
+                    compared += 1;
+                }
+            }
+        }
+    }
+    assert!(compared > 500, "{compared} stages");
 }
 
 /// Goal: each variation is a divergence from its rule, and explains it. Method: it is planted in
