@@ -4,6 +4,7 @@ torch calls an optimizer's hooks around `step`, however it is called: by the job
 by a wrapper. Of an optimizer that calls the `step` of its base class, the outer call counts.
 """
 
+import contextlib
 import functools
 import math
 import numbers
@@ -183,6 +184,15 @@ def start(capture: Capture) -> None:
                 raise
             capture.steps.append(step)
             step.start()
+
+
+def known(owners: list[Any]) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch among what a job hands over."""
+    found = []
+    for given in owners:
+        with contextlib.suppress(TypeError):
+            found.append(unwrapped(given))
+    return found
 
 
 def unwrapped(given: Any) -> torch.optim.Optimizer:
