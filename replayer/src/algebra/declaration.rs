@@ -6,6 +6,8 @@ use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
+use super::squares::Squares;
+
 /// The version of the declaration that this replay reads.
 pub(crate) const VERSION: u32 = 1;
 
@@ -44,10 +46,13 @@ pub(crate) struct Declaration {
     /// In the order in which parameters name them.
     #[serde(default)]
     pub optimizers: Vec<Optimizer>,
+    /// Of gradients that are not recorded whole, by the name of the parameter.
+    #[serde(default)]
+    pub squares: BTreeMap<String, Squares>,
 }
 
 /// A number, or one that is not finite as the word that JSON has for it here.
-fn number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, D::Error> {
+pub(super) fn number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, D::Error> {
     Ok(number_of(&Value::deserialize(from)?))
 }
 
@@ -362,6 +367,8 @@ mod tests {
         assert_eq!(declaration.parameters["layers.0.weight"].scalar_after("step"), Some(7.0));
         assert_eq!((hyper.number("betas.1"), hyper.number("eps")), (Some(0.999), Some(1e-8)));
         assert_eq!(declaration.parameters["layers.0.weight"].reduce[0].op, ReduceOp::Mean);
+        let squares = &declaration.squares["layers.0.weight"];
+        assert_eq!((squares.reduced, squares.held.len()), (Some(15.3), 1));
         let refused = Declaration::read(br#"{"version": 2}"#).unwrap_err();
         assert!(refused.contains("version 2"), "{refused}");
         assert!(Declaration::read(b"no JSON").unwrap_err().contains("cannot be read"));

@@ -63,6 +63,8 @@ impl Judge<'_> {
         judged.extend(judge.reduced(parameter));
         judged.extend(judge.unscaled(parameter));
         judged.extend(judge.clipped(parameter));
+        let whole = judge.scaled_squares(parameter, &judged);
+        judged.extend(whole);
         judged
     }
 

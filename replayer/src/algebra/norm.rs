@@ -17,6 +17,7 @@ use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::squares::Held;
 use crate::assemble::pieces;
 use crate::kernels::policy::Sum;
 use crate::kernels::round::Precision;
@@ -231,13 +232,17 @@ impl Judge<'_> {
         let mut shares: BTreeMap<&str, Share> = BTreeMap::new();
         let (mut stored, mut lost) = (None, Vec::new());
         for parameter in self.normed(at) {
-            match self.key_of(parameter, of) {
-                Some(key) => {
-                    let format = self.inventory.precision(key);
-                    stored = fewer_bits(stored, format);
-                    shares.insert(parameter, self.share(key, rank, power, format)?);
-                }
-                None => lost.push(parameter),
+            let key = self.key_of(parameter, of);
+            if let Some(held) = self.inventory.declared_squares(parameter, of, rank) {
+                let (held, squares_of) = (held?, (parameter, key));
+                stored = fewer_bits(stored, held.format);
+                shares.insert(parameter, self.declared_share(squares_of, &held, power)?);
+            } else if let Some(key) = key {
+                let format = self.inventory.precision(key);
+                stored = fewer_bits(stored, format);
+                shares.insert(parameter, self.share(key, rank, power, format)?);
+            } else {
+                lost.push(parameter);
             }
         }
         if let Some(first) = lost.first() {
@@ -431,6 +436,53 @@ impl Judge<'_> {
             share.variance += count * Precision::F32.smallest_subnormal().powi(2);
         }
         Ok(share)
+    }
+
+    /// The share of a gradient that is not recorded whole, by the sums of squares that ranks declare.
+    /// None can be smaller than that of what the rank recorded.
+    fn declared_share(
+        &self,
+        (parameter, key): (&str, Option<&TensorKey>),
+        held: &Held,
+        power: f64,
+    ) -> Result<Share, String> {
+        if power != 2.0 {
+            return Err(format!(
+                "{parameter} is not recorded whole, and of such a gradient ranks declare the sum \
+                 of squares alone"
+            ));
+        }
+        let mut recorded: BTreeMap<Rank, f64> = BTreeMap::new();
+        for piece in key.map(|key| self.inventory.pieces(key, &|_| ())).unwrap_or_default() {
+            let [value, ..] = self.powers(key.expect("it has pieces"), &piece, power)?;
+            for rank in piece.ranks {
+                *recorded.entry(rank).or_default() += value;
+            }
+        }
+        // How far two sums of the same squares in f64 may be apart.
+        let elements: u64 = held.parts.iter().map(|(elements, _)| elements).sum();
+        let most = 1.0 + elements as f64 * f64::EPSILON;
+        let is_less = |(rank, sum): &(&Rank, &f64)| {
+            recorded.get(rank).is_some_and(|part| *part > **sum * most)
+        };
+        if let Some((rank, sum)) = held.by_rank.iter().find(is_less) {
+            return Err(format!(
+                "rank {rank} declares {sum:e} as the sum of the squares of {parameter}, and what \
+                 it recorded of it has more"
+            ));
+        }
+        let sum = Sum { precision: Precision::F32, ..Sum::NATIVE };
+        let unit = held.format.map_or(0.0, Precision::unit_roundoff);
+        // The sum of fourth powers is not known; it is at most the square of that of squares.
+        let variance = |(count, value): &(u64, f64)| {
+            sum.variance(*count as f64, *value, value * value) + (2.0 * unit * value).powi(2)
+        };
+        Ok(Share {
+            whole: held.whole(),
+            held: held.by_rank.clone(),
+            variance: held.parts.iter().map(variance).sum(),
+            copies: held.copies as f64,
+        })
     }
 
     /// `Σ |g|^p`, `Σ |g|^2p` and the count of the elements of a piece.
