@@ -235,7 +235,7 @@ fn forward_body(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation
                         Two::Plus => each(out, |i| a[i] + b),
                         Two::Minus => each(out, |i| a[i] - b),
                         Two::Times => each(out, |i| a[i] * b),
-                        // Beside what arithmetic of fewer bits rounds a further rounding is nothing.
+                        // Beside arithmetic of fewer bits a further rounding is nothing.
                         Two::Over if program.unit > COARSE => each(out, |i| a[i] * (1.0 / b)),
                         Two::Over => each(out, |i| a[i] / b),
                     }

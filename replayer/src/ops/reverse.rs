@@ -83,6 +83,7 @@ pub(super) struct Of<'b> {
 
 /// Memory for the way back.
 #[derive(Default)]
+#[expect(clippy::vec_box, reason = "blocks change places, and are not copied")]
 pub(super) struct Way {
     adjoints: Vec<Adjoint>,
     slots: Vec<Box<Block>>,

@@ -142,8 +142,8 @@ vectorised!(
 
 #[inline(always)]
 fn add_body(sums: &mut Sums, row: &Block, errors: &Errors, shares: bool, accumulator: Precision) {
-    for i in 0..LANES {
-        let (x, before) = (row[i], sums.sum[i]);
+    for (i, x) in row.iter().copied().enumerate() {
+        let before = sums.sum[i];
         let sum = before + x;
         let is_larger = before.abs() >= x.abs();
         let (large, small) = if is_larger { (before, x) } else { (x, before) };

@@ -12,6 +12,7 @@ use crate::kernels::number::Number;
 use crate::kernels::uncertain::{LAST, Roundings, Uncertain};
 
 /// An input of a formula.
+#[expect(clippy::large_enum_variant, reason = "a formula has a few, which live while it is read")]
 pub(super) enum Given<'a> {
     /// One number for the whole row.
     Known(Uncertain<'a>),
@@ -30,6 +31,7 @@ struct Trace<'a> {
 
 /// A number of a formula that is read.
 #[derive(Clone)]
+#[expect(clippy::large_enum_variant, reason = "a formula has a few, which live while it is read")]
 pub(super) enum Traced<'t, 'a> {
     /// One that the row shares.
     Known(Uncertain<'a>, Tracing<'t, 'a>),
