@@ -223,7 +223,7 @@ mod tests {
         let page = include_str!("../../../docs/step-causes.md");
         let (_, table) = page.split_once("## Causes").expect("the page has the section");
         let table = table.split("\n## ").next().unwrap_or_default();
-        let rows: Vec<&str> = table.lines().filter(|line| line.starts_with("| `")).collect();
+        let rows: Vec<&str> = table.lines().filter(|line| line.starts_with("| [`")).collect();
         let named = |row: &&str| row.split('`').nth(1).unwrap_or_default().to_string();
         let listed: Vec<String> = rows.iter().map(named).collect();
         let known: Vec<String> = CAUSES.iter().map(|cause| cause.name.to_string()).collect();
