@@ -2,6 +2,7 @@
 
     python python/docs/step_causes.py [CAUSE ...]       # or: make step-causes
     python python/docs/step_causes.py --check           # says where the page has another screen
+    python python/docs/step_causes.py --words           # table and words anew, with the screens that are there
 
 For each cause of replayer/src/algebra/causes.rs a small job in torch (step_job.py) is trained twice, with
 its fault (step_plants.py) and without, and both dumps are replayed. The page shows the lines of the
@@ -157,7 +158,9 @@ def shown(name, directory):
     first = groups[0]
     drawn = [Dump(dump, plant.step) for dump in dumps]
     rank = first["ranks"][0]
-    sizes = {one: drawn[0].tensor(f"step.before:{one}", rank).size for one in first["parameters"]}
+    # Of the right job: a rank with a fault may have recorded no parameter.
+    size = lambda one: drawn[1].tensor(f"step.before:{one}", rank).size
+    sizes = {one: size(one) for one in first["parameters"]}
     largest = max(sizes, key=sizes.get, default=None)
     where = {"stage": first["stage"], "parameter": largest, "rank": rank}
     return excerpt(text, first["stage"]), picture(plant, where, drawn)
@@ -165,8 +168,7 @@ def shown(name, directory):
 
 def write(sections, pictures):
     """The page below its introduction, and the pictures."""
-    known = causes()
-    written = [line for told in known for line in [*sections.get(told.name, []), ""]]
+    written = [line for name in PLANTS for line in [*sections.get(name, []), ""]]
     head = PAGE.read_text().partition(BEGIN)[0]
     body = "\n".join([BEGIN, *table(), "", "## One by one", "", *written])
     PAGE.write_text(re.sub(r"\n{3,}", "\n\n", head + body).rstrip() + "\n")
@@ -186,6 +188,12 @@ def old_sections():
     return {part.split("\n", 1)[0]: ("### " + part).rstrip().splitlines() for part in parts[1:]}
 
 
+def screen(lines):
+    """What a section shows as printed."""
+    begin = lines.index("```text") + 1
+    return lines[begin : lines.index("```", begin)]
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description="The page on the causes of a step.")
     parser.add_argument("cause", nargs="*", help="only these")
@@ -193,7 +201,11 @@ def main(argv):
     parser.add_argument("--keep", metavar="DIR", help="keep the dumps here")
     parser.add_argument("--jobs", type=int, default=2, help="replays at a time")
     parser.add_argument("--again", action="store_true", help="replay what --keep DIR holds")
+    parser.add_argument("--words", action="store_true", help="write table and words, run nothing")
     arguments = parser.parse_args(argv)
+    if arguments.words:
+        write({name: section(PLANTS[name], screen(old)) for name, old in old_sections().items()}, {})
+        return 0
     known = causes()
     if missing := [told.name for told in known if told.name not in PLANTS]:
         raise SystemExit(f"step_plants.py has no plant of {', '.join(missing)}")

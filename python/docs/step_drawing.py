@@ -198,11 +198,13 @@ def ends(dump, parameter, rank, stage):
     """What a stage makes, by its name: the first that is another is drawn."""
     part = lambda name: dump.held.get((f"step.{name}:{parameter}", rank, None))
     gradient = part("clipped") if part("clipped") is not None else part("reduced")
-    change = part("after") - part("before")
+    # A rank that took no step has recorded none.
+    stepped = part("after") is not None
+    change = part("after") - part("before") if stepped else np.zeros_like(part("reduced"))
     states = {
         name: dump.tensor(name, rank)
         for name in dump.names("step.state_after.")
-        if name.partition(":")[2] == parameter
+        if name.partition(":")[2] == parameter and (name, rank, None) in dump.held
     }
     state_words = lambda name: name.removeprefix("step.state_after.").partition(":")[0]
     return {

@@ -29,7 +29,8 @@ for p in model.parameters():
     "clip": "torch.nn.utils.clip_grad_norm_(model.parameters(), limit)\n",
     "load": "",  # of the optimizer's state, at the start of its step
     "count": 'state["step"] += 1\n',
-    "step": "optimizer.step()\n",
+    "step": "scaler.step(optimizer) if scaler else optimizer.step()\n",
+    "take": "optimizer.step()\n",  # what the scaler does
     "rule": "",
 }
 
@@ -75,12 +76,6 @@ UNSCALE = "scaler.unscale_(optimizer)\n"
 SWAP = """\
 for p, q in zip(model.layers[0].parameters(), model.layers[1].parameters()):
     optimizer.state[p], optimizer.state[q] = optimizer.state[q], optimizer.state[p]
-"""
-SHARED_SKIP = """\
-infinite = torch.tensor(float(rank == 1))
-dist.all_reduce(infinite)
-if not infinite:
-    optimizer.step()
 """
 REPLACED = """\
 if step == 0:
@@ -164,7 +159,8 @@ v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
 update = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + decay * w
 squares = torch.stack([w.square().sum(), update.square().sum()])
 dist.all_reduce(squares, group=mesh["shard"].get_group())
-w.add_(update, alpha=-lr * float(squares[0] / squares[1]) ** 0.5)
+ratio = float(squares[0] / squares[1]) ** 0.5 if squares.all() else 1.0
+w.add_(update, alpha=-lr * ratio)
 """,
     "Muon": """\
 buffer.lerp_(g, 1 - momentum)

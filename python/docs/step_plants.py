@@ -19,7 +19,6 @@ from step_pieces import (
     PLANTS,
     REPLACED,
     RULES,
-    SHARED_SKIP,
     SUMMED,
     SWAP,
     UNSCALE,
@@ -59,7 +58,8 @@ plant(
     BUFFER,
     ("        p.grad = None\n", ""),
     threads="Megatron-LM 6660",
-    **TWO,
+    ranks=2,
+    microbatches=2,
 )
 plant(
     "divide-old-shard",
@@ -125,7 +125,6 @@ plant(
     "reduce",
     PIECES["reduce"],
     ("    p.grad /= world\n", "    p.grad /= world\n    p.grad /= world\n"),
-    threads="Megatron-LM 3023",
     **TWO,
 )
 plant(
@@ -356,10 +355,11 @@ of_rule(
 )
 plant(
     "inf-skipped-on-some-ranks",
-    "A rank that finds an infinite gradient leaves the step out by itself, and the others take it. Here it is rank 1.",
-    "step",
-    SHARED_SKIP,
-    ("dist.all_reduce(infinite)\n", ""),
+    "A rank that finds an infinite gradient leaves the step out by itself, and others take it. Here rank 1 does so.",
+    "take",
+    PIECES["take"],
+    (PIECES["take"], "if rank != 1:\n    optimizer.step()\n"),
+    scaled=True,
     **TWO,
 )
 of_rule(
@@ -458,7 +458,7 @@ of_rule(
     "Muon",
     ("orthogonal(update, ", "orthogonal(g, "),
     matrices=True,
-    pieces={"clip": ""},
+    pieces={"clip": "", "clear": "model.zero_grad()\n"},
     threads="optax 1170",
 )
 of_rule(
@@ -486,6 +486,7 @@ plant(
     REPLACED,
     ('    optimizer.param_groups[0]["params"] = list(model.parameters())\n', ""),
     always=True,
+    pieces={"clear": "model.zero_grad()\n"},
 )
 of_rule(
     "update-from-other-gradient",

@@ -12,6 +12,7 @@ use super::domain::Addend;
 use super::elements::Elements;
 use crate::assemble::{assemble_box, extract};
 use crate::compare::pair::widen;
+use crate::dump::sampled::Samples;
 use crate::dump::{ShardRef, StepDump};
 use crate::head::roundings::precision_of;
 use crate::kernels::round::Precision;
@@ -24,6 +25,8 @@ pub(crate) struct Inventory<'a> {
     pub declared: BTreeMap<Rank, Declaration>,
     /// By name.
     pub parameters: BTreeMap<String, Parameter>,
+    /// What stands for parameters that are not recorded whole.
+    pub samples: Samples,
     /// Declarations that cannot be used, in sentences.
     pub faults: Vec<String>,
 }
@@ -50,11 +53,13 @@ impl<'a> Inventory<'a> {
         dump: &'a StepDump,
         unusable: &dyn Fn(&TensorKey) -> Option<String>,
     ) -> Option<Inventory<'a>> {
+        let samples = Samples::of(dump);
         let mut inventory = Inventory {
             dump,
             declared: BTreeMap::new(),
             parameters: BTreeMap::new(),
-            faults: Vec::new(),
+            faults: samples.faults.clone(),
+            samples,
         };
         for key in dump.tensors().keys() {
             if let Some(rank) = Part::declaring_rank(key.tensor.as_str()) {
@@ -202,8 +207,11 @@ impl<'a> Inventory<'a> {
     /// Whether a rank holds every element of a box of a tensor. Nothing is read.
     pub(crate) fn holds(&self, key: &TensorKey, rank: Rank, place: &IndexBox) -> bool {
         let info = &self.dump.tensors()[key];
-        let own = info.shards.iter().filter(|shard| self.dump.record(shard).rank == rank);
-        let shared = own.filter_map(|shard| self.dump.record(shard).place.intersection(place));
+        let records = info.shards.iter().map(|shard| self.dump.record(shard));
+        let own = records.filter(|record| record.rank == rank);
+        // Devices of one rank may hold copies of one box.
+        let boxes: BTreeSet<&IndexBox> = own.map(|record| &record.place).collect();
+        let shared = boxes.into_iter().filter_map(|own| own.intersection(place));
         let held: u64 = shared.filter_map(|shared| shared.elements()).sum();
         info.shape.len() == place.0.len() && place.elements() == Some(held)
     }

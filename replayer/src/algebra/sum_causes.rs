@@ -192,8 +192,8 @@ impl Solved<'_> {
         let mut own = self.own();
         own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
         let mut ranks = own.chunk_by(|a, b| a.0.rank == b.0.rank);
-        // The coefficients fall to that of the last microbatch: by powers of two where the sum is added to
-        // itself, by one where each microbatch adds all of `.grad`, which still holds those before.
+        // The coefficients fall to that of the last microbatch: by powers of two where the sum is
+        // added to itself, by one where each microbatch adds `.grad` with those before in it.
         let is_power = |ratio: f64| is_near(ratio.log2().round().exp2(), ratio);
         let is_doubled = ranks.all(|of_rank| {
             let last = of_rank.last().map_or(0.0, |addend| addend.1);
