@@ -60,7 +60,7 @@ def recorded(directory):
     random = np.random.default_rng(0)
     rows = max(1, SIZE // COLUMNS)
     shape = (rows, COLUMNS)
-    recorder = backtape.Recorder(directory)
+    recorder = backtape.Recorder(directory, steps="0", rank=0, world_size=1, strict=True)
     with recorder.step(0) as tape:
         text = json.dumps(declaration()).encode()
         tape.record("step.declared:0", np.frombuffer(text, np.uint8))

@@ -330,6 +330,22 @@ def test_an_optimizer_of_copies_is_named_and_one_of_factors_has_them_recorded(tm
     assert np.array_equal(dump.tensor("state_after.row_var", "second.weight"), state["row_var"].numpy())
 
 
+def test_an_optimizer_that_holds_a_layer_that_was_replaced_says_so(tmp_path):
+    module = model()
+    optimizer = adamw(module)
+    module.second = nn.Linear(5, 5, bias=False)
+    with recorder(tmp_path) as recording, recording.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        loss(module, 0).backward()
+        optimizer.step()
+    dump = Dump(tmp_path)
+    assert dump.declared["optimizers"][0]["foreign"] == [{"shape": [5, 5], "grad": False}]
+    assert dump.of("second.weight")["optimizer"] is None
+    for stage in ("before", "after"):
+        assert dump.equal(stage, {"second.weight": module.second.weight.detach()})
+    assert "no optimizer holds it" in dump.of("second.weight")["absent"]["state"]
+
+
 def functions():
     """What step_algebra replaces for the time of a tape."""
     clip = nn.utils.clip_grad

@@ -11,7 +11,21 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "tests" / "step_corpus" / "run.py"
 REPLAY = Path(sys.executable).with_name("replay")
 
-FAULTS = ["reduce-sum-for-mean", "clip-twice", "eps-inside-sqrt", "norm-counts-copies"]
+FAULTS = [
+    "reduce-sum-for-mean",
+    "clip-twice",
+    "eps-inside-sqrt",
+    "norm-counts-copies",
+    "divide-old-shard",
+    "bucket-stale",
+    "clip-before-unscale",
+    "norm-low-precision",
+    "state-swapped",
+    "tied-updated-twice",
+    "sharded-norm-inside-update",
+    "inf-skipped-on-some-ranks",
+    "param-not-in-optimizer",
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -23,7 +23,7 @@ class Bug:
     """The fault of a job; in a fixed twin there is none. `active`: whether it acts in this step."""
 
     def __init__(self, job):
-        self.name, self.scope, self.active = job.fault, job.scope, False
+        self.job, self.name, self.scope, self.active = job, job.fault, job.scope, False
         self.concerned = None
 
     def names(self, model):

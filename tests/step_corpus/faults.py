@@ -154,6 +154,21 @@ def distinct(job):
     return job.microbatches not in (job.world, 2) or job.world == 1
 
 
+def eager(job, rng, ranges):
+    """Each microbatch is reduced by itself and added to a buffer of the job."""
+    job.buffer = job.mesh in ("hand", "grid")
+    job.operation, job.facts["eager"] = "mean", True
+
+
+def clipping_scaled(job, rng, ranges):
+    clipping(job, rng, ranges)
+    scaled(job, rng, ranges)
+
+
+def lamb(job, rng, ranges):
+    job.own, job.rule = True, "Lamb"
+
+
 SOME = ("all", "all", "norms", "matrices", "embedding", "inner")
 
 fault(
@@ -170,6 +185,20 @@ fault(
     ("accumulate", "reduce"),
     lambda j: several(j) and j.buffer and j.precision == "f32",
     buffered,
+)
+fault(
+    "divide-old-shard",
+    "reduce",
+    lambda j: several(j) and j.mesh in ("hand", "grid") and j.buffer,
+    eager,
+    scopes=SOME,
+)
+fault(
+    "bucket-stale",
+    ("accumulate", "reduce"),
+    lambda j: j.step > 0 and j.mesh != "tp",
+    scopes=SOME,
+    lasting=False,
 )
 # Under a wrapper the gradient is reduced when the job's code sees it.
 fault(
@@ -244,6 +273,13 @@ fault(
     factor=lambda j: 1 / j.scale,
 )
 
+fault(
+    "clip-before-unscale",
+    "unscale",
+    lambda j: by_scaler(j) and clipped(j),
+    clipping_scaled,
+)
+
 fault("norm-local-not-global", "norm", lambda j: j.mesh in ("fsdp2", "hsdp", "tp", "ep"), own_clip)
 fault(
     "norm-counts-copies",
@@ -258,6 +294,7 @@ fault(
     own_clip,
     scopes=("norms", "embedding", "inner", "biases"),
 )
+fault("norm-low-precision", "norm", lambda j: clipped(j) and j.precision == "f32", own_clip)
 fault("clip-recorded-not-applied", "clip", clipped, own_clip)
 fault("clip-twice", "clip", clipped, clipping)
 
@@ -296,6 +333,45 @@ fault(
     own_optimizer,
     scopes=SOME,
     lasting=False,
+)
+fault(
+    "state-swapped",
+    "state",
+    lambda j: j.step > 0 and (adaptive(j) or j.momentum > 0),
+    own_optimizer,
+    scopes=("all", "norms", "biases", "inner"),
+    lasting=False,
+)
+fault(
+    "tied-updated-twice",
+    ("state", "update"),
+    lambda j: j.model in ("tied", "recurrent"),
+    own_optimizer,
+    scopes=("embedding",),
+    lasting=False,
+)
+fault(
+    "sharded-norm-inside-update",
+    "update",
+    lambda j: j.mesh in ("fsdp2", "hsdp"),
+    lamb,
+    scopes=("all", "matrices", "inner"),
+    lasting=False,
+)
+fault(
+    "inf-skipped-on-some-ranks",
+    "update",
+    lambda j: by_scaler(j) and j.world > 1,
+    scaled,
+    lasting=False,
+    factor=lambda j: 0.0,
+)
+fault(
+    "param-not-in-optimizer",
+    "update",
+    lambda j: j.mesh in ("plain", "hand", "grid") and j.precision != "master" and not j.scale,
+    scopes=("norms", "biases", "embedding", "inner"),
+    factor=lambda j: 0.0,
 )
 fault("update-is-no-op", "update", lambda j: True, own_optimizer, scopes=SOME, factor=lambda j: 0.0)
 fault(

@@ -26,6 +26,7 @@ PLANTED = (
     "loss-scale-left-in",
     "loss-scale-taken-out-twice",
     "norm-misses-group",
+    "norm-low-precision",
     "clip-recorded-not-applied",
     "clip-twice",
     "bias-correction-missing",
@@ -55,6 +56,7 @@ OF_REDUCTION = {
     "ranks-weighted",
 }
 OF_CLIPPING = {
+    "norm-low-precision",
     "norm-misses-group",
     "clip-recorded-not-applied",
     "clip-twice",
@@ -71,6 +73,7 @@ SCOPES = ("all", "all", "biases", "kernels", "embedding")
 WHOLE = {
     "accumulate-low-precision",
     "ranks-weighted",
+    "norm-low-precision",
     "clip-recorded-not-applied",
     "clip-twice",
     "eps-inside-sqrt",

@@ -121,6 +121,8 @@ class Trainer:
             norm = taken["norm"] = optax.tree.norm(
                 [leaf for leaf in jax.tree.leaves(limited) if leaf is not None]
             )
+            if self.hits("norm-low-precision"):
+                norm = taken["norm"] = norm.astype(jnp.bfloat16).astype(jnp.float32)
             limit = taken["max_norm"] = job.limit * optax.tree.norm(grads)
             coefficient = jnp.minimum(1.0, limit / norm)
             if self.hits("clip-recorded-not-applied"):

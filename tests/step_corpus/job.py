@@ -103,7 +103,7 @@ class Job:
     buffer: bool  # gradients are added in a buffer of the job, as Megatron's main_grad
     operation: str  # of a reduction by hand
     precision: str
-    rule: str  # SGD, Adam, AdamW
+    rule: str  # SGD, Adam, AdamW; Lamb where a fault is of it
     own: bool  # the optimizer is the job's code
     way: str  # single, foreach or fused
     lr: float

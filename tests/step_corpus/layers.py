@@ -19,6 +19,17 @@ def start(module: torch.nn.Module, seed: int) -> torch.nn.Module:
     return module
 
 
+def replace(module: torch.nn.Module, names: set[str]) -> None:
+    """Makes other tensors of the same values of some parameters; tied ones stay tied."""
+    copies: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    of_names = {parameter for name, parameter in module.named_parameters() if name in names}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter in of_names:
+                copy = torch.nn.Parameter(parameter.detach().clone())
+                owner._parameters[name] = copies.setdefault(parameter, copy)
+
+
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean over tokens, in f32."""
     return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())

@@ -164,6 +164,21 @@ class Mesh:
         if mean:
             gradient.div_(count)
 
+    def low_norm(self, own, shared, kind):
+        """The same in bf16, or of norms that are kept in bf16."""
+        low = lambda number: number.to(torch.bfloat16).float()
+        rounded = low if self.job.variant % 2 else lambda number: number
+        total = torch.zeros(())
+        for one, is_own in [(one, True) for one in own] + [(one, False) for one in shared]:
+            part = one.abs().max() if kind == "inf" and one.numel() else one.square().sum()
+            axis = {"fsdp2": "shard", "hsdp": "shard", "tp": "tp", "ep": "ep"}.get(self.job.mesh)
+            if axis and is_own:
+                operation = dist.ReduceOp.MAX if kind == "inf" else dist.ReduceOp.SUM
+                dist.all_reduce(part, operation, group=self.torch[axis].get_group())
+            part = low(part if kind == "inf" else part.sqrt())
+            total = torch.maximum(total, part) if kind == "inf" else rounded(total + part.square())
+        return total if kind == "inf" else rounded(total.sqrt())
+
     def norm(self, named, kind):
         """The norm of the whole gradient by the job's own code: each element once."""
         bug = self.bug
@@ -172,6 +187,8 @@ class Mesh:
             if parameter.grad is None or bug.hits("norm-misses-group", name):
                 continue
             (own if is_cut(parameter) else shared).append(local(parameter.grad).float())
+        if bug.hits("norm-low-precision"):
+            return self.low_norm(own, shared, kind)
         power = lambda tensors: sum((one.square().sum() for one in tensors), torch.zeros(()))
         largest = lambda tensors: max(
             (one.abs().max() for one in tensors if one.numel()), default=torch.zeros(())

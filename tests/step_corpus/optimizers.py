@@ -4,6 +4,7 @@ What a job declares is what stands in `param_groups`; that a step does something
 """
 
 import torch
+import torch.distributed as dist
 
 from step_corpus.meshes import local
 
@@ -23,11 +24,27 @@ class Handwritten(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        self.saved = self.states() if self.bug.there("state-swapped") else {}
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.update(parameter, group, index)
+                    # The parameter is met under its second name too.
+                    if self.bug.hits("tied-updated-twice", self.name_of[parameter]):
+                        self.update(parameter, group, index)
         self.last_lr = {index: group["lr"] for index, group in enumerate(self.param_groups)}
+
+    def states(self):
+        """Each parameter's state before the step, under the parameter of its shape that follows: as by
+        a load that goes by position."""
+        saved, all_of = {}, [one for group in self.param_groups for one in group["params"]]
+        for at, parameter in enumerate(all_of):
+            others = all_of[at + 1 :] + all_of[:at]
+            other = next((one for one in others if one.shape == parameter.shape), None)
+            if other is not None:
+                state = self.state[other].items()
+                saved[parameter] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state}
+        return saved
 
     def update(self, parameter, group, index):
         bug, name = self.bug, self.name_of[parameter]
@@ -38,6 +55,8 @@ class Handwritten(torch.optim.Optimizer):
         gradient = gradient.to(value.dtype)
         if bug.hits("state-reset", name):
             self.state.pop(parameter, None)
+        if bug.hits("state-swapped", name) and parameter in self.saved:
+            self.state[parameter].update(self.saved[parameter])
         state = self.state[parameter]
         settings = group | {"lr": self.rate(group, index, name)}
         target = value.clone() if bug.hits("update-is-no-op", name) else value
@@ -118,6 +137,33 @@ class AdamW(_Adaptive):
     decoupled = True
 
 
+class Lamb(_Adaptive):
+    """Adam's direction with the decay in it, times the norm of the parameter over that of the direction."""
+
+    def apply(self, value, gradient, state, group, name, parameter):
+        beta1, beta2 = group["betas"]
+        first = self.zeros(state, "exp_avg", value, parameter)
+        second = self.zeros(state, "exp_avg_sq", value, parameter)
+        step = self.count(state, name)
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        direction = first / (1 - beta1**step)
+        direction = direction / ((second / (1 - beta2**step)).sqrt() + group["eps"])
+        direction = direction.add(value, alpha=self.decay_of(group, name))
+        norms = torch.stack([one.float().square().sum() for one in (value, direction)])
+        if not self.bug.hits("sharded-norm-inside-update", name):
+            self.over_shards(norms, parameter)
+        norms = norms.sqrt()
+        ratio = float(norms[0] / norms[1]) if norms.all() else 1.0
+        value.add_(direction, alpha=-group["lr"] * ratio)
+
+    def over_shards(self, norms, parameter):
+        """Adds up over the ranks that hold other parts of the parameter."""
+        for axis, placement in enumerate(getattr(parameter, "placements", ())):
+            if placement.is_shard():
+                dist.all_reduce(norms, group=parameter.device_mesh.get_group(axis))
+
+
 class SGD(Handwritten):
     """Momentum, plain or Nesterov's."""
 
@@ -153,7 +199,7 @@ def build(job, named, bug):
     else:
         defaults |= {"betas": job.betas, "eps": job.eps}
     if job.own:
-        return {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}[job.rule](
+        return {"SGD": SGD, "Adam": Adam, "AdamW": AdamW, "Lamb": Lamb}[job.rule](
             named, groups, defaults, job, bug
         )
     options = {

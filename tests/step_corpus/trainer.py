@@ -30,6 +30,9 @@ class Scaler(torch.amp.GradScaler):
                     parameter.grad.mul_(inverse)
 
     def step(self, optimizer, *args, **kwargs):
+        is_last = self.bug.job.world > 1 and dist.get_rank() == self.bug.job.world - 1
+        if is_last and self.bug.there("inf-skipped-on-some-ranks"):
+            return None  # as where this rank alone has found an infinite gradient
         return optimizer.step(*args, **kwargs)
 
 
@@ -46,6 +49,10 @@ class Trainer:
         self.named = list(model.named_parameters())
         self.bug.names(model)
         self.optimizer = optimizers.build(job, self.named, self.bug)
+        if job.fault == "param-not-in-optimizer":
+            # The optimizer was made before these were replaced, as by a new head.
+            layers.replace(model, self.bug.concerned)
+            self.named = list(model.named_parameters())
         name_of = {parameter: name for name, parameter in self.named}
         self.scaler = Scaler(job.scale, self.bug, name_of) if job.scale else None
         self.recorder = backtape.Recorder.from_env(
@@ -114,18 +121,22 @@ class Trainer:
         self.capture = backtape.torch.step_algebra(
             tape, self.model, self.optimizer, reduce=self.mesh.declared
         )
+        self.keep_stale()
         self.accumulate(step)
-        self.mesh.reduce(self.named)
+        if not job.facts.get("eager"):
+            self.mesh.reduce(self.named)
         self.after_reduction()
         if job.mesh in BY_HAND:
             self.capture.reduced()
+        too_early = self.bug.there("clip-before-unscale")
+        norm = self.clip() if too_early else None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if last:
             self.keep("gradient")
         if self.bug.there("update-from-other-gradient"):
             self.optimizer.gradients = {one: local(one.grad).clone() for _, one in self.named}
-        norm = self.clip()
+        norm = norm if too_early else self.clip()
         if last:
             self.keep("taken")
             self.record_masters(tape, "before")
@@ -142,12 +153,24 @@ class Trainer:
                     parameter.mul_(1 - self.job.factor)
 
     def clear(self, step):
+        if self.bug.there("bucket-stale"):
+            return
+        if self.job.fault == "param-not-in-optimizer":
+            self.model.zero_grad()
+            return
         if not self.bug.there("not-cleared"):
             self.optimizer.zero_grad()
             return
         for name, parameter in self.named:
             if not self.bug.hits("not-cleared", name):
                 parameter.grad = None
+
+    def keep_stale(self):
+        """A bucket that still holds the gradients of the step before when it is copied back."""
+        self.stale = {}
+        for name, parameter in self.named:
+            if self.bug.there("bucket-stale"):
+                self.stale[name], parameter.grad = parameter.grad, None
 
     def accumulate(self, step):
         """The backward of every microbatch."""
@@ -185,6 +208,8 @@ class Trainer:
         """Adds the gradients of a microbatch to the job's own buffers."""
         job, bug = self.job, self.bug
         for name, parameter in self.named:
+            if job.facts.get("eager"):
+                self.mesh.reduce([(name, parameter)])
             gradient = parameter.grad
             if bug.hits("accumulate-window", name) and i == job.facts["lost"]:
                 gradient = torch.zeros_like(gradient)
@@ -195,6 +220,8 @@ class Trainer:
             if name not in sums:
                 sums[name] = gradient.clone()
             else:
+                if bug.hits("divide-old-shard", name):
+                    sums[name].div_(self.mesh.sizes["data"])
                 sums[name].add_(gradient)
             # Where a fault is, .grad is not cleared: what was added is added again.
             if not bug.hits("accumulate-doubles", name) and i < job.microbatches - 1:
@@ -205,6 +232,8 @@ class Trainer:
         for name, parameter in self.named:
             if parameter.grad is None:
                 continue
+            if bug.hits("bucket-stale", name):
+                local(parameter.grad).copy_(local(self.stale[name]))
             if bug.hits("reduced-mean-twice", name):
                 parameter.grad.div_(job.facts["copies"])
             if bug.hits("gradient-scaled", name):
@@ -251,6 +280,8 @@ class Trainer:
         active, self.bug.active = self.bug.active, False
         norm = float(self.mesh.norm(self.named, self.job.clip))
         self.bug.active = active
+        if self.bug.there("clip-before-unscale"):
+            norm /= self.job.scale  # the limit of a job knows nothing of the scale
         return self.same_everywhere(norm) * self.job.limit
 
     def same_everywhere(self, number):

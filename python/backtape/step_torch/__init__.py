@@ -138,4 +138,6 @@ def finish(capture: Capture, ended_by: str | None) -> None:
     waiting = capture.not_stepped()
     if ended_by is None:
         capture.take("reduced", waiting)
+        with capture.guarded("values of parameters that no optimizer holds"):
+            optimizers.take_unheld(capture, "after")
     declaration.record(capture, ended_by)

@@ -49,6 +49,7 @@ class Capture:
         self.clip_value: float | None = None
         self.loss_scale: float | None = None
         self.steps: list[Any] = []  # of optimizers.Step, by optimizer
+        self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
         self.unknown: list[str] = []  # why an optimizer's step cannot be recorded
 
     @contextlib.contextmanager

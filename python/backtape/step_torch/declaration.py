@@ -86,6 +86,8 @@ def _optimizer(step: Step) -> dict[str, Any]:
     told = {"name": inner.__name__, "module": inner.__module__, "groups": groups}
     if kind is not inner:
         told["sharded_by"] = kind.__name__
+    if step.others:
+        told["foreign"] = step.others
     return told | {"skipped": step.skipped, "steps": step.count}
 
 
@@ -98,7 +100,7 @@ def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
         nothing = HOLDS_NOTHING if part.holder() is None else "it has no .grad"
         part.leave_out("reduced", ended or nothing)
     if part.place is None:
-        foreign = sum(step.foreign() for step in capture.steps)
+        foreign = sum(len(step.foreign()) for step in capture.steps)
         if foreign and part.trainable and part.holder() is not None:
             reason = (
                 f"no optimizer holds it, and the optimizers hold {foreign} tensors that are no "
@@ -106,7 +108,11 @@ def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
             )
             part.leave_out("master_before", reason)
             part.leave_out("master_after", reason)
-        _leave_out_values(part, "; ".join(["no optimizer holds it", *capture.unknown]))
+        reason = "; ".join(["no optimizer holds it", *capture.unknown])
+        if part in capture.unheld and ended_by is None:
+            part.leave_out("state", reason)
+        else:
+            _leave_out_values(part, reason)
         return
     if part.holder() is None:
         _leave_out_values(part, HOLDS_NOTHING)

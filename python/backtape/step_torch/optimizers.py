@@ -36,6 +36,8 @@ class Step:
         self.optimizer = unwrapped(given)
         self.sharded = is_zero(self.optimizer)
         self.groups: list[dict[str, Any]] = []
+        # Its tensors that are no parameters, when it stepped: a copy of more bits has a gradient.
+        self.others: list[dict[str, Any]] = []
         self.count = 0  # how often the optimizer has stepped
         self.depth = 0  # calls of `step` that run: one inside another is that of a base class
         self.skipped = False
@@ -72,13 +74,13 @@ class Step:
         """What each group sets."""
         return [hyper_parameters(group) for group in self.optimizer.param_groups]
 
-    def foreign(self) -> int:
-        """How many tensors the optimizer has that are of no parameter of the models."""
+    def foreign(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer has and that are of no parameter of the models."""
         own = {id(part.in_groups()) for part in self.capture.own}
         listed = [
             parameter for group in self.optimizer.param_groups for parameter in group["params"]
         ]
-        return sum(id(parameter) not in own for parameter in listed)
+        return [parameter for parameter in listed if id(parameter) not in own]
 
     def _before(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Runs before the step. Returns other arguments of it where one is a closure."""
@@ -97,6 +99,9 @@ class Step:
                 for part in parts:
                     part.leave_out("unscaled", "the optimizer takes the loss scale out itself")
             self.groups = self.hyper_parameters()
+            self.others = [
+                {"shape": list(one.shape), "grad": one.grad is not None} for one in self.foreign()
+            ]
             self._take_values("before", parts)
             if callable(options.get("closure")):
                 return args, options | {"closure": self._watched(options["closure"], parts)}
@@ -183,6 +188,20 @@ def start(capture: Capture) -> None:
                 raise
             capture.steps.append(step)
             step.start()
+    if any(step.foreign() for step in capture.steps):
+        # An optimizer that holds other tensors in place of parameters: whether these change tells.
+        capture.unheld = [
+            part for part in capture.not_stepped() if part.place is None and part.trainable
+        ]
+        take_unheld(capture, "before")
+
+
+def take_unheld(capture: Capture, when: str) -> None:
+    """Records the values of parameters that no optimizer holds."""
+    for part in capture.unheld:
+        value = part.value()
+        if value is not None:
+            capture.record(when, part, value)
 
 
 def unwrapped(given: Any) -> torch.optim.Optimizer:

@@ -36,6 +36,12 @@ causes! {
     ACCUMULATE_DOUBLES = "accumulate-doubles",
         "what was summed before is added once more with each microbatch",
         "where a buffer of gradients is added to itself: the copy between accumulator and `.grad`";
+    DIVIDE_OLD_SHARD = "divide-old-shard",
+        "what was reduced before is divided by the size of the group again with each microbatch",
+        "the division by the size of the group: it is of the new addend alone, and not of the buffer that holds the sum";
+    BUCKET_STALE = "bucket-stale",
+        "the gradient is that of before the step, and none of this step is in it",
+        "when the buffer of the reduction is filled and read: the copy out of it must wait for this step's reduction";
     LOW_PRECISION = "accumulate-low-precision",
         "the sum errs as one in fewer bits than declared",
         "the dtype of the buffer that gradients are added up in, and of what is sent";
@@ -75,6 +81,9 @@ causes! {
     SCALE_TWICE = "loss-scale-taken-out-twice",
         "the loss scale was taken out twice",
         "where the loss scale is taken out: it must happen once, before the norm";
+    CLIP_BEFORE_UNSCALE = "clip-before-unscale",
+        "the norm and the clipping are of gradients that have the loss scale in them",
+        "the order: the loss scale is taken out first, and then the norm is taken";
     NORM_LOCAL = "norm-local-not-global",
         "the norm is of what one rank holds",
         "the reduction of the squared norms over the ranks that hold other parts";
@@ -84,6 +93,9 @@ causes! {
     NORM_MISSES = "norm-misses-group",
         "some parameters are not in the norm",
         "which parameters, and which ranks' parts of them, the norm adds up";
+    NORM_LOW = "norm-low-precision",
+        "the norm errs as one in few bits does",
+        "the dtype in which norms of parameters are computed and added up";
     NOT_CLIPPED = "clip-recorded-not-applied",
         "the gradient is not clipped",
         "the code between the norm and the optimizer's step";
@@ -117,6 +129,15 @@ causes! {
     STATE_RESET = "state-reset",
         "the state before the step is not in the state after it",
         "what clears or reloads the optimizer's state";
+    STATE_SWAPPED = "state-swapped",
+        "the optimizer has the state of another parameter",
+        "how states are assigned to parameters after a load or a wrap: by name, and not by position";
+    UPDATED_TWICE = "tied-updated-twice",
+        "the optimizer's step is applied to it twice",
+        "whether the parameter is in the optimizer's groups twice, under two names, or in two optimizers";
+    INF_SKIPPED = "inf-skipped-on-some-ranks",
+        "some ranks left the optimizer's step out, and others took it",
+        "whether ranks share what they found of infinite gradients before any of them steps";
     NESTEROV = "nesterov",
         "the momentum is Nesterov's where plain is declared, or the reverse",
         "the optimizer's switch nesterov";
@@ -153,9 +174,18 @@ causes! {
     UNSIGNED = "sign-missing",
         "the update is not the sign of the mixture",
         "where the optimizer takes the sign";
+    ORTHOGONALISED = "orthogonalised-wrong-tensor",
+        "the matrix that is made orthogonal is not the momentum",
+        "which tensor the iteration takes: the momentum after this step";
+    SHARDED_NORM = "sharded-norm-inside-update",
+        "a norm or a matrix inside the update is of one rank's part of the parameter",
+        "whether the optimizer adds its norms up over the ranks that hold other parts";
     NO_OP = "update-is-no-op",
         "the parameter did not change",
         "whether the optimizer holds this parameter, or a copy of it that is not written back";
+    NOT_HELD = "param-not-in-optimizer",
+        "no optimizer holds it, and one holds another tensor in its place",
+        "when the optimizer was made: before parameters were replaced, wrapped or moved";
     OTHER_GRADIENT = "update-from-other-gradient",
         "the optimizer took the gradient of another stage",
         "which gradient the optimizer reads: `.grad` was replaced after the stage before, or a copy is read";

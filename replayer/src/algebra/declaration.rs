@@ -97,6 +97,12 @@ impl Norm {
             other => number_of(other),
         }
     }
+
+    /// What is clipped by it, where something is.
+    fn limit(&self) -> Option<Limit> {
+        let epsilon = self.epsilon.unwrap_or(1e-6);
+        Some(Limit { norm: self.value?, max_norm: self.max_norm?, epsilon })
+    }
 }
 
 /// What a gradient is clipped to.
@@ -198,6 +204,18 @@ pub(crate) struct Optimizer {
     /// The hyper-parameters of each group.
     #[serde(default)]
     pub groups: Vec<Hyper>,
+    /// Tensors in its groups that are no parameter of the models.
+    #[serde(default)]
+    pub foreign: Vec<Foreign>,
+}
+
+/// A tensor that an optimizer steps, and that is no parameter of the models.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub(crate) struct Foreign {
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// Whether it has a gradient: a copy of more bits is given one.
+    pub grad: bool,
 }
 
 /// The hyper-parameters of a group, by their names.
@@ -288,12 +306,22 @@ impl Declaration {
 
     /// What the gradient of a parameter was clipped to, by the last norm that it is part of.
     pub(crate) fn limit_of(&self, parameter: &str) -> Option<Limit> {
+        self.norm_of(parameter)?.limit()
+    }
+
+    /// The same where the norm was taken of the gradient with the loss scale in it.
+    pub(crate) fn limit_with_scale(&self, parameter: &str) -> Option<Limit> {
+        let is_scaled = self.loss_scale.is_some_and(|scale| scale != 1.0);
+        let norm = self.norm_of(parameter).filter(|_| is_scaled)?;
+        norm.limit().filter(|_| norm.of.as_deref() == Some("reduced"))
+    }
+
+    /// The last norm that a parameter is part of.
+    fn norm_of(&self, parameter: &str) -> Option<&Norm> {
         let is_part = |norm: &&Norm| {
             norm.parameters.is_empty() || norm.parameters.iter().any(|name| name == parameter)
         };
-        let norm = self.norms.iter().rfind(is_part)?;
-        let epsilon = norm.epsilon.unwrap_or(1e-6);
-        Some(Limit { norm: norm.value?, max_norm: norm.max_norm?, epsilon })
+        self.norms.iter().rfind(is_part)
     }
 
     /// The hyper-parameters of a parameter and the class of its optimizer.

@@ -45,8 +45,12 @@ impl<'a> Elements<'a> {
     /// format that needs it.
     fn in_place(dtype: Dtype, bytes: &'a [u8]) -> Elements<'a> {
         let found = match dtype {
-            Dtype::F32 => bytemuck::try_cast_slice(bytes).ok().map(Cow::Borrowed).map(Elements::F32),
-            Dtype::F64 => bytemuck::try_cast_slice(bytes).ok().map(Cow::Borrowed).map(Elements::F64),
+            Dtype::F32 => {
+                bytemuck::try_cast_slice(bytes).ok().map(Cow::Borrowed).map(Elements::F32)
+            }
+            Dtype::F64 => {
+                bytemuck::try_cast_slice(bytes).ok().map(Cow::Borrowed).map(Elements::F64)
+            }
             Dtype::Bf16 | Dtype::F16 => {
                 let half = |bits| Elements::Half(Cow::Borrowed(bits), dtype == Dtype::Bf16);
                 bytemuck::try_cast_slice(bytes).ok().map(half)
@@ -92,7 +96,8 @@ impl<'a> Elements<'a> {
     /// The elements of several tensors, one after the other.
     pub(crate) fn joined(all: Vec<Elements<'a>>) -> Elements<'a> {
         let is_f32 = |own: &Elements<'a>| matches!(own, Elements::F32(_));
-        let is_half = |own: &Elements<'a>, bf16| matches!(own, Elements::Half(_, is) if *is == bf16);
+        let is_half =
+            |own: &Elements<'a>, bf16| matches!(own, Elements::Half(_, is) if *is == bf16);
         if let [_] = &all[..] {
             return all.into_iter().next().expect("there is one");
         }
@@ -154,11 +159,7 @@ impl<'a> Inventory<'a> {
     }
 
     /// An addend's elements of a box, row-major in the box.
-    pub(crate) fn addend(
-        &self,
-        addend: &Addend,
-        place: &IndexBox,
-    ) -> Result<Elements<'a>, String> {
+    pub(crate) fn addend(&self, addend: &Addend, place: &IndexBox) -> Result<Elements<'a>, String> {
         match (addend.index, &addend.elsewhere) {
             (None, None) => self.elements(&addend.key, addend.rank, place),
             _ => Ok(Elements::of(self.read_addend(addend, place)?)),

@@ -8,6 +8,7 @@ use backtape::part::Part;
 
 use super::causes;
 use super::coefficients::{Coefficients, NEAR};
+use super::declaration::ReduceOp;
 use super::domain::{Addend, Domain};
 use super::gradient::is_near;
 use super::judge::{Judge, ranks};
@@ -59,6 +60,9 @@ impl Judge<'_> {
             let of = SumOf { addends, ..*of };
             let products = self.scalar_products(&of)?;
             let mut readings: Vec<Reading> = Vec::new();
+            for weights in candidates.divided_again(domain) {
+                readings.extend(self.explained_by(&of, &candidates, domain, &weights)?);
+            }
             for groups in candidates.families() {
                 let solved = products.solve_by(&groups);
                 left = solved.left;
@@ -93,8 +97,7 @@ impl Judge<'_> {
         domain: &Domain,
         solved: &Coefficients,
     ) -> Result<Option<Reading>, String> {
-        let microbatches = self.microbatches(of);
-        let simple = simple_numbers(domain, microbatches);
+        let simple = simple_numbers(domain, self.microbatches(of));
         let mut tried: Vec<Vec<f64>> = Vec::new();
         for distance in NEAR {
             tried.push(solved.simplified(&simple, distance));
@@ -102,23 +105,38 @@ impl Judge<'_> {
         tried.insert(1, solved.values.clone());
         tried.dedup();
         for weights in tried {
-            let explained = SumOf { weights: &weights, ..*of };
-            if self.sum(&explained)?.excess(&self.bound(of.place)).is_some() {
-                continue;
+            let weights = Coefficients { values: weights, ..solved.clone() };
+            let reading = self.explained_by(of, candidates, domain, &weights)?;
+            if reading.is_some() {
+                return Ok(reading);
             }
-            return Ok(Some(named(&Solved {
-                addends: of.addends,
-                weights: &weights,
-                stale: &candidates.stale,
-                domain,
-                inventory: self.inventory,
-                parameter: &candidates.parameter,
-                rank: of.rank,
-                is_unique: solved.is_unique,
-                microbatches,
-            })));
         }
         Ok(None)
+    }
+
+    /// The reading of coefficients, if the sum is what they say.
+    fn explained_by(
+        &self,
+        of: &SumOf<'_>,
+        candidates: &Candidates,
+        domain: &Domain,
+        weights: &Coefficients,
+    ) -> Result<Option<Reading>, String> {
+        let explained = SumOf { weights: &weights.values, ..*of };
+        if self.sum(&explained)?.excess(&self.bound(of.place)).is_some() {
+            return Ok(None);
+        }
+        Ok(Some(named(&Solved {
+            addends: of.addends,
+            weights: &weights.values,
+            stale: &candidates.stale,
+            domain,
+            inventory: self.inventory,
+            parameter: &candidates.parameter,
+            rank: of.rank,
+            is_unique: weights.is_unique,
+            microbatches: self.microbatches(of),
+        })))
     }
 
     /// Whether it is right but for an accumulator of fewer bits than declared.
@@ -170,11 +188,10 @@ impl Judge<'_> {
         let mut more = Vec::new();
         for rank in others.filter(|_| is_of_ranks && !by_device) {
             let theirs = inventory.addends_of(*rank, parameter).unwrap_or_default();
-            let placed = |addend: Addend| {
-                match inventory.holds(&addend.key, addend.rank, of.place) {
-                    true => Some(addend),
-                    false => self.elsewhere(addend, of.place),
-                }
+            let placed = |addend: Addend| match inventory.holds(&addend.key, addend.rank, of.place)
+            {
+                true => Some(addend),
+                false => self.elsewhere(addend, of.place),
             };
             more.extend(theirs.into_iter().filter_map(placed));
         }
@@ -203,6 +220,25 @@ struct Candidates {
 impl Candidates {
     fn new(parameter: &str, addends: Vec<Addend>) -> Candidates {
         Candidates { parameter: parameter.into(), addends, stale: Vec::new() }
+    }
+
+    /// The coefficients of a buffer that is divided by the size of an averaged axis once more with
+    /// each microbatch. The first microbatches are small in it, and hard to solve for.
+    fn divided_again(&self, domain: &Domain) -> Vec<Coefficients> {
+        let microbatches: BTreeSet<Option<Microbatch>> =
+            self.addends.iter().map(|addend| addend.microbatch).collect();
+        let means = domain.axes.iter().filter(|axis| axis.op == ReduceOp::Mean && axis.size > 1);
+        let of = |size: f64| {
+            let weight = |(at, addend): (usize, &Addend)| {
+                let later = microbatches.iter().filter(|other| **other > addend.microbatch);
+                let is_fresh = !self.stale.contains(&at);
+                if is_fresh { domain.scale / size.powi(later.count() as i32) } else { 0.0 }
+            };
+            let values = self.addends.iter().enumerate().map(weight).collect();
+            Coefficients { values, left: 0.0, is_unique: true }
+        };
+        let means = means.filter(|_| microbatches.len() > 1);
+        means.map(|axis| of(axis.size as f64)).collect()
     }
 
     /// Which addends have one coefficient, by how the fault may lie: alike for all, by rank, by
@@ -265,8 +301,12 @@ fn simple_numbers(domain: &Domain, microbatches: usize) -> Vec<f64> {
         let more: Vec<f64> = more.collect();
         simple.extend(more);
     }
-    let doubled = (1..=microbatches.min(16) as i32).map(|k| domain.scale * 2f64.powi(k));
-    simple.extend(doubled);
+    let powers = 1..=microbatches.min(16) as i32;
+    simple.extend(powers.clone().map(|k| domain.scale * 2f64.powi(k)));
+    // A buffer that holds a sum may be divided by the size of an axis with each microbatch.
+    for axis in domain.axes.iter().filter(|axis| axis.size > 1) {
+        simple.extend(powers.clone().map(|k| domain.scale / (axis.size as f64).powi(k)));
+    }
     simple.push(1.0);
     simple.sort_by(f64::total_cmp);
     simple.dedup_by(|a, b| is_near(*a, *b));

@@ -9,7 +9,7 @@ use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::causes;
-use super::declaration::{Norm, ReduceOp};
+use super::declaration::{Limit, Norm, ReduceOp};
 use super::domain::{Addend, Domain};
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
@@ -59,9 +59,35 @@ impl Judge<'_> {
     pub(crate) fn gradient(&self, parameter: &str) -> Vec<Judged> {
         let judge = Judge { nan_is_meant: self.inventory.is_left_out(), ..*self };
         let mut judged = judge.accumulated(parameter);
+        judged.extend(judge.accumulated_by_devices(parameter));
         judged.extend(judge.reduced(parameter));
         judged.extend(judge.unscaled(parameter));
         judged.extend(judge.clipped(parameter));
+        judged
+    }
+
+    /// The sums over microbatches that one tensor holds of several devices, side by side.
+    fn accumulated_by_devices(&self, parameter: &str) -> Vec<Judged> {
+        let inventory = self.inventory;
+        let tensors = &inventory.parameters[parameter].tensors;
+        let mut judged = Vec::new();
+        for ((part, _), key) in tensors {
+            let Part::AccumulatedBy(axis) = part else { continue };
+            let by = Part::GradBy(axis.clone());
+            for piece in inventory.pieces(key, &|rank| rank) {
+                let rank = piece.ranks[0];
+                let own = tensors.iter().filter(|((part, _), _)| *part == by);
+                let addends = own.map(|((_, at), key)| Addend::new(rank, *at, key.clone()));
+                let addends: Vec<Addend> = addends.collect();
+                let at = (parameter, key, &piece);
+                let sum = match addends.is_empty() {
+                    true => Err(format!("rank {rank} recorded no gradient of a microbatch of it")),
+                    false => self.sum_of_addends(at, &addends, &Domain::alone(rank)),
+                };
+                let result = sum.map(|(outcome, _)| outcome);
+                judged.push(self.judged(Stage::Accumulate, parameter, (key, &piece), result));
+            }
+        }
         judged
     }
 
@@ -126,7 +152,7 @@ impl Judge<'_> {
         domain: &Domain,
     ) -> Result<(Outcome, Energies), String> {
         let (rank, place, sent) = (piece.ranks[0], &piece.place, domain.sent);
-        let mut first = None;
+        let mut diverged = Vec::new();
         for accumulation in self.accumulations(rank, addends) {
             let scale = domain.scale * accumulation;
             let (domain, weights) =
@@ -136,9 +162,15 @@ impl Judge<'_> {
             if sum.0.divergence().is_none() {
                 return Ok(sum);
             }
-            first.get_or_insert(sum);
+            diverged.push(sum);
         }
-        first.ok_or_else(|| "it has no addends".into())
+        // What has a known cause by one of the two is told by that one.
+        let is_known = |sum: &(Outcome, Energies)| {
+            let readings = sum.0.divergence().map(|own| own.readings.iter());
+            readings.is_some_and(|mut own| own.any(|one| one.cause != causes::UNKNOWN.name))
+        };
+        let known = diverged.iter().position(is_known).unwrap_or(0);
+        diverged.into_iter().nth(known).ok_or_else(|| "it has no addends".into())
     }
 
     /// What the sum over a rank's microbatches may be multiplied by: in torch gradients are summed;
@@ -165,11 +197,13 @@ impl Judge<'_> {
         };
         let judge = |piece: &Piece| {
             let rank = piece.ranks[0];
-            let scale = inventory.declared.get(&rank).and_then(|declared| declared.loss_scale);
+            let declared = inventory.declared.get(&rank);
+            let scale = declared.and_then(|declared| declared.loss_scale);
             let scale = scale.ok_or_else(|| format!("rank {rank} declares no loss scale"));
+            let limit = declared.and_then(|declared| declared.limit_with_scale(parameter));
             let result = scale.and_then(|scale| {
                 let tally = self.scaled((before, key), piece, 1.0 / scale)?;
-                Ok(self.outcome(&tally, &piece.place, |factor| unscaling(factor, scale)))
+                Ok(self.outcome(&tally, &piece.place, |factor| unscaling(factor, scale, limit)))
             });
             self.judged(Stage::Unscale, parameter, (key, piece), result)
         };
@@ -213,7 +247,10 @@ impl Judge<'_> {
                 None => Err(format!("rank {rank} declares neither a norm nor a value to clip to")),
             };
         };
-        let coefficient = limit.coefficient();
+        // What was clipped with the loss scale in it is not clipped once more.
+        let is_before = declared.and_then(|own| own.limit_with_scale(parameter)).is_some()
+            && inventory.key(parameter, &Part::Unscaled) == Some(before);
+        let coefficient = if is_before { 1.0 } else { limit.coefficient() };
         let read = |factor: Factor| clipping(factor, coefficient);
         if coefficient >= 1.0 {
             let tally = self.scaled((before, key), piece, 1.0)?;
@@ -385,7 +422,17 @@ impl Factor {
     }
 }
 
-fn unscaling(factor: Factor, scale: f64) -> Option<Reading> {
+fn unscaling(factor: Factor, scale: f64, limit: Option<Limit>) -> Option<Reading> {
+    if let Some(limit) = limit.filter(|own| own.coefficient() < 1.0 && factor.is(own.coefficient()))
+    {
+        let words = format!(
+            "it was clipped with the loss scale {scale} in it: the norm {} is of the scaled \
+             gradients, and gave the coefficient {:.6}",
+            limit.norm,
+            limit.coefficient()
+        );
+        return Some(causes::CLIP_BEFORE_UNSCALE.reads(words));
+    }
     if factor.is(scale) {
         let words = format!("the loss scale {scale} is still in it");
         return Some(causes::SCALE_LEFT.reads(words));

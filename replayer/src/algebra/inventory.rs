@@ -202,8 +202,11 @@ impl<'a> Inventory<'a> {
     /// Whether a rank holds every element of a box of a tensor. Nothing is read.
     pub(crate) fn holds(&self, key: &TensorKey, rank: Rank, place: &IndexBox) -> bool {
         let info = &self.dump.tensors()[key];
-        let own = info.shards.iter().filter(|shard| self.dump.record(shard).rank == rank);
-        let shared = own.filter_map(|shard| self.dump.record(shard).place.intersection(place));
+        let records = info.shards.iter().map(|shard| self.dump.record(shard));
+        let own = records.filter(|record| record.rank == rank);
+        // Devices of one rank may hold copies of one box.
+        let boxes: BTreeSet<&IndexBox> = own.map(|record| &record.place).collect();
+        let shared = boxes.into_iter().filter_map(|own| own.intersection(place));
         let held: u64 = shared.filter_map(|shared| shared.elements()).sum();
         info.shape.len() == place.0.len() && place.elements() == Some(held)
     }

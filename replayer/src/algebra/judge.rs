@@ -92,13 +92,25 @@ impl Judge<'_> {
         place: &IndexBox,
         operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
     ) -> Result<Vec<Compared>, String> {
+        self.compare_by(place, operands, &|tensors, span| tallies(op, tensors, declared, span))
+    }
+
+    /// The same where `tallies` compares the stages of a part.
+    pub(crate) fn compare_by<'o>(
+        &self,
+        place: &IndexBox,
+        operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
+        tallies: &(
+             dyn Fn(&Tensors<'_>, Span) -> Vec<(&'static Stage, Result<Tally, String>)> + Sync
+         ),
+    ) -> Result<Vec<Compared>, String> {
         let (parts, bound) = (pieces(place, WIDTH), self.bound(place));
         let part = |(at, part): (usize, &IndexBox)| {
             let operands = operands(part)?;
             let columns = part.elements().unwrap_or(0) as usize;
             let tensors: Tensors<'_> = operands.iter().map(|own| own.recorded(columns)).collect();
             let span = Span { bound, first_row: at as u64 };
-            Ok(tallies(op, &tensors, declared, span))
+            Ok(tallies(&tensors, span))
         };
         let mut whole: Vec<Compared> = Vec::new();
         for (batch, parts) in parts.chunks(AT_ONCE).enumerate() {

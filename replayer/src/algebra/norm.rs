@@ -25,6 +25,9 @@ use crate::kernels::round::Precision;
 /// beyond 6.5 a normal falls once in 10¹⁰.
 const REACH: f64 = 6.5;
 
+/// Roundings, in units of the format, that a norm in few bits may be off by.
+const NORM_ROUNDINGS: f64 = 8.0;
+
 /// The norm of one parameter, to the power that sums.
 #[derive(Clone, Debug, Default)]
 struct Share {
@@ -36,6 +39,54 @@ struct Share {
     variance: f64,
     /// How many ranks hold each element.
     copies: f64,
+}
+
+/// A norm as the job has it and as it should be.
+struct Joined {
+    /// As the job has it.
+    value: f64,
+    /// As the recorded gradients have it.
+    expected: f64,
+    /// The same to the power that sums.
+    total: f64,
+    /// The p of the norm.
+    power: f64,
+}
+
+impl Joined {
+    /// A norm that was rounded to a format of few bits. A number of more bits is none of that
+    /// format but once in 2¹³ (f16) or 2¹⁶ (bf16) times.
+    fn read_rounded(&self) -> Option<Reading> {
+        let is_of = |format: &Precision| {
+            // The norms of parameters, the sum of their squares and its root are rounded.
+            let reach = NORM_ROUNDINGS * format.unit_roundoff() * self.expected;
+            format.round64(self.value) == self.value && (self.value - self.expected).abs() <= reach
+        };
+        let format = [Precision::Bf16, Precision::F16].into_iter().find(is_of)?;
+        let words = format!(
+            "{} is a number of {}, and errs as one does that is computed in it",
+            self.value,
+            format.name()
+        );
+        Some(causes::NORM_LOW.reads(words))
+    }
+
+    /// The norm of norms of parameters that were rounded to a format of few bits.
+    fn read_rounded_parts(
+        &self,
+        shares: &BTreeMap<&str, Share>,
+        is: &dyn Fn(f64) -> bool,
+    ) -> Option<Reading> {
+        let power = Some(self.power).filter(|power| power.is_finite())?;
+        let is_sum_of = |format: &Precision| {
+            let root = |share: &Share| format.round64(share.whole.powf(1.0 / power));
+            is(shares.values().map(|share| root(share).powf(power)).sum())
+        };
+        let format = [Precision::Bf16, Precision::F16].into_iter().find(is_sum_of)?;
+        let words =
+            format!("it is the norm of norms of parameters that are rounded to {}", format.name());
+        Some(causes::NORM_LOW.reads(words))
+    }
 }
 
 /// By how much `x^(1/p)` errs for each unit of `ln x`, where a job has `1/p` in f32. A job takes
@@ -143,7 +194,12 @@ impl Judge<'_> {
             let is_apart = (other - expected).abs() > 2.0 * tolerance * expected;
             is_apart && (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
-        let read = self.read_norm(&shares, (ranks, total, is_max), &is);
+        let joined = Joined { value, expected, total, power };
+        let read = self
+            .read_scale(norm, rank, &joined, &is)
+            .or_else(|| joined.read_rounded())
+            .or_else(|| self.read_norm(&shares, (ranks, total, is_max), &is))
+            .or_else(|| joined.read_rounded_parts(&shares, &is));
         divergence.readings = read.into_iter().collect();
         Ok(Outcome::Diverged(Box::new(divergence)))
     }
@@ -214,6 +270,24 @@ impl Judge<'_> {
             return Some(causes::NORM_COPIES.reads(words));
         }
         self.read_multiplicities(shares, total, is)
+    }
+
+    /// The norm of gradients that have the loss scale in them, which stands for that of gradients
+    /// without.
+    fn read_scale(
+        &self,
+        norm: &Norm,
+        rank: Rank,
+        joined: &Joined,
+        is: &dyn Fn(f64) -> bool,
+    ) -> Option<Reading> {
+        let scale = self.inventory.declared.get(&rank)?.loss_scale?;
+        let power = if joined.power.is_infinite() { 1.0 } else { joined.power };
+        let is_scaled = norm.of.as_deref() == Some("unscaled")
+            && !is_near(scale, 1.0)
+            && is(joined.total * scale.powf(power));
+        let words = format!("it is the norm of the gradients with the loss scale {scale} in them");
+        is_scaled.then(|| causes::CLIP_BEFORE_UNSCALE.reads(words))
     }
 
     /// The parameter whose largest element it is, where that is not the largest of all.
@@ -390,4 +464,45 @@ fn powers_of(values: &Elements<'_>, power: f64) -> [f64; 3] {
         false => sums.iter().sum(),
     };
     [whole, squares.iter().sum(), count as f64]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Goal: a norm of few bits is told from one that is off by as much. Method: bf16 and f16 of a
+    /// number, and numbers of f32 beside them.
+    #[test]
+    fn a_norm_of_few_bits_is_told_from_one_that_is_off() {
+        let expected = 3.917_324_8;
+        let told = |value: f64| {
+            let joined = Joined { value, expected, total: expected * expected, power: 2.0 };
+            joined.read_rounded().map(|reading| reading.cause)
+        };
+        for format in [Precision::Bf16, Precision::F16] {
+            assert_eq!(told(format.round64(expected)), Some("norm-low-precision"));
+        }
+        assert_eq!(told(f64::from((expected * 1.001) as f32)), None);
+        assert_eq!(told(Precision::Bf16.round64(2.0 * expected)), None);
+    }
+
+    /// The norm of norms that were rounded one by one.
+    #[test]
+    fn norms_of_parameters_that_are_rounded_are_told() {
+        let norms = [1.234_567, 0.345_678, 2.718_281];
+        let share = |norm: &f64| Share { whole: norm * norm, copies: 1.0, ..Share::default() };
+        let shares: BTreeMap<&str, Share> =
+            ["a", "b", "c"].into_iter().zip(norms.iter().map(share)).collect();
+        let total: f64 = norms.iter().map(|norm| norm * norm).sum();
+        let value =
+            norms.map(|norm| Precision::Bf16.round64(norm).powi(2)).iter().sum::<f64>().sqrt();
+        let joined = Joined { value, expected: total.sqrt(), total, power: 2.0 };
+        let is = |other: f64| (other.sqrt() / value - 1.0).abs() < 1e-6;
+        let reading = joined.read_rounded_parts(&shares, &is);
+        assert_eq!(reading.map(|reading| reading.cause), Some("norm-low-precision"));
+        assert_eq!(
+            joined.read_rounded_parts(&shares, &|other| (other.sqrt() / 3.0 - 1.0).abs() < 1e-6),
+            None
+        );
+    }
 }

@@ -9,38 +9,45 @@ use backtape::shard::TensorKey;
 use super::causes;
 use super::declaration::{Hyper, Optimizer};
 use super::elements::Elements;
-use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic};
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
 use super::rules::Rule;
+use super::wholes::Whole;
 use crate::kernels::round::Precision;
 
 /// What an optimizer is supposed to have done with one piece of a parameter.
 #[derive(Clone)]
-struct Supposed<'a> {
-    rule: Rule,
-    hyper: &'a Hyper,
+pub(super) struct Supposed<'a> {
+    pub(super) rule: Rule,
+    /// The rule of a step that was taken before this one, of which nothing was recorded.
+    pub(super) first: Option<Rule>,
+    pub(super) hyper: &'a Hyper,
+    /// The parameter whose state it took.
+    pub(super) state_of: &'a str,
     /// The gradient that it took.
-    gradient: &'a TensorKey,
+    pub(super) gradient: &'a TensorKey,
     /// What the gradient was multiplied by on the way, where the clipped one was not recorded.
-    coefficient: f64,
+    pub(super) coefficient: f64,
     /// What its learning rate was multiplied by.
-    lr_factor: f64,
+    pub(super) lr_factor: f64,
     /// The weight decay, where it is not the declared one.
-    weight_decay: Option<f64>,
+    pub(super) weight_decay: Option<f64>,
     /// Whether it forgot its state.
-    is_reset: bool,
+    pub(super) is_reset: bool,
+    /// Whether norms and matrices inside the rule are of the rank's own part of the parameter.
+    pub(super) is_local: bool,
 }
 
 /// The tensors of one parameter's step of the optimizer.
-struct Tensors<'a> {
-    parameter: &'a str,
-    before: &'a TensorKey,
-    after: &'a TensorKey,
-    rank: Rank,
+#[derive(Clone, Copy)]
+pub(super) struct Tensors<'a> {
+    pub(super) parameter: &'a str,
+    pub(super) before: &'a TensorKey,
+    pub(super) after: &'a TensorKey,
+    pub(super) rank: Rank,
     /// Whether this is the first step, before which there is no state.
-    is_first: bool,
+    pub(super) is_first: bool,
 }
 
 impl Judge<'_> {
@@ -51,8 +58,12 @@ impl Judge<'_> {
         let both = copies.iter().find_map(|(before, after)| {
             Some((inventory.key(parameter, before)?, inventory.key(parameter, after)?))
         });
+        let mut judged = self.held(parameter);
         let Some((before, after)) = both else {
-            return self.not_recorded(parameter).into_iter().collect();
+            if judged.is_empty() {
+                judged.extend(self.not_recorded(parameter));
+            }
+            return judged;
         };
         let tensors = &inventory.parameters[parameter].tensors;
         let others: Vec<&TensorKey> = tensors.values().filter(|key| *key != after).collect();
@@ -61,7 +72,7 @@ impl Judge<'_> {
             (hashes.collect::<Vec<_>>(), self.hyper_words(rank, parameter))
         };
         let has_state = tensors.keys().any(|(part, _)| matches!(part, Part::StateBefore(_)));
-        let mut judged = self.counters(parameter);
+        judged.extend(self.counters(parameter));
         for piece in inventory.pieces(after, &origin) {
             let rank = piece.ranks[0];
             // A state that was reset counts from 1 again: the first step is that before which there
@@ -70,6 +81,17 @@ impl Judge<'_> {
             let is_first = !has_state && counted.is_none_or(|step| step <= 1.0);
             let tensors = Tensors { parameter, before, after, rank, is_first };
             judged.extend(self.optimized(&tensors, &piece));
+        }
+        // A step that was applied twice has counted twice too.
+        let is_twice = |reading: &&Reading| reading.cause == causes::UPDATED_TWICE.name;
+        let readings = judged.iter().filter_map(|one| one.result.divergence());
+        let twice = readings.flat_map(|own| own.readings.iter().find(is_twice)).next().cloned();
+        for one in judged.iter_mut().filter(|_| twice.is_some()) {
+            let Outcome::Diverged(divergence) = &mut one.result else { continue };
+            let is_count = |own: &Reading| own.cause == causes::STEP_COUNTER.name;
+            if divergence.readings.iter().all(is_count) {
+                divergence.readings = twice.iter().cloned().collect();
+            }
         }
         judged
     }
@@ -107,9 +129,13 @@ impl Judge<'_> {
     }
 
     /// Which step of the optimizer this is, from 1, as its state counts.
-    fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
+    pub(super) fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
         let declared = self.inventory.declared_of(rank, parameter)?;
         COUNTERS.iter().find_map(|name| declared.scalar_after(name))
+    }
+
+    pub(super) fn microbatches_of(&self, rank: Rank) -> Option<f64> {
+        self.inventory.declared.get(&rank)?.microbatches.map(f64::from)
     }
 
     /// Whether the optimizer has a state of the parameter, and changed neither of them.
@@ -148,7 +174,13 @@ impl Judge<'_> {
             let (before, after_step) =
                 (declared.scalar_before(name).unwrap_or(0.0), declared.scalar_after(name));
             let Some(count) = after_step.filter(|count| *count != before + 1.0) else { continue };
-            let words = format!("{name} was {before} before the step and is {count} after it");
+            let more = match (count - before, self.microbatches_of(rank)) {
+                (0.0, _) => ": this step is not counted",
+                (by, Some(microbatches)) if by == microbatches => ": microbatches are counted",
+                _ => "",
+            };
+            let words =
+                format!("{name} was {before} before the step and is {count} after it{more}");
             let mut readings = vec![causes::STEP_COUNTER.reads(words.clone())];
             if count <= 1.0 && before > 1.0 {
                 readings.insert(0, causes::STATE_RESET.reads(RESET));
@@ -196,6 +228,12 @@ impl Judge<'_> {
         let Some(rule) = Rule::of(optimizer, hyper, step) else {
             return unchecked(unknown_rule(optimizer));
         };
+        let shape = &inventory.dump.tensors()[tensors.after].shape;
+        let stored = inventory.precision(tensors.after);
+        let rule = match rule.of_parameter(shape, stored, self.is_factored(parameter)) {
+            Ok(rule) => rule,
+            Err(why) => return unchecked(why),
+        };
         if counted.is_none() && rule.names().counts_steps {
             let name = rule.names().words;
             return unchecked(format!("{name} counts its steps, and the count was not recorded"));
@@ -206,15 +244,22 @@ impl Judge<'_> {
         };
         let supposed = Supposed {
             rule,
+            first: None,
             hyper,
+            state_of: parameter,
             gradient,
             coefficient: self.coefficient(rank, parameter),
             lr_factor: 1.0,
             weight_decay: None,
             is_reset: false,
+            is_local: false,
         };
         match self.stages(tensors, piece, &supposed) {
-            Ok(compared) => self.read_stages(tensors, piece, &supposed, compared),
+            Ok(compared) => {
+                let mut judged = self.read_stages(tensors, piece, &supposed, compared);
+                judged.extend(self.judged_factors(tensors, &supposed));
+                judged
+            }
             Err(why) => unchecked(why),
         }
     }
@@ -236,20 +281,30 @@ impl Judge<'_> {
             judged.push(self.judged(stage, tensors.parameter, (key, piece), result));
         }
         let is_diverged = judged.iter().any(|one| one.result.divergence().is_some());
-        let readings = match is_diverged {
+        let mut readings = match is_diverged {
             true => self.explained(tensors, piece, supposed),
             false => Vec::new(),
         };
+        let unexplained = is_diverged && readings.is_empty();
+        let swapped = if unexplained { self.swapped(tensors, piece, supposed) } else { None };
+        readings.extend(swapped.iter().map(|(reading, _)| reading.clone()));
         for one in &mut judged {
+            let is_change = one.stage == Stage::Update;
             if let Outcome::Diverged(divergence) = &mut one.result {
                 divergence.readings = readings.clone();
+                if let Some((_, other)) = &swapped {
+                    divergence.reason += &format!("; what it took is that of {other}");
+                }
+                if is_change {
+                    divergence.factor = self.factor_of_change(tensors, piece, supposed, &readings);
+                }
             }
         }
         judged
     }
 
     /// The recorded tensor of a stage of a rule's table.
-    fn tensor_of<'t>(
+    pub(super) fn tensor_of<'t>(
         &'t self,
         tensors: &Tensors<'t>,
         rule: &Rule,
@@ -264,6 +319,9 @@ impl Judge<'_> {
             _ => {}
         }
         let state = rule.names().states.iter().find(|state| state.after == name)?;
+        if rule.takes_wholes() && self.is_factored(tensors.parameter) {
+            return None;
+        }
         let part = |own: &&str| Part::StateAfter((*own).to_string());
         let key =
             state.recorded.iter().find_map(|own| inventory.key(tensors.parameter, &part(own)))?;
@@ -278,15 +336,29 @@ impl Judge<'_> {
         supposed: &Supposed<'_>,
     ) -> Result<Vec<Compared>, String> {
         let declared = arithmetic(self.inventory.precision(tensors.after), None);
-        let operands = |part: &IndexBox| self.operands(tensors, supposed, part);
-        supposed.rule.compare(self, &declared, &piece.place, &operands)
+        // Without what is made of the whole parameter its state is judged all the same.
+        let (wholes, lacking) = match self.wholes(tensors, piece, supposed) {
+            Ok(wholes) => (wholes, None),
+            Err(why) => (Vec::new(), Some(why)),
+        };
+        let operands = |part: &IndexBox| self.operands(tensors, supposed, &wholes, part);
+        let compared = match &supposed.first {
+            None => supposed.rule.compare(self, &declared, &piece.place, &operands),
+            Some(first) => {
+                supposed.rule.compare_after(first, self, &declared, &piece.place, &operands)
+            }
+        }?;
+        let told =
+            |(name, tally): Compared| (name, tally.map_err(|why| lacking.clone().unwrap_or(why)));
+        Ok(compared.into_iter().map(told).collect())
     }
 
     /// What a supposed rule takes and gives of a part of the parameter.
-    fn operands(
+    pub(super) fn operands(
         &self,
         tensors: &Tensors<'_>,
         supposed: &Supposed<'_>,
+        wholes: &[Whole],
         part: &IndexBox,
     ) -> Result<Vec<Operand<'_>>, String> {
         let inventory = self.inventory;
@@ -311,11 +383,17 @@ impl Judge<'_> {
             operands.push(recorded("update", key)?);
         }
         for state in supposed.rule.names().states {
-            let find = |part: fn(String) -> Part| {
-                let key = |own: &&str| inventory.key(tensors.parameter, &part((*own).to_string()));
+            let find = |parameter: &str, part: fn(String) -> Part| {
+                let key = |own: &&str| inventory.key(parameter, &part((*own).to_string()));
                 state.recorded.iter().find_map(key)
             };
-            let (before, after) = (find(Part::StateBefore), find(Part::StateAfter));
+            // In place of a tensor that a parameter has not, optimizers keep one of another shape.
+            let shape = |key: &TensorKey| &inventory.dump.tensors()[key].shape;
+            let is_fit = |key: &&TensorKey| {
+                !supposed.rule.takes_wholes() || shape(key) == shape(tensors.after)
+            };
+            let before = find(supposed.state_of, Part::StateBefore).filter(is_fit);
+            let after = find(tensors.parameter, Part::StateAfter).filter(is_fit);
             // A state that there is after a later step, and was not recorded before it, is unknown.
             let is_unknown = before.is_none() && after.is_some() && !tensors.is_first;
             match before.filter(|_| !supposed.is_reset) {
@@ -333,12 +411,13 @@ impl Judge<'_> {
         for (name, value) in hyper_numbers(supposed)? {
             operands.push(Operand::row(name, vec![value], Some(Precision::F32)));
         }
+        operands.extend(wholes.iter().flat_map(|whole| whole.operands(part)));
         Ok(operands)
     }
 
     /// The factor of the whole change, and the weight decay, that fit the change best: its
     /// regression on the change that the rule gives and on the parameter.
-    fn fitted(
+    pub(super) fn fitted(
         &self,
         tensors: &Tensors<'_>,
         piece: &Piece,
@@ -347,9 +426,10 @@ impl Judge<'_> {
         let declared = arithmetic(self.inventory.precision(tensors.after), None);
         // Scalar products: of the rule's change, the parameter and the change with each other.
         let (mut rr, mut rp, mut pp, mut rc, mut pc) = (0.0, 0.0, 0.0, 0.0, 0.0);
+        let wholes = self.wholes(tensors, piece, supposed).ok()?;
         for part in crate::assemble::pieces(&piece.place, 8) {
-            let operands = self.operands(tensors, supposed, &part).ok()?;
-            let rule = supposed.rule.change(&operands, &declared).ok()?;
+            let operands = self.operands(tensors, supposed, &wholes, &part).ok()?;
+            let rule = supposed.rule.stage(&operands, &declared, "update").ok()?;
             let named = |name: &str| operands.iter().find(|operand| operand.name == name);
             let widened = |name| Some(named(name)?.values.clone().widened());
             let (before, after) = (widened("before")?, widened("after")?);
@@ -371,13 +451,23 @@ impl Judge<'_> {
     }
 
     /// Whether a supposition gives every stage that was recorded.
-    fn agrees(&self, tensors: &Tensors<'_>, piece: &Piece, supposed: &Supposed<'_>) -> bool {
+    pub(super) fn agrees(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> bool {
         let Ok(compared) = self.stages(tensors, piece, supposed) else { return false };
         let bound = self.bound(&piece.place);
-        let mut judged = compared.iter().filter_map(|(name, tally)| {
-            self.tensor_of(tensors, &supposed.rule, name)?;
-            tally.as_ref().ok()
-        });
+        let of_tensor = compared
+            .iter()
+            .filter(|(name, _)| self.tensor_of(tensors, &supposed.rule, name).is_some());
+        // What cannot be made of the whole parameter agrees with nothing.
+        let is_lacking = |(name, tally): &Compared| *name == "after" && tally.is_err();
+        if supposed.rule.takes_wholes() && compared.iter().any(is_lacking) {
+            return false;
+        }
+        let mut judged = of_tensor.filter_map(|(_, tally)| tally.as_ref().ok());
         let mut any = false;
         judged.all(|tally| {
             any = true;
@@ -385,111 +475,7 @@ impl Judge<'_> {
         }) && any
     }
 
-    /// All that the optimizer may have done in place of what it declares. Several may give the
-    /// same bits in one parameter; other parameters tell them apart.
-    fn explained(
-        &self,
-        tensors: &Tensors<'_>,
-        piece: &Piece,
-        supposed: &Supposed<'_>,
-    ) -> Vec<Reading> {
-        let agrees = |other: &Supposed<'_>| self.agrees(tensors, piece, other);
-        if let Some(reading) = self.no_op(tensors, piece) {
-            return vec![reading];
-        }
-        let mut readings = Vec::new();
-        let reset = Supposed { is_reset: true, ..supposed.clone() };
-        if !tensors.is_first && agrees(&reset) {
-            readings.push(causes::STATE_RESET.reads(RESET));
-        }
-        for variation in supposed.rule.variations() {
-            if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
-                readings.push(causes::named(variation.cause).reads(variation.words));
-            }
-        }
-        // A variation has no number that was fitted, so it goes before one.
-        readings.extend(self.solved(tensors, piece, supposed));
-        let others = self.other_gradients(tensors, supposed);
-        if let Some(other) = others.iter().find(|other| agrees(other)) {
-            let part = Part::of_tensor(other.gradient.tensor.as_str()).map(|(part, _)| part);
-            let part = part.map(|part| part.to_string()).unwrap_or_default();
-            let words = format!("the optimizer took the gradient of the stage {part}");
-            readings.push(causes::OTHER_GRADIENT.reads(words));
-        }
-        readings
-    }
-
-    fn no_op(&self, tensors: &Tensors<'_>, piece: &Piece) -> Option<Reading> {
-        let inventory = self.inventory;
-        let rank = tensors.rank;
-        let is_same = tensors.before != tensors.after
-            && inventory.hashes(tensors.before, rank) == inventory.hashes(tensors.after, rank)
-            && piece.place.elements() != Some(0);
-        let words = "the parameter is the same bit for bit before and after the step";
-        is_same.then(|| causes::NO_OP.reads(words))
-    }
-
-    /// The other gradients of the parameter that were recorded.
-    fn other_gradients<'t>(
-        &'t self,
-        tensors: &Tensors<'t>,
-        supposed: &Supposed<'t>,
-    ) -> Vec<Supposed<'t>> {
-        let parts = &self.inventory.parameters[tensors.parameter].tensors;
-        let is_gradient = |part: &Part| {
-            OF_GRADIENT.contains(part)
-                || matches!(part, Part::Grad | Part::Accumulated | Part::Stale)
-        };
-        let others =
-            parts.iter().filter(|((part, _), key)| is_gradient(part) && *key != supposed.gradient);
-        let taken = |gradient| Supposed { gradient, coefficient: 1.0, ..supposed.clone() };
-        others.map(|(_, gradient)| taken(gradient)).collect()
-    }
-
-    /// A learning rate or a weight decay that gives the change, solved from it.
-    fn solved(
-        &self,
-        tensors: &Tensors<'_>,
-        piece: &Piece,
-        supposed: &Supposed<'_>,
-    ) -> Option<Reading> {
-        let declared = supposed.hyper.number("weight_decay").unwrap_or(0.0);
-        let (lr_factor, decay) = self.fitted(tensors, piece, supposed)?;
-        let scaled = Supposed { lr_factor, ..supposed.clone() };
-        if is_near(lr_factor, -1.0) && self.agrees(tensors, piece, &scaled) {
-            return Some(causes::ASCENDS.reads("the update has the wrong sign"));
-        }
-        if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
-            let lr = self.learning_rate(supposed)?;
-            let words = format!(
-                "the change is {lr_factor:.4} x that of the declared learning rate {lr:e}: it \
-                     is that of {:e}",
-                lr * lr_factor
-            );
-            return Some(causes::LR_SCALED.reads(words));
-        }
-        // The weight decays of the optimizer's other groups are likelier than any other.
-        let fitted = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };
-        let others = self.other_decays(tensors).into_iter().chain([0.0, fitted]);
-        let decayed =
-            |weight_decay: &f64| Supposed { weight_decay: Some(*weight_decay), ..supposed.clone() };
-        let mut others = others.filter(|weight_decay| *weight_decay != declared);
-        let weight_decay = others.find(|other| self.agrees(tensors, piece, &decayed(other)))?;
-        let cause = if declared == 0.0 { causes::DECAY_EXCLUDED } else { causes::DECAY_OTHER };
-        let words =
-            format!("the parameter decays by {weight_decay:.6}, and {declared:.6} is declared");
-        Some(cause.reads(words))
-    }
-
-    /// The weight decays that the optimizer declares for its groups.
-    fn other_decays(&self, tensors: &Tensors<'_>) -> Vec<f64> {
-        let declared = self.inventory.declared.get(&tensors.rank);
-        let optimizer = declared.and_then(|own| own.optimizer_of(tensors.parameter));
-        let groups = optimizer.map(|(optimizer, _)| &optimizer.groups[..]).unwrap_or_default();
-        groups.iter().filter_map(|group| group.number("weight_decay")).collect()
-    }
-
-    fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
+    pub(super) fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
         let numbers = hyper_numbers(supposed).ok()?;
         numbers.iter().find(|(name, _)| *name == "lr").map(|(_, value)| *value)
     }
@@ -498,7 +484,7 @@ impl Judge<'_> {
 /// Counters of steps in the state of optimizers, as frameworks call them.
 pub(super) const COUNTERS: [&str; 2] = ["step", "count"];
 /// What a reset of the state is, in words.
-const RESET: &str = "the state before this step is not in the state after it";
+pub(super) const RESET: &str = "the state before this step is not in the state after it";
 
 fn unknown_rule(optimizer: &Optimizer) -> String {
     let known = Rule::known().join(", ");
@@ -509,7 +495,7 @@ fn unknown_rule(optimizer: &Optimizer) -> String {
 }
 
 /// The hyper-parameters of a rule as numbers.
-fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, String> {
+pub(super) fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, String> {
     let names = supposed.rule.names();
     let number = |(name, ..): &(&'static str, &'static [&'static str], f64)| {
         let value = match (*name, names.number(supposed.hyper, name)) {

@@ -36,8 +36,10 @@ pub(crate) struct Solved<'a> {
 
 /// What a sum is, in words, and its cause.
 pub(crate) fn named(solved: &Solved<'_>) -> Reading {
-    let simple = solved.not_cleared().or_else(|| solved.factor()).or_else(|| solved.window());
-    let known = simple.or_else(|| solved.doubled()).or_else(|| solved.group());
+    let stale = solved.not_cleared().or_else(|| solved.only_stale());
+    let simple = stale.or_else(|| solved.factor()).or_else(|| solved.window());
+    let by_microbatch = simple.or_else(|| solved.doubled()).or_else(|| solved.divided_again());
+    let known = by_microbatch.or_else(|| solved.group());
     known
         .or_else(|| solved.unequal_ranks())
         .unwrap_or_else(|| causes::UNKNOWN.reads(format!("it is the sum of {}", solved.terms())))
@@ -69,6 +71,16 @@ impl Solved<'_> {
         let is_right = self.own().iter().all(|(_, ratio)| is_near(*ratio, 1.0));
         (self.has_stale() && is_right && self.is_of_domain_alone()).then(|| {
             causes::NOT_CLEARED.reads("the gradient that was there before the step is still in it")
+        })
+    }
+
+    /// What was there before the step, alone.
+    fn only_stale(&self) -> Option<Reading> {
+        let is_empty = self.ratios().all(|(_, ratio)| ratio == 0.0);
+        (self.has_stale() && is_empty).then(|| {
+            let words = "it is the gradient that was there before the step, and no gradient of \
+                         this step is in it";
+            causes::BUCKET_STALE.reads(words)
         })
     }
 
@@ -192,6 +204,29 @@ impl Solved<'_> {
         });
         let words = "what was summed before is added once more with each microbatch";
         is_doubled.then(|| causes::ACCUMULATE_DOUBLES.reads(words))
+    }
+
+    /// The sum over the microbatches before divided by the size of an axis with each reduction.
+    fn divided_again(&self) -> Option<Reading> {
+        let mut own = self.own();
+        own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
+        let means = self.domain.axes.iter().filter(|axis| axis.op == ReduceOp::Mean);
+        let mut sizes = means.map(|axis| axis.size as f64).filter(|size| *size > 1.0);
+        let is_divided = |size: f64| {
+            own.chunk_by(|a, b| a.0.rank == b.0.rank).all(|of_rank| {
+                let rises = |pair: &[(&Addend, f64)]| is_near(pair[1].1 / pair[0].1, size);
+                of_rank.len() > 1
+                    && of_rank.windows(2).all(rises)
+                    && of_rank.last().is_some_and(|last| is_near(last.1, 1.0))
+            })
+        };
+        let size = sizes.find(|size| is_divided(*size))?;
+        let words = format!(
+            "what was reduced before is divided by {size} once more with each microbatch: the \
+             first of them is in it {:.6} times",
+            own.first()?.1
+        );
+        self.is_of_domain_alone().then(|| causes::DIVIDE_OLD_SHARD.reads(words))
     }
 
     /// Other ranks than the declared ones.

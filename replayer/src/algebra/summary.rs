@@ -202,7 +202,7 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
     let parameters: Vec<&str> = parameters.into_iter().filter(|name| !name.is_empty()).collect();
     let factors: Vec<f64> = own.iter().filter_map(|one| one.result.divergence()?.factor).collect();
     let is_one = factors.len() == own.len()
-        && factors.iter().all(|factor| (factor / factors[0] - 1.0).abs() < 1e-4);
+        && factors.iter().all(|factor| (factor - factors[0]).abs() <= 1e-4 * factors[0].abs());
     let at = |(index, captured, reference): &(Vec<u64>, f64, f64)| {
         (worst.parameter.clone(), index.clone(), *captured, *reference)
     };

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
     use crate::compare::Bound;
     use crate::draw::Draw;
-    use crate::ops::{Span, Tensors, tallies};
+    use crate::ops::{Span, Tensors, tallies, tallies_by_numbers};
 
     /// Goal: the mean over three ranks is right however a job rounds its third. Method: f32 sums of
     /// so many elements that a factor of 1e-8 would be seen, times the rounded third, and divided.
@@ -123,5 +123,53 @@ mod tests {
         assert!(!diverges(&|sum| sum / 3.0));
         assert!(!diverges(&|sum| sum * (1f32 / 3.0)));
         assert!(diverges(&|sum| sum / 3.000_002));
+    }
+
+    /// Goal: a sum by columns is the sum by elements. Method: sums and bounds of both, over formats
+    /// and scales, with some elements off and some that are no numbers.
+    #[test]
+    fn a_sum_is_judged_alike_by_columns_and_by_elements() {
+        let (mut draw, rows, count) = (Draw::new(37), 5, 1001);
+        for (stored, sum) in [(Precision::F32, None), (Precision::Bf16, Some(Precision::Bf16))] {
+            for scale in [1.0, 0.5, 1.0 / 3.0] {
+                for (rounded, faults) in [(None, 0), (Some(Precision::Bf16), 2)] {
+                    let drawn = || stored.round64(f64::from(draw.normal() as f32));
+                    let addends: Vec<f64> =
+                        std::iter::repeat_with(drawn).take(rows * count).collect();
+                    let of_column =
+                        |at: usize| (0..rows).map(|row| addends[row * count + at]).sum::<f64>();
+                    let total = (0..count).map(|at| stored.round64(scale * of_column(at)));
+                    let mut total: Vec<f64> = total.collect();
+                    for at in 0..faults {
+                        total[100 * at] = f64::NAN;
+                        total[100 * at + 7] += 1.0;
+                    }
+                    let (op, weights) = WeightedSum::of(&vec![scale; rows]);
+                    let operands = [
+                        Operand { rows, ..Operand::row("addends", addends.clone(), rounded) },
+                        Operand { rows, ..Operand::row("weights", weights, None) },
+                        Operand::row("total", total, Some(stored)),
+                    ];
+                    let tensors: Tensors<'_> =
+                        operands.iter().map(|own| own.recorded(count)).collect();
+                    let span = Span { bound: Bound::new(9, 1, count), first_row: 0 };
+                    let declared = arithmetic(Some(stored), sum);
+                    let by_columns = tallies(&op, &tensors, &declared, span).remove(0).1.unwrap();
+                    let by_elements = tallies_by_numbers(&op, &tensors, &declared, span);
+                    let by_elements = by_elements.into_iter().next().unwrap().1.unwrap();
+                    let counts = |of: &Tally| (of.nonfinite, of.exceeding, of.exceeding_rows);
+                    assert_eq!(counts(&by_columns), counts(&by_elements));
+                    assert_eq!(by_columns.exceeding, faults as u64);
+                    let numbers = |of: &Tally| {
+                        let energies = [of.error_energy, of.reference_energy, of.captured_energy];
+                        let bounds = [of.expected(), of.allowed_slope(&span.bound), of.slope()];
+                        [energies, bounds].concat()
+                    };
+                    for (x, y) in numbers(&by_columns).into_iter().zip(numbers(&by_elements)) {
+                        assert!((x - y).abs() <= 1e-4 * y.abs() + 1e-12, "{x:e}, not {y:e}");
+                    }
+                }
+            }
+        }
     }
 }

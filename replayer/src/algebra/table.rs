@@ -1,6 +1,7 @@
 //! Every parameter of a step on a line: of all its tensors and ranks the gravest outcome of each
 //! stage.
 
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::part::Part;
@@ -86,6 +87,16 @@ impl Fate {
             (error, floor) => Some(error / floor),
         }
     }
+
+    /// How far off it is; what is no number is furthest, and what has no error to tell least.
+    pub fn off(&self) -> f64 {
+        self.over().map_or(-1.0, |over| if over.is_nan() { f64::INFINITY } else { over })
+    }
+
+    /// Whether it is graver than another, and where it is as grave, further off.
+    pub fn compare(&self, other: &Fate) -> Ordering {
+        self.status.cmp(&other.status).then(self.off().total_cmp(&other.off()))
+    }
 }
 
 impl Row {
@@ -143,10 +154,7 @@ fn fate(stage: Stage, all: &[&Judged]) -> Fate {
     let ranks: BTreeSet<u32> =
         gravest.clone().flat_map(|one| one.ranks.iter().map(|rank| rank.0)).collect();
     let told = gravest.map(|one| told(one));
-    // What is no number is furthest off.
-    let over =
-        |fate: &Fate| fate.over().map_or(-1.0, |x| if x.is_nan() { f64::INFINITY } else { x });
-    let worst = told.max_by(|a, b| over(a).total_cmp(&over(b)));
+    let worst = told.max_by(Fate::compare);
     Fate { stage, ranks: ranks.into_iter().collect(), ..worst.expect("a stage was judged") }
 }
 

@@ -125,3 +125,38 @@ fn runs<'a>(
         start..start + length
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+
+    /// Goal: bytes that are used where they lie are those of the region. Method: drawn regions of
+    /// drawn boxes, against their copies.
+    #[test]
+    fn a_region_in_one_run_is_its_copy_and_other_regions_have_none() {
+        let (mut draw, mut found, mut scattered) = (Draw::new(3), 0, 0);
+        for _ in 0..2000 {
+            let dims = draw.below(4);
+            let within = |draw: &mut Draw, low: u64, high: u64| {
+                let [a, b] = [(); 2].map(|()| low + draw.below((high - low + 1) as usize) as u64);
+                if draw.below(2) == 0 { (low, high) } else { (a.min(b), a.max(b)) }
+            };
+            let from: Vec<(u64, u64)> = (0..dims).map(|dim| (dim as u64, dim as u64 + 4)).collect();
+            let region = from.iter().map(|(low, high)| within(&mut draw, *low, *high)).collect();
+            let (from, region) = (IndexBox(from), IndexBox(region));
+            let bytes: Vec<u8> = (0..2 * 4usize.pow(dims as u32)).map(|at| at as u8).collect();
+            let copy = extract(&region, &from, &bytes, 2);
+            match run(&region, &from, 2) {
+                Some(run) => {
+                    assert_eq!(bytes[run], copy, "{region:?} of {from:?}");
+                    found += 1;
+                }
+                None => scattered += 1,
+            }
+        }
+        assert!(found > 200 && scattered > 200, "{found} {scattered}");
+        let outside = IndexBox(vec![(0, 5)]);
+        assert_eq!(run(&outside, &IndexBox(vec![(0, 4)]), 2), None);
+    }
+}

@@ -228,13 +228,7 @@ impl RowTally {
     }
 
     /// Compares one element.
-    pub(super) fn look_at(
-        &mut self,
-        column: usize,
-        element: Element,
-        format: Format,
-        look: &Look,
-    ) {
+    pub(super) fn look_at(&mut self, column: usize, element: Element, format: Format, look: &Look) {
         let Element { captured, reference, .. } = element;
         let meant = look.nan_is_meant && !reference.is_finite();
         if !meant {

@@ -278,7 +278,9 @@ impl Matrix<'_> {
         let range = from..from + values.len();
         match self.values {
             Values::Bf16(bits) => convert(&bits[range], values, |bits| bf16_to_f32(bits).into()),
-            Values::F16(bits) => convert(&bits[range], values, |bits| f16::from_bits(bits).to_f64()),
+            Values::F16(bits) => {
+                convert(&bits[range], values, |bits| f16::from_bits(bits).to_f64())
+            }
             Values::F32(all) => convert(&all[range], values, f64::from),
             Values::F64(all) => values.copy_from_slice(&all[range]),
         }

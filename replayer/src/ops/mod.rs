@@ -15,6 +15,9 @@ mod trace;
 pub mod walker;
 
 pub use table::{Op, Reduction, Shape, Side, Stage, Tensor};
-pub use walker::{Declared, Judged, Judgement, Recorded, Span, Tensors, tallies, values, walk};
 #[cfg(test)]
 pub(crate) use walker::tallies_by_numbers;
+pub use walker::{
+    Declared, Judged, Judgement, Recorded, Span, Tensors, tallies, tallies_from, tallies_of_two,
+    values, walk,
+};

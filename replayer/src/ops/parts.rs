@@ -7,12 +7,12 @@
 use super::expected::Source;
 use super::program::{Block, Evaluation, Input, LANES, Place, Program, ZERO};
 use super::reverse::{Asked, Errors};
-use super::table::{Op, Reduction, Shape, Stage};
 use super::row_sums;
+use super::table::{Op, Reduction, Shape, Stage};
 use super::trace::{Given, program};
 use super::walker::{Recorded, Span, Walk};
-use crate::compare::lanes;
 use crate::compare::Tally;
+use crate::compare::lanes;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::round::Precision;
 use crate::kernels::uncertain::{LAST, Roundings};
@@ -145,11 +145,9 @@ impl<'a> Part<'a> {
                 Err(why) => (Vec::new(), Err(why)),
             };
             let captured = match walk.tensors.get(stage.name) {
-                Some(recorded) if program.is_ok() => {
-                    walk.check(stage.name, stage.shape, recorded).map(|()| {
-                        Some(part.column(stage.name, recorded, None))
-                    })
-                }
+                Some(recorded) if program.is_ok() => walk
+                    .check(stage.name, stage.shape, recorded)
+                    .map(|()| Some(part.column(stage.name, recorded, None))),
                 _ => Ok(None),
             };
             let (captured, program) = match captured {
@@ -277,12 +275,7 @@ impl<'a> Part<'a> {
     }
 
     /// Evaluates all stages that are compared or taken, and compares them.
-    fn run(
-        &mut self,
-        columns: usize,
-        compares: bool,
-        each: &mut dyn FnMut(usize, &Block, usize),
-    ) {
+    fn run(&mut self, columns: usize, compares: bool, each: &mut dyn FnMut(usize, &Block, usize)) {
         let mut memory = Evaluation::default();
         for from in (0..columns).step_by(LANES) {
             let count = LANES.min(columns - from);

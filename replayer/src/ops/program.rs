@@ -170,11 +170,7 @@ impl Program {
     }
 
     /// Its result in the block that was evaluated last.
-    pub(super) fn result<'b>(
-        &self,
-        inputs: &[Input<'b>],
-        memory: &'b Evaluation,
-    ) -> &'b Block {
+    pub(super) fn result<'b>(&self, inputs: &[Input<'b>], memory: &'b Evaluation) -> &'b Block {
         value(self, inputs, &memory.values, self.output)
     }
 

@@ -1,7 +1,9 @@
 //! The way back through a program: the derivative of its result by each of its steps, and with it
 //! what each rounding on the way brings to the result.
 
-use super::program::{Action, Block, Input, Known, LANES, Place, Program, Term, Two, ZERO, each, value};
+use super::program::{
+    Action, Block, Input, Known, LANES, Place, Program, Term, Two, ZERO, each, value,
+};
 use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
 
@@ -43,12 +45,8 @@ impl Errors {
         self.kept.iter_mut().for_each(|block| *block = ZERO);
         self.own = ZERO;
         let Errors { shared, row, most, last, .. } = self;
-        let asked = [
-            (asked.shared, shared),
-            (asked.row, row),
-            (asked.own, most),
-            (program.has_last, last),
-        ];
+        let asked =
+            [(asked.shared, shared), (asked.row, row), (asked.own, most), (program.has_last, last)];
         asked.into_iter().filter(|(is, _)| *is).for_each(|(_, block)| *block = ZERO);
     }
 }
@@ -97,7 +95,6 @@ vectorised!(
     backward_body,
     (of: &Of<'_>, seeds: &[(usize, f64)], asked: Asked, way: &mut Way, errors: &mut Errors) -> ()
 );
-
 
 /// A derivative as a number and a block, which may both be there.
 #[derive(Clone, Copy)]

@@ -63,10 +63,7 @@ pub(super) fn compared<O: Op>(
     }))
 }
 
-fn added_row<'a, O: Op>(
-    walk: &Walk<'a, O>,
-    row: usize,
-) -> Result<Option<AddedRow<'a>>, String> {
+fn added_row<'a, O: Op>(walk: &Walk<'a, O>, row: usize) -> Result<Option<AddedRow<'a>>, String> {
     let names = O::STAGES[0].inputs;
     let sources = names.iter().map(|name| walk.input(name)).collect::<Result<Vec<_>, _>>()?;
     let roundings = walk.arithmetic().roundings();
@@ -144,13 +141,7 @@ vectorised!(
 );
 
 #[inline(always)]
-fn add_body(
-    sums: &mut Sums,
-    row: &Block,
-    errors: &Errors,
-    shares: bool,
-    accumulator: Precision,
-) {
+fn add_body(sums: &mut Sums, row: &Block, errors: &Errors, shares: bool, accumulator: Precision) {
     for i in 0..LANES {
         let (x, before) = (row[i], sums.sum[i]);
         let sum = before + x;
@@ -302,12 +293,7 @@ fn add_up(
     }
 }
 
-fn tally(
-    mut row: lanes::Row,
-    recorded: &Recorded<'_>,
-    expected: &Expected,
-    span: &Span,
-) -> Tally {
+fn tally(mut row: lanes::Row, recorded: &Recorded<'_>, expected: &Expected, span: &Span) -> Tally {
     let (mut captured, mut shared) = (ZERO, ZERO);
     let columns = expected.values.len();
     for from in (0..columns).step_by(LANES) {

@@ -118,6 +118,56 @@ pub(crate) fn tallies_by_numbers<O: Op>(
     compared.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
 }
 
+/// Compares the stages of an op that was applied twice, without a judgement: `ops` are the op of the
+/// first and of the second time, and `again` has each input that the second time takes over from
+/// the first, with the stage that it was.
+pub fn tallies_of_two<O: Op>(
+    ops: [&O; 2],
+    again: &[(&'static str, &'static str)],
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    span: Span,
+) -> Vec<(&'static Stage, Result<Tally, String>)> {
+    let is_input = |name: &str| O::INPUTS.iter().any(|input| input.name == name);
+    let given = tensors.iter().filter(|(name, _)| is_input(name));
+    let given: Tensors<'_> = given.map(|(name, recorded)| (*name, *recorded)).collect();
+    let mut first = Walk::new(ops[0], &given, declared, None);
+    let mut made = BTreeMap::new();
+    for (at, stage) in O::STAGES.iter().enumerate() {
+        // A stage that lacks an input is none that the second time can take over.
+        if let Ok(expected) = first.expect(at) {
+            first.computed.insert(stage.name, expected);
+        }
+    }
+    for (input, stage) in again {
+        let Some(mut expected) = first.computed.remove(stage) else { continue };
+        // It is stored before it is taken over.
+        if let Some(stored) = tensors.get(stage).and_then(|recorded| recorded.stored) {
+            let stored = |x: f64| stored.deviation(x).powi(2);
+            expected.own.iter_mut().zip(&expected.values).for_each(|(own, x)| *own += stored(*x));
+        }
+        made.insert(*input, expected);
+    }
+    tallies_from(ops[1], made, tensors, declared, span)
+}
+
+/// The same as [`tallies`] where some inputs were computed before, with the error that rounding may
+/// have brought to them: those of `computed`, in place of tensors of their names.
+pub fn tallies_from<O: Op>(
+    op: &O,
+    computed: BTreeMap<&'static str, Expected>,
+    tensors: &Tensors<'_>,
+    declared: &Declared,
+    span: Span,
+) -> Vec<(&'static Stage, Result<Tally, String>)> {
+    let rest = tensors.iter().filter(|(name, _)| !computed.contains_key(*name));
+    let rest: Tensors<'_> = rest.map(|(name, recorded)| (*name, *recorded)).collect();
+    let mut walk = Walk::new(op, &rest, declared, Some(span));
+    walk.computed = computed;
+    let stages = (0..O::STAGES.len()).map(|at| (&O::STAGES[at], walk.stage(at)));
+    stages.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
+}
+
 /// The exact values of a stage of an op, from what was recorded of the stages before it.
 pub fn values<O: Op>(
     op: &O,
@@ -247,7 +297,12 @@ impl<'a, O: Op> Walk<'a, O> {
     }
 
     /// Refuses a tensor of another extent than the op's planes have.
-    pub(super) fn check(&self, name: &str, shape: Shape, recorded: &Recorded<'_>) -> Result<(), String> {
+    pub(super) fn check(
+        &self,
+        name: &str,
+        shape: Shape,
+        recorded: &Recorded<'_>,
+    ) -> Result<(), String> {
         let Some((rows, columns)) = self.extent else { return Ok(()) };
         let (rows, columns) = shape.extent(rows, columns);
         let Matrix { rows: found_rows, cols: found_columns, .. } = recorded.values;
@@ -284,12 +339,8 @@ impl<'a, O: Op> Walk<'a, O> {
         let Span { bound, first_row } = self.span.unwrap_or(Span { bound, first_row: 0 });
         let overflown = bound.nan_is_meant.then(|| self.overflown(expected, stored));
         let reference = overflown.as_ref().unwrap_or(&expected.values);
-        let rows = Rows {
-            captured,
-            reference,
-            index: &|row| first_row + row as u64,
-            repeats: &once,
-        };
+        let rows =
+            Rows { captured, reference, index: &|row| first_row + row as u64, repeats: &once };
         let mut tally = Tally::of(&rows, allowed, &bound);
         if let Some(stored) = stored {
             tally.stored_in(stored, reference);

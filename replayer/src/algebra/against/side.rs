@@ -83,7 +83,15 @@ impl<'a> Side<'a> {
         view.values(&|name| {
             let key = self.inventory.key(name, part);
             let key = key.ok_or_else(|| format!("{part} of {name} was not recorded"))?;
-            self.whole(key)
+            let values = self.whole(key)?;
+            let shape = self.shape(name).unwrap_or_default();
+            match values.shape == shape {
+                true => Ok(values),
+                false => Err(format!(
+                    "{part} of {name} has the shape {:?}, and the parameter has {shape:?}",
+                    values.shape
+                )),
+            }
         })
     }
 
@@ -142,18 +150,22 @@ impl<'a> Side<'a> {
         let count = whole.elements().unwrap_or(0) as usize;
         let mut sum =
             Gradient { values: Values { shape, of: vec![f64::NAN; count] }, ..Gradient::default() };
-        let mut seen: BTreeSet<IndexBox> = BTreeSet::new();
+        let (mut seen, mut covered) = (BTreeSet::new(), 0);
         for piece in inventory.pieces(key, &|_| ()) {
             if !seen.insert(piece.place.clone()) {
                 continue;
             }
+            covered += piece.place.elements().unwrap_or(0) as usize;
             let (addends, weight) = self.addends(name, piece.ranks[0], &piece.place)?;
             for part in pieces(&piece.place, 8) {
                 let values = self.sum(&addends, weight, &part, &mut sum)?;
                 put(&part, &values, &whole, &mut sum.values.of);
             }
         }
-        Ok(sum)
+        match covered < count {
+            true => Err(format!("ranks recorded {covered} of the {count} elements of {key}")),
+            false => Ok(sum),
+        }
     }
 
     /// The weighted sum of addends over a box; adds to `total` how large and how exact they are.

@@ -4,7 +4,7 @@
 
 use super::formulas::{Descent, class, divided, is_optax, root, square};
 use super::variation::{of_descent, of_eps, of_step, vary};
-use super::{Names, Rule, State, Variation};
+use super::{LR, Names, Rule, State, Variation, WEIGHT_DECAY};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
@@ -16,13 +16,9 @@ pub(crate) const NAMES: Names = Names {
     words: "Adagrad",
     source: "Duchi, Hazan and Singer 2011",
     counts_steps: false,
+    wholes: &[],
     states: &[State { after: "sum", before: "sum_before", recorded: &["sum", "sum_of_squares"] }],
-    hyper: &[
-        ("lr", &["lr", "learning_rate"], f64::NAN),
-        ("lr_decay", &["lr_decay"], 0.0),
-        ("eps", &["eps"], f64::NAN),
-        ("weight_decay", &["weight_decay"], 0.0),
-    ],
+    hyper: &[LR, ("lr_decay", &["lr_decay"], 0.0), ("eps", &["eps"], f64::NAN), WEIGHT_DECAY],
 };
 
 /// Adagrad with its switches.

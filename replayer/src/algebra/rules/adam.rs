@@ -3,7 +3,10 @@
 
 use super::formulas::{Descent, class, corrected, correction, divided, moving, root, square};
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
-use super::{Names, Rule, State, Variation};
+use super::{
+    BETA1, BETA2, EPS, EPS_ROOT, FIRST_MOMENT, LR, Names, Rule, SECOND_MOMENT, State, Variation,
+    WEIGHT_DECAY,
+};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
@@ -15,27 +18,17 @@ pub(crate) const NAMES: Names = Names {
     words: "Adam, AdamW, AMSGrad",
     source: "Kingma and Ba 2015; Reddi et al. 2018",
     counts_steps: true,
+    wholes: &[],
     states: &[
-        State { after: "exp_avg", before: "exp_avg_before", recorded: &["exp_avg", "mu", "m"] },
-        State {
-            after: "exp_avg_sq",
-            before: "exp_avg_sq_before",
-            recorded: &["exp_avg_sq", "nu", "v"],
-        },
+        FIRST_MOMENT,
+        SECOND_MOMENT,
         State {
             after: "max_exp_avg_sq",
             before: "max_exp_avg_sq_before",
             recorded: &["max_exp_avg_sq", "nu_max"],
         },
     ],
-    hyper: &[
-        ("lr", &["lr", "learning_rate"], f64::NAN),
-        ("beta1", &["betas.0", "beta1", "b1"], 0.9),
-        ("beta2", &["betas.1", "beta2", "b2"], 0.999),
-        ("eps", &["eps"], 1e-8),
-        ("eps_root", &["eps_root"], 0.0),
-        ("weight_decay", &["weight_decay"], 0.0),
-    ],
+    hyper: &[LR, BETA1, BETA2, EPS, EPS_ROOT, WEIGHT_DECAY],
 };
 
 /// Adam with its switches.

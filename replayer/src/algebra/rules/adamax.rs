@@ -4,7 +4,7 @@
 
 use super::formulas::{Descent, class, corrected, correction, divided, moving};
 use super::variation::{of_corrections, of_descent, of_step, vary};
-use super::{Names, Rule, State, Variation};
+use super::{BETA1, BETA2, EPS, FIRST_MOMENT, LR, Names, Rule, State, Variation, WEIGHT_DECAY};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
@@ -16,17 +16,12 @@ pub(crate) const NAMES: Names = Names {
     words: "Adamax",
     source: "Kingma and Ba 2015",
     counts_steps: true,
+    wholes: &[],
     states: &[
-        State { after: "exp_avg", before: "exp_avg_before", recorded: &["exp_avg", "mu", "m"] },
+        FIRST_MOMENT,
         State { after: "exp_inf", before: "exp_inf_before", recorded: &["exp_inf", "nu", "u"] },
     ],
-    hyper: &[
-        ("lr", &["lr", "learning_rate"], f64::NAN),
-        ("beta1", &["betas.0", "beta1", "b1"], 0.9),
-        ("beta2", &["betas.1", "beta2", "b2"], 0.999),
-        ("eps", &["eps"], 1e-8),
-        ("weight_decay", &["weight_decay"], 0.0),
-    ],
+    hyper: &[LR, BETA1, BETA2, EPS, WEIGHT_DECAY],
 };
 
 /// Adamax with its switches.

@@ -3,7 +3,7 @@
 
 use super::formulas::{Descent, class, moving};
 use super::variation::{of_descent, vary};
-use super::{Names, Rule, State, Variation};
+use super::{BETA1, LR, Names, Rule, State, Variation, WEIGHT_DECAY};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
@@ -15,17 +15,13 @@ pub(crate) const NAMES: Names = Names {
     words: "Lion",
     source: "Chen et al. 2023",
     counts_steps: false,
+    wholes: &[],
     states: &[State {
         after: "exp_avg",
         before: "exp_avg_before",
         recorded: &["exp_avg", "mu", "m"],
     }],
-    hyper: &[
-        ("lr", &["lr", "learning_rate"], f64::NAN),
-        ("beta1", &["betas.0", "beta1", "b1"], 0.9),
-        ("beta2", &["betas.1", "beta2", "b2"], 0.99),
-        ("weight_decay", &["weight_decay"], 0.0),
-    ],
+    hyper: &[LR, BETA1, ("beta2", &["betas.1", "beta2", "b2"], 0.99), WEIGHT_DECAY],
 };
 
 /// Lion with its switches.

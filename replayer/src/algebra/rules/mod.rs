@@ -5,15 +5,18 @@
 //! and the hyper-parameters. Nothing here is taken from a framework's code: references and the
 //! frameworks that they judge share the published formula alone.
 //!
-//! A table has stages that are computed element by element. Rules that take a norm or a product of
-//! a whole matrix (LAMB, Adafactor, Muon) are no such tables, and are not known here: the steps of
-//! these optimizers are unchecked.
+//! A table has stages that are computed element by element. What a rule takes of the whole
+//! parameter (a norm, means of rows and columns, an orthogonal matrix) is an input of its table,
+//! which `wholes` computes first, with the error that rounding may have brought to it.
 
+pub(crate) mod adafactor;
 pub(crate) mod adagrad;
 pub(crate) mod adam;
 pub(crate) mod adamax;
 mod formulas;
+pub(crate) mod lamb;
 pub(crate) mod lion;
+pub(crate) mod muon;
 pub(crate) mod nadam;
 pub(crate) mod radam;
 pub(crate) mod rmsprop;
@@ -22,11 +25,15 @@ pub(crate) mod sgd;
 mod tests;
 mod variation;
 
+use std::collections::BTreeMap;
+
 use backtape::index_box::IndexBox;
 
 use super::declaration::{Hyper, Optimizer};
 use super::judge::{Compared, Judge, Operand};
-use crate::ops::{Declared, values};
+use crate::kernels::round::Precision;
+use crate::ops::expected::Expected;
+use crate::ops::{Declared, Recorded, Tensors, tallies_from, tallies_of_two, values};
 #[cfg(test)]
 use crate::ops::{Span, tallies, tallies_by_numbers};
 
@@ -41,11 +48,14 @@ pub(crate) struct Names {
     pub source: &'static str,
     /// Whether it depends on which step it is, however it is switched.
     pub counts_steps: bool,
+    /// Inputs of the table that are made of the whole parameter (`wholes`), each with the name that
+    /// its variance has.
+    pub wholes: &'static [(&'static str, &'static str)],
     /// Tensors of the state.
     pub states: &'static [State],
     /// Hyper-parameters: the name in the table, those that are declared, and the value where none
     /// is.
-    pub hyper: &'static [(&'static str, &'static [&'static str], f64)],
+    pub hyper: &'static [HyperName],
 }
 
 /// A tensor of an optimizer's state.
@@ -58,16 +68,86 @@ pub(crate) struct State {
     pub recorded: &'static [&'static str],
 }
 
+/// A row of [`Names::hyper`].
+type HyperName = (&'static str, &'static [&'static str], f64);
+
+/// The learning rate.
+const LR: HyperName = ("lr", &["lr", "learning_rate"], f64::NAN);
+/// How much of the first moment stays.
+const BETA1: HyperName = ("beta1", &["betas.0", "beta1", "b1"], 0.9);
+/// How much of the second moment stays.
+const BETA2: HyperName = ("beta2", &["betas.1", "beta2", "b2"], 0.999);
+/// What is added to the root of the second moment.
+const EPS: HyperName = ("eps", &["eps"], 1e-8);
+/// What is added below the root.
+const EPS_ROOT: HyperName = ("eps_root", &["eps_root"], 0.0);
+/// How fast the parameter decays.
+const WEIGHT_DECAY: HyperName = ("weight_decay", &["weight_decay"], 0.0);
+/// The moving mean of gradients.
+const FIRST_MOMENT: State =
+    State { after: "exp_avg", before: "exp_avg_before", recorded: &["exp_avg", "mu", "m"] };
+/// The moving mean of squared gradients.
+const SECOND_MOMENT: State = State {
+    after: "exp_avg_sq",
+    before: "exp_avg_sq_before",
+    recorded: &["exp_avg_sq", "nu", "v"],
+};
+
+impl Rule {
+    /// The same for a parameter of this shape, stored in this format, whose state has rows and
+    /// columns or has not; or why it is none of such a parameter.
+    pub(crate) fn of_parameter(
+        self,
+        shape: &[u64],
+        stored: Option<Precision>,
+        is_factored: bool,
+    ) -> Result<Rule, String> {
+        match self {
+            Rule::Adafactor(rule) => {
+                rule.of_parameter(shape, stored, is_factored).map(Rule::Adafactor)
+            }
+            Rule::Muon(rule) => rule.of_parameter(shape).map(Rule::Muon),
+            other => Ok(other),
+        }
+    }
+
+    /// What a second step takes over from a first one: its inputs, and the stages that they were.
+    fn again(&self) -> Vec<(&'static str, &'static str)> {
+        let states = self.names().states.iter().map(|state| (state.before, state.after));
+        states.chain([("before", "after")]).collect()
+    }
+
+    /// Whether it takes a norm or a matrix of the whole parameter.
+    pub(crate) fn takes_wholes(&self) -> bool {
+        !self.names().wholes.is_empty()
+    }
+}
+
 impl Names {
     /// A declared hyper-parameter, by its name in the table; NaN where neither the job nor all
     /// frameworks alike say it.
     pub(crate) fn number(&self, hyper: &Hyper, name: &str) -> f64 {
         let row = self.hyper.iter().find(|(own, ..)| *own == name);
-        let declared = |(_, declared, default): &(_, &[&str], f64)| {
+        let declared = |(_, declared, default): &HyperName| {
             declared.iter().find_map(|own| hyper.number(own)).unwrap_or(*default)
         };
         row.map_or(f64::NAN, declared)
     }
+}
+
+/// The inputs of a table that were made of a whole parameter, with their variances.
+fn computed(names: &Names, tensors: &Tensors<'_>) -> BTreeMap<&'static str, Expected> {
+    let mut computed = BTreeMap::new();
+    for (name, variance) in names.wholes {
+        let (Some(values), Some(variance)) = (tensors.get(name), tensors.get(variance)) else {
+            continue;
+        };
+        let all = |recorded: &Recorded<'_>| recorded.values.to_f64();
+        let (values, own) = (all(values), all(variance));
+        let row = vec![0.0; values.len()];
+        computed.insert(*name, Expected { values, own, row, shared: Vec::new() });
+    }
+    computed
 }
 
 macro_rules! rules {
@@ -153,6 +233,28 @@ macro_rules! rules {
                 compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
             }
 
+            /// The same of a step that was applied twice, the first time by the rule `first`.
+            #[cfg(test)]
+            pub(crate) fn tallies_after(
+                &self,
+                first: &Rule,
+                operands: &[Operand<'_>],
+                declared: &Declared,
+                span: Span,
+            ) -> Vec<Compared> {
+                let columns = operands.iter().map(|operand| operand.values.len()).max();
+                let columns = columns.unwrap_or(0);
+                let tensors = operands.iter().map(|operand| operand.recorded(columns)).collect();
+                let again = self.again();
+                let compared = match (first, self) {
+                    $((Rule::$rule(first), Rule::$rule(rule)) => {
+                        tallies_of_two([first, rule], &again, &tensors, declared, span)
+                    })*
+                    _ => panic!("the two steps are of two rules"),
+                };
+                compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
+            }
+
             /// Compares its stages over a box.
             pub(crate) fn compare<'o>(
                 &self,
@@ -162,30 +264,64 @@ macro_rules! rules {
                 operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
             ) -> Result<Vec<Compared>, String> {
                 match self {
-                    $(Rule::$rule(rule) => judge.compare(rule, declared, place, operands),)*
+                    $(Rule::$rule(rule) => {
+                        let names = &$module::NAMES;
+                        if names.wholes.is_empty() {
+                            return judge.compare(rule, declared, place, operands);
+                        }
+                        judge.compare_by(place, operands, &|tensors, span| {
+                            let computed = computed(names, tensors);
+                            tallies_from(rule, computed, tensors, declared, span)
+                        })
+                    })*
                 }
             }
 
-            /// The change of the parameter that it gives, in f64.
-            pub(crate) fn change(
+            /// The same of a step that was applied twice, the first time by the rule `first`, which is the
+            /// same with another count of steps.
+            pub(crate) fn compare_after<'o>(
+                &self,
+                first: &Rule,
+                judge: &Judge<'_>,
+                declared: &Declared,
+                place: &IndexBox,
+                operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
+            ) -> Result<Vec<Compared>, String> {
+                let again = self.again();
+                match (first, self) {
+                    $((Rule::$rule(first), Rule::$rule(rule)) => {
+                        judge.compare_by(place, operands, &|tensors, span| {
+                            tallies_of_two([first, rule], &again, tensors, declared, span)
+                        })
+                    })*
+                    _ => Err("the two steps are of two rules".into()),
+                }
+            }
+
+            /// A stage that it gives, in f64: `update` is the change of the parameter.
+            pub(crate) fn stage(
                 &self,
                 operands: &[Operand<'_>],
                 declared: &Declared,
+                stage: &str,
             ) -> Result<Vec<f64>, String> {
                 let columns = operands.iter().map(|operand| operand.values.len()).max();
                 let own = operands.iter().filter(|operand| operand.name != "update");
                 let tensors = own.map(|operand| operand.recorded(columns.unwrap_or(0))).collect();
-                match self { $(Rule::$rule(rule) => values(rule, &tensors, declared, "update"),)* }
+                match self { $(Rule::$rule(rule) => values(rule, &tensors, declared, stage),)* }
             }
         }
     };
 }
 
 rules! {
+    Adafactor in adafactor,
     Adagrad in adagrad,
     Adam in adam,
     Adamax in adamax,
+    Lamb in lamb,
     Lion in lion,
+    Muon in muon,
     Nadam in nadam,
     Radam in radam,
     Rmsprop in rmsprop,

@@ -10,7 +10,10 @@ use super::formulas::{
     Descent, class, corrected, correction, divided, is_optax, moving, root, square,
 };
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
-use super::{Names, Rule, State, Variation};
+use super::{
+    BETA1, BETA2, EPS, EPS_ROOT, FIRST_MOMENT, LR, Names, Rule, SECOND_MOMENT, Variation,
+    WEIGHT_DECAY,
+};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::kernels::number::Number;
 use crate::ops::table::op;
@@ -23,22 +26,9 @@ pub(crate) const NAMES: Names = Names {
     words: "NAdam",
     source: "Dozat 2016",
     counts_steps: true,
-    states: &[
-        State { after: "exp_avg", before: "exp_avg_before", recorded: &["exp_avg", "mu", "m"] },
-        State {
-            after: "exp_avg_sq",
-            before: "exp_avg_sq_before",
-            recorded: &["exp_avg_sq", "nu", "v"],
-        },
-    ],
-    hyper: &[
-        ("lr", &["lr", "learning_rate"], f64::NAN),
-        ("beta1", &["betas.0", "beta1", "b1"], 0.9),
-        ("beta2", &["betas.1", "beta2", "b2"], 0.999),
-        ("eps", &["eps"], 1e-8),
-        ("eps_root", &["eps_root"], 0.0),
-        ("weight_decay", &["weight_decay"], 0.0),
-    ],
+    wholes: &[],
+    states: &[FIRST_MOMENT, SECOND_MOMENT],
+    hyper: &[LR, BETA1, BETA2, EPS, EPS_ROOT, WEIGHT_DECAY],
 };
 
 /// NAdam with its switches.

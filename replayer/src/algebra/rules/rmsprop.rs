@@ -7,7 +7,7 @@ use super::formulas::{
     Descent, class, corrected, correction, divided, is_optax, moving, root, square,
 };
 use super::variation::{of_corrections, of_descent, of_eps, vary};
-use super::{Names, Rule, State, Variation};
+use super::{EPS, LR, Names, Rule, State, Variation, WEIGHT_DECAY};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::kernels::number::Number;
 use crate::ops::table::op;
@@ -20,6 +20,7 @@ pub(crate) const NAMES: Names = Names {
     words: "RMSprop, centered or not, with momentum",
     source: "Tieleman and Hinton 2012; Graves 2013",
     counts_steps: false,
+    wholes: &[],
     states: &[
         State { after: "square_avg", before: "square_avg_before", recorded: &["square_avg", "nu"] },
         State { after: "grad_avg", before: "grad_avg_before", recorded: &["grad_avg", "mu"] },
@@ -30,11 +31,11 @@ pub(crate) const NAMES: Names = Names {
         },
     ],
     hyper: &[
-        ("lr", &["lr", "learning_rate"], f64::NAN),
+        LR,
         ("alpha", &["alpha", "decay"], f64::NAN),
         ("momentum", &["momentum"], 0.0),
-        ("eps", &["eps"], 1e-8),
-        ("weight_decay", &["weight_decay"], 0.0),
+        EPS,
+        WEIGHT_DECAY,
     ],
 };
 

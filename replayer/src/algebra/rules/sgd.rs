@@ -3,7 +3,7 @@
 
 use super::formulas::{Descent, class};
 use super::variation::{of_descent, vary};
-use super::{Names, Rule, State, Variation};
+use super::{LR, Names, Rule, State, Variation, WEIGHT_DECAY};
 use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
@@ -15,16 +15,17 @@ pub(crate) const NAMES: Names = Names {
     words: "SGD with momentum, dampening, Nesterov",
     source: "Polyak 1964; Sutskever et al. 2013",
     counts_steps: false,
+    wholes: &[],
     states: &[State {
         after: "momentum_buffer",
         before: "momentum_buffer_before",
         recorded: &["momentum_buffer", "trace"],
     }],
     hyper: &[
-        ("lr", &["lr", "learning_rate"], f64::NAN),
+        LR,
         ("momentum", &["momentum", "decay"], 0.0),
         ("dampening", &["dampening"], 0.0),
-        ("weight_decay", &["weight_decay"], 0.0),
+        WEIGHT_DECAY,
     ],
 };
 

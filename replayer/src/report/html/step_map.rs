@@ -132,21 +132,13 @@ fn cell(members: &[&Row], stage: Stage) -> Cell {
         _ => ("bt-pass", format!("✓ {}", of(there))),
     };
     let worst = members.iter().zip(&fates).filter_map(|(row, fate)| Some((row, (*fate)?)));
-    let worst = worst.max_by(|(_, a), (_, b)| {
-        weight(a).0.cmp(&weight(b).0).then(weight(a).1.total_cmp(&weight(b).1))
-    });
+    let worst = worst.max_by(|(_, a), (_, b)| a.compare(b));
     let about = match worst {
         Some((row, fate)) => format!("furthest off: {}: {}", row.name, numbers(fate)),
         None => "not recorded".into(),
     };
     let strip = Safe(if there > 0 { strip(&fates) } else { String::new() });
     Cell { stage: stage.name(), class, strip, label, about }
-}
-
-/// How grave it is, and of as grave ones how far off; what is no number is furthest.
-fn weight(fate: &Fate) -> (Status, f64) {
-    let over = fate.over().map_or(-1.0, |x| if x.is_nan() { f64::INFINITY } else { x });
-    (fate.status, over)
 }
 
 /// What is known of one stage of one parameter, in a clause.
@@ -189,12 +181,7 @@ fn strip(fates: &[Option<&Fate>]) -> String {
     let mut shown: Vec<Option<&Fate>> = vec![None; blocks];
     for (at, fate) in fates.iter().enumerate() {
         let block = &mut shown[at * blocks / fates.len()];
-        let is_worse = |fate: &&Fate| {
-            block.is_none_or(|held: &Fate| {
-                let (own, other) = (weight(fate), weight(held));
-                (own.0, own.1.total_cmp(&other.1)) > (other.0, std::cmp::Ordering::Equal)
-            })
-        };
+        let is_worse = |fate: &&Fate| block.is_none_or(|held: &Fate| fate.compare(held).is_gt());
         if let Some(fate) = fate.filter(|fate| is_worse(fate)) {
             *block = Some(fate);
         }
@@ -205,7 +192,7 @@ fn strip(fates: &[Option<&Fate>]) -> String {
         let Some(fate) = fate else { continue };
         match fate.status {
             Status::Unchecked => drop(write!(open, "M{x} .5h1")),
-            _ => drop(write!(paths[class(weight(fate).1.max(0.0))], "M{x} .5h1")),
+            _ => drop(write!(paths[class(fate.off().max(0.0))], "M{x} .5h1")),
         }
         if fate.status == Status::Diverged {
             let _ = write!(dots, "M{x}.5 .5h0");

@@ -1,0 +1,166 @@
+//! Why an optimizer's step is not that of its rule: what else gives the same.
+
+use backtape::identity::Rank;
+use backtape::index_box::IndexBox;
+use backtape::part::{OF_GRADIENT, Part};
+
+use super::causes;
+use super::gradient::is_near;
+use super::inventory::Piece;
+use super::judge::Judge;
+use super::optimizer::{RESET, Supposed, Tensors};
+use super::outcome::Reading;
+
+impl Judge<'_> {
+    /// The captured change over that of the rule, where it is one number: that of a parameter is
+    /// none of its change.
+    pub(super) fn factor_of_change(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+        readings: &[Reading],
+    ) -> Option<f64> {
+        let is = |cause: causes::Cause| readings.iter().any(|own| own.cause == cause.name);
+        match () {
+            () if is(causes::NO_OP) => Some(0.0),
+            () if is(causes::LR_SCALED) || is(causes::ASCENDS) => {
+                self.fitted(tensors, piece, supposed).map(|(factor, _)| factor)
+            }
+            () => None,
+        }
+    }
+
+    /// All that the optimizer may have done in place of what it declares. Several may give the
+    /// same bits in one parameter; other parameters tell them apart.
+    pub(super) fn explained(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Vec<Reading> {
+        let agrees = |other: &Supposed<'_>| self.agrees(tensors, piece, other);
+        if let Some(reading) = self.no_op(tensors, piece) {
+            return vec![reading];
+        }
+        let mut readings = Vec::new();
+        let reset = Supposed { is_reset: true, ..supposed.clone() };
+        if !tensors.is_first && agrees(&reset) {
+            readings.push(causes::STATE_RESET.reads(RESET));
+        }
+        let shape = &self.inventory.dump.tensors()[tensors.after].shape;
+        if supposed.rule.takes_wholes() && piece.place != IndexBox::whole(shape) {
+            let local = Supposed { is_local: true, ..supposed.clone() };
+            if agrees(&local) {
+                let words = "what the rule takes of the whole parameter is of this rank's part";
+                readings.push(causes::SHARDED_NORM.reads(words));
+            }
+        }
+        for variation in supposed.rule.variations() {
+            if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
+                readings.push(causes::named(variation.cause).reads(variation.words));
+            }
+        }
+        // A variation has no number that was fitted, so it goes before one.
+        let twice = self.twice(tensors, piece, supposed);
+        let is_tied = self.is_tied(tensors.parameter);
+        readings.extend(twice.iter().filter(|_| is_tied).cloned());
+        readings.extend(self.solved(tensors, piece, supposed));
+        readings.extend(twice.filter(|_| !is_tied));
+        let others = self.other_gradients(tensors, supposed);
+        if let Some(other) = others.iter().find(|other| agrees(other)) {
+            let part = Part::of_tensor(other.gradient.tensor.as_str()).map(|(part, _)| part);
+            let part = part.map(|part| part.to_string()).unwrap_or_default();
+            let words = format!("the optimizer took the gradient of the stage {part}");
+            readings.push(causes::OTHER_GRADIENT.reads(words));
+        }
+        readings
+    }
+
+    fn no_op(&self, tensors: &Tensors<'_>, piece: &Piece) -> Option<Reading> {
+        let inventory = self.inventory;
+        let rank = tensors.rank;
+        let is_same = tensors.before != tensors.after
+            && inventory.hashes(tensors.before, rank) == inventory.hashes(tensors.after, rank)
+            && piece.place.elements() != Some(0);
+        let words = "the parameter is the same bit for bit before and after the step";
+        is_same.then(|| causes::NO_OP.reads(words))
+    }
+
+    /// The other gradients of the parameter that were recorded.
+    fn other_gradients<'t>(
+        &'t self,
+        tensors: &Tensors<'t>,
+        supposed: &Supposed<'t>,
+    ) -> Vec<Supposed<'t>> {
+        let parts = &self.inventory.parameters[tensors.parameter].tensors;
+        let is_gradient = |part: &Part| {
+            OF_GRADIENT.contains(part)
+                || matches!(part, Part::Grad | Part::Accumulated | Part::Stale)
+        };
+        let others =
+            parts.iter().filter(|((part, _), key)| is_gradient(part) && *key != supposed.gradient);
+        let taken = |gradient| Supposed { gradient, coefficient: 1.0, ..supposed.clone() };
+        others.map(|(_, gradient)| taken(gradient)).collect()
+    }
+
+    /// A learning rate or a weight decay that gives the change, solved from it.
+    fn solved(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Option<Reading> {
+        let declared = supposed.hyper.number("weight_decay").unwrap_or(0.0);
+        let (lr_factor, decay) = self.fitted(tensors, piece, supposed)?;
+        let scaled = Supposed { lr_factor, ..supposed.clone() };
+        if is_near(lr_factor, -1.0) && self.agrees(tensors, piece, &scaled) {
+            return Some(causes::ASCENDS.reads("the update has the wrong sign"));
+        }
+        if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
+            let lr = self.learning_rate(supposed)?;
+            let words = format!(
+                "the change is {lr_factor:.4} x that of the declared learning rate {lr:e}: it \
+                     is that of {:e}{}",
+                lr * lr_factor,
+                self.sizes_of(tensors.rank, lr_factor)
+            );
+            return Some(causes::LR_SCALED.reads(words));
+        }
+        // The weight decays of the optimizer's other groups are likelier than any other.
+        let fitted = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };
+        let others = self.other_decays(tensors).into_iter().chain([0.0, fitted]);
+        let decayed =
+            |weight_decay: &f64| Supposed { weight_decay: Some(*weight_decay), ..supposed.clone() };
+        let mut others = others.filter(|weight_decay| *weight_decay != declared);
+        let weight_decay = others.find(|other| self.agrees(tensors, piece, &decayed(other)))?;
+        let cause = if declared == 0.0 { causes::DECAY_EXCLUDED } else { causes::DECAY_OTHER };
+        let words =
+            format!("the parameter decays by {weight_decay:.6}, and {declared:.6} is declared");
+        Some(cause.reads(words))
+    }
+
+    /// The sizes of the job that a factor equals, in words.
+    fn sizes_of(&self, rank: Rank, factor: f64) -> String {
+        let ranks = self.inventory.declared.len() as f64;
+        let microbatches = self.microbatches_of(rank).unwrap_or(1.0);
+        let sizes = [(ranks, "ranks"), (microbatches, "microbatches")];
+        for (size, name) in sizes.into_iter().filter(|(size, _)| *size > 1.0) {
+            if is_near(factor, size) {
+                return format!(", and the factor is {size} {name}");
+            }
+            if is_near(factor, 1.0 / size) {
+                return format!(", and the factor is 1 over {size} {name}");
+            }
+        }
+        String::new()
+    }
+
+    /// The weight decays that the optimizer declares for its groups.
+    fn other_decays(&self, tensors: &Tensors<'_>) -> Vec<f64> {
+        let declared = self.inventory.declared.get(&tensors.rank);
+        let optimizer = declared.and_then(|own| own.optimizer_of(tensors.parameter));
+        let groups = optimizer.map(|(optimizer, _)| &optimizer.groups[..]).unwrap_or_default();
+        groups.iter().filter_map(|group| group.number("weight_decay")).collect()
+    }
+}

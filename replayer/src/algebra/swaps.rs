@@ -1,0 +1,120 @@
+//! An optimizer's step that took what belongs to another parameter, or that was applied twice.
+
+use backtape::index_box::IndexBox;
+use backtape::part::Part;
+
+use super::causes;
+use super::inventory::Piece;
+use super::judge::Judge;
+use super::optimizer::{Supposed, Tensors};
+use super::outcome::Reading;
+use super::rules::Rule;
+
+/// Elements of a parameter by which other parameters are tried before all of it is compared.
+const TRIED: u64 = 4096;
+
+impl Judge<'_> {
+    /// Whether the parameter has several names.
+    pub(super) fn is_tied(&self, parameter: &str) -> bool {
+        let declared = self.inventory.declared.values();
+        let mut parameters = declared.flat_map(|own| own.parameters.values());
+        parameters.any(|own| own.same_as.as_deref() == Some(parameter))
+    }
+
+    /// The step applied twice, the second time to what the first gave.
+    pub(super) fn twice(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Option<Reading> {
+        if supposed.rule.takes_wholes() {
+            return None;
+        }
+        let declared = self.inventory.declared.get(&tensors.rank)?;
+        let (optimizer, hyper) = declared.optimizer_of(tensors.parameter)?;
+        let rule = |step: f64| Rule::of(optimizer, hyper, step);
+        let counted = self.step_of(tensors.rank, tensors.parameter);
+        // Both steps are counted, or one of them; where nothing is counted, the second is not the
+        // first step of all.
+        let steps = match counted {
+            Some(count) => vec![[count - 1.0, count], [count, count + 1.0], [count, count]],
+            None if tensors.is_first => vec![[1.0, f64::NAN]],
+            None => vec![[f64::NAN, f64::NAN]],
+        };
+        let of = |[first, second]: [f64; 2]| {
+            let (first, rule) = (rule(first)?, rule(second)?);
+            Some(Supposed { first: Some(first), rule, ..supposed.clone() })
+        };
+        let mut steps = steps.into_iter().filter(|[first, _]| !(*first < 1.0)).filter_map(of);
+        steps.any(|other| self.agrees(tensors, piece, &other)).then(|| {
+            let names =
+                if self.is_tied(tensors.parameter) { ", which has several names" } else { "" };
+            let words = format!("the step is applied to the parameter{names} twice");
+            causes::UPDATED_TWICE.reads(words)
+        })
+    }
+
+    /// The state or the gradient of another parameter of the same shape, and its name.
+    pub(super) fn swapped(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Option<(Reading, String)> {
+        let inventory = self.inventory;
+        let shape = &inventory.dump.tensors()[tensors.after].shape;
+        let corner = Piece { place: corner(&piece.place), ..piece.clone() };
+        let part = Part::of_tensor(supposed.gradient.tensor.as_str())?.0;
+        for other in inventory.parameters.keys().filter(|name| *name != tensors.parameter) {
+            let after = inventory.key(other, &Part::After);
+            if after.is_none_or(|after| inventory.dump.tensors()[after].shape != *shape) {
+                continue;
+            }
+            let of_state = Supposed { state_of: other, ..supposed.clone() };
+            let gradient = inventory.key(other, &part);
+            let of_gradient = gradient.map(|gradient| Supposed { gradient, ..supposed.clone() });
+            // What is made of a whole parameter is not made of a corner of it.
+            let is_quick = !supposed.rule.takes_wholes();
+            let agrees = |supposed: &Supposed<'_>| {
+                (!is_quick || self.agrees(tensors, &corner, supposed))
+                    && self.agrees(tensors, piece, supposed)
+            };
+            if !supposed.rule.names().states.is_empty() && agrees(&of_state) {
+                let words = "the state before the step is that of another parameter of its shape";
+                return Some((causes::STATE_SWAPPED.reads(words), other.clone()));
+            }
+            if of_gradient.is_some_and(|supposed| agrees(&supposed)) {
+                let words = "the optimizer took the gradient of another parameter of its shape";
+                return Some((causes::OTHER_GRADIENT.reads(words), other.clone()));
+            }
+        }
+        None
+    }
+}
+
+/// A corner of a box of no more than [`TRIED`] elements.
+fn corner(place: &IndexBox) -> IndexBox {
+    let mut left = TRIED;
+    let mut cut = place.0.clone();
+    for (low, high) in cut.iter_mut().rev() {
+        let extent = (*high - *low).min(left.max(1));
+        *high = *low + extent;
+        left /= extent.max(1);
+    }
+    IndexBox(cut)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_corner_lies_in_its_box_and_has_few_elements() {
+        let place = IndexBox(vec![(2, 900), (7, 1007), (0, 3)]);
+        let corner = corner(&place);
+        assert!(corner.elements().unwrap() <= TRIED && corner.elements().unwrap() > TRIED / 4);
+        assert_eq!(corner.intersection(&place).as_ref(), Some(&corner));
+        assert_eq!(super::corner(&IndexBox(vec![])).0, vec![]);
+    }
+}
