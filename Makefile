@@ -10,7 +10,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-algebra bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
-	bench-step-causes bench-step-threads \
+	bench-step-causes bench-step-threads bench-step-false-alarms bench-step-cost \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures step-causes api clean
@@ -205,7 +205,7 @@ $(VENV)/.installed-dev: $(VENV)/.wheel-dev
 # An hour or more; `make -k bench` goes on after one whose peers do not install.
 bench: bench-loss-head bench-replay bench-compare bench-algebra bench-inactive bench-scalars bench-blocking bench-step \
 	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes \
-	bench-step-threads bench-search
+	bench-step-threads bench-step-false-alarms bench-step-cost bench-search
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head
@@ -276,6 +276,11 @@ bench-step: $(VENV)-bench/.installed
 	$(VENV)-bench/bin/python python/benches/step_time.py
 	$(VENV)-bench/bin/python python/benches/everything.py
 
+# What recording the step's algebra adds to the step of a job of eight ranks; ROUNDS, RANKS and TOKENS
+# choose less or more.
+bench-step-cost: $(VENV)-torch/.installed
+	$(VENV)-torch/bin/python python/benches/step_cost.py
+
 # The GPU lines: the loss head against CCE, Liger-Kernel, torch and XLA, staging, the checksum, a dump to
 # the GPU. Peers install one by one, and what does not is a row with its reason. XLA's CUDA is not
 # torch's. OPTIONS go to it: OPTIONS='--lines loss --rounds 3'.
@@ -324,6 +329,12 @@ bench-step-causes: $(if $(filter jax,$(FRAMEWORK)),$(VENV)/.installed-dev,$(VENV
 	$(STEP_PYTHON) tests/step_corpus/run.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
 		$(if $(DRAWS),--draws $(DRAWS)) $(if $(SEED),--seed $(SEED)) $(if $(FAULT),--fault $(FAULT)) \
 		$(if $(PART),--part $(PART))
+
+# Clean steps, simulated: how many are called wrong. RUNS, SEED and FIRST choose which; FRAMEWORK=jax
+# draws chains of optax.
+bench-step-false-alarms: $(if $(filter jax,$(FRAMEWORK)),$(VENV)/.installed,$(VENV)-torch/.installed)
+	RAYON_NUM_THREADS=1 $(STEP_PYTHON) tests/step_campaign/run.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
+		$(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED)) $(if $(FIRST),--first $(FIRST))
 
 # Public threads whose gradients or updates were wrong, rebuilt as jobs in torch and jax: what the replay
 # says of each. ONLY chooses one, PUBLISH=1 writes docs/step-threads.md.

@@ -99,11 +99,16 @@ impl std::fmt::Display for IndexBox {
 
 /// The parts of a tensor that no box of a set covers; empty if the set covers the whole tensor.
 pub fn gaps<'a>(shape: &[u64], boxes: impl IntoIterator<Item = &'a IndexBox>) -> Vec<IndexBox> {
-    let whole = IndexBox::whole(shape);
-    if whole.elements() == Some(0) {
-        return Vec::new();
-    }
-    let mut open = vec![whole];
+    gaps_in(&[IndexBox::whole(shape)], boxes)
+}
+
+/// The parts of some boxes, which share no element, that no box of a set covers.
+pub fn gaps_in<'a>(
+    wanted: &[IndexBox],
+    boxes: impl IntoIterator<Item = &'a IndexBox>,
+) -> Vec<IndexBox> {
+    let has_elements = |own: &&IndexBox| own.elements() != Some(0);
+    let mut open: Vec<IndexBox> = wanted.iter().filter(has_elements).cloned().collect();
     for cover in boxes {
         open = open.iter().flat_map(|gap| gap.without(cover)).collect();
     }

@@ -10,6 +10,7 @@ no arithmetic of boxes with the record, so the fingerprint does not agree with a
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from backtape import gpu
 from backtape._native import Arriving, check_dtype
 from backtape.failopen import CAUGHT
-from backtape.shards import REPLICATE, Box, Guard, Held, Shard, flat, in_box, own_bytes
+from backtape.sampling import Region, inside
+from backtape.shards import (
+    REPLICATE,
+    Box,
+    Guard,
+    Held,
+    Shard,
+    flat,
+    in_box,
+    moved,
+    own_bytes,
+    slices,
+)
 
 # The constants of src/fingerprint.rs; a test compares both definitions on known values.
 SEED, STRIDE, WORD, LANE = 0x9747B28C, 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
@@ -36,11 +49,18 @@ PROGRAMS = 512
 
 
 def shards_of(
-    array: jax.Array, box: Box | None, partial: str | None, place_proof: bool, guard: Guard
+    array: jax.Array,
+    box: Box | None,
+    partial: str | None,
+    place_proof: bool,
+    guard: Guard,
+    regions: Sequence[Region] | None = None,
 ) -> list[Shard]:
     """The addressable shards of `array`.
 
     box: for an array on one device, the box of the tensor that it is.
+    regions: the boxes of the global tensor that are taken; None takes all of it. XLA's fingerprint
+        is of all of a shard, so a part of one has none.
 
     jax knows neither the place of such a box nor that of an addend (`partial`), so they get no
     fingerprint here. Raises TypeError for a traced value, ValueError for a dtype that cannot be
@@ -54,11 +74,13 @@ def shards_of(
     on_one = isinstance(array.sharding, SingleDeviceSharding)
     if box is not None and not on_one:
         raise ValueError("global_shape and offsets are for an array on one device")
-    proved = place_proof and partial is None and box is None
+    proved = place_proof and partial is None and box is None and regions is None
     # Recording does what a job may forbid its own code with jax.transfer_guard: it copies bytes to
     # the host, and for the proof constants to the devices. Allowing only the first takes less time.
     allow = jax.transfer_guard if proved else jax.transfer_guard_device_to_host
     with allow("allow"):
+        if regions is not None:
+            return parts_of(array, box, placement, regions)
         if on_one and not proved:
             return [of_one(array, box)]
         pieces = array.addressable_shards
@@ -91,8 +113,46 @@ def shards_of(
     ]
 
 
-def of_one(array: jax.Array, box: Box | None) -> Shard:
-    """The shard of an array on one device: the declared box of a tensor, or a whole tensor."""
+def parts_of(
+    array: jax.Array, box: Box | None, placement: dict[str, int | str], regions: Sequence[Region]
+) -> list[Shard]:
+    """The shards of what lies of an array in these regions."""
+    shape = box[0] if box else array.shape
+    shards = []
+    for piece in array.addressable_shards:
+        first = tuple(part.indices(size)[0] for part, size in zip(piece.index, array.shape))
+        if box:
+            first = tuple(own + start for own, start in zip(first, box[1]))
+        for cut in inside(first, piece.data.shape, regions):
+            shard = of_one(part_of(piece.data, cut), (shape, moved(first, cut)))
+            shard.replica, shard.placement = piece.replica_id, placement
+            shards.append(shard)
+    return shards
+
+
+def part_of(array: jax.Array, cut: Region) -> jax.Array | np.ndarray:
+    """These ranges of positions of an array on one device. From the host's memory nothing is copied
+    here; a GPU copies no more than that part."""
+    if next(iter(array.devices())).platform == "cpu":
+        return np.asarray(array)[slices(cut)]
+    starts, sizes = [low for low, _ in cut], tuple(high - low for low, high in cut)
+    # A program on one device is refused while the job has set a mesh of several (jax.set_mesh).
+    with jax.set_mesh(Mesh(np.array(list(array.devices())), ("device",))):
+        return sliced(array, np.array(starts, np.int32), sizes)
+
+
+# One program for all places of parts of one size.
+@functools.partial(jax.jit, static_argnums=2)
+def sliced(array: jax.Array, starts: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """The part of an array that starts there and has these sizes."""
+    return lax.dynamic_slice(array, tuple(starts), sizes)
+
+
+def of_one(array: jax.Array | np.ndarray, box: Box | None) -> Shard:
+    """The shard of an array on one device: the declared box of a tensor, or a whole tensor. One of
+    numpy is a view of a jax array, whose bytes are copied."""
+    if isinstance(array, np.ndarray):
+        return in_box(own_bytes(array), box)
     first = box[1] if box else (0,) * array.ndim
     dtype = name_of(array.dtype)
     arriving = from_gpu(array, dtype, first, None)

@@ -18,6 +18,7 @@ import numpy as np
 
 from backtape._native import check_dtype
 from backtape.frameworks import arrays_of, framework_of
+from backtape.sampling import Region, as_tuples, inside
 
 REPLICATE = "replicate"
 
@@ -96,13 +97,14 @@ def shards_of(
     partial: str | None = None,
     flat_offset: int | None = None,
     placement: Placement | None = None,
+    regions: Sequence[Any] | None = None,
     mesh: Mesh | None = None,
     place_proof: bool = True,
     guard: Guard = nullcontext,
 ) -> list[Shard]:
     """The shards of `array` that this process holds.
 
-    global_shape, offsets, flat_offset, partial, placement: as in `Tape.record`.
+    global_shape, offsets, flat_offset, partial, placement, regions: as in `Tape.record`.
     mesh: on which `placement` lies.
     place_proof: have the framework compute where the elements lie, beside the box.
     guard: around that, which may fail without losing the shard.
@@ -111,11 +113,14 @@ def shards_of(
     for an array that is gone (deleted, donated).
     """
     box = declared_box(global_shape, offsets, flat_offset)
+    regions = as_tuples(regions)
     if placement is not None:
         if box is not None or mesh is None:
             raise ValueError("placement says where the array lies: leave out global_shape")
         if partial is not None and any(isinstance(word, str) for word in placement.values()):
             raise ValueError("what it is an addend of is said twice: in partial and in placement")
+        if regions is not None:
+            raise ValueError("regions are of the whole tensor: say global_shape and offsets beside them")
         # Of an array that is a part of the tensor the framework knows no indices in the tensor, so
         # it cannot prove the place.
         place_proof = place_proof and all(isinstance(word, str) for word in placement.values())
@@ -124,12 +129,19 @@ def shards_of(
     framework = framework_of(array)
     if framework == "torch":
         make = arrays_of("torch").shards_of
-        return make(array, box, partial, flat_offset, place_proof, guard)
+        return make(array, box, partial, flat_offset, place_proof, guard, regions)
     if flat_offset is not None:
         raise TypeError("flat_offset is for torch tensors")
     if framework == "jax":
-        return arrays_of("jax").shards_of(array, box, partial, place_proof, guard)
-    return [in_box(own_bytes(array), box)]
+        return arrays_of("jax").shards_of(array, box, partial, place_proof, guard, regions)
+    if regions is None:
+        return [in_box(own_bytes(array), box)]
+    values = np.asarray(array)
+    shape, first = box or (values.shape, (0,) * values.ndim)
+    return [
+        in_box(own_bytes(values[slices(cut)]), (shape, moved(first, cut)))
+        for cut in inside(first, values.shape, regions)
+    ]
 
 
 def by_placement(shard: Shard, placement: Placement, mesh: Mesh) -> Shard:
@@ -214,6 +226,16 @@ def _inside_row(
         (((row, *offsets), (1, *extent)), elements)
         for (offsets, extent), elements in boxes_of_run(shape[1:], start, count)
     ]
+
+
+def slices(cut: Region) -> tuple[slice, ...]:
+    """The index of an array that takes these ranges of positions."""
+    return tuple(slice(low, high) for low, high in cut)
+
+
+def moved(offsets: Sequence[int], cut: Region) -> tuple[int, ...]:
+    """Where a part of a box starts, which are these ranges of positions in it."""
+    return tuple(offset + low for offset, (low, _) in zip(offsets, cut))
 
 
 def own_bytes(array: Any) -> Held:

@@ -13,7 +13,6 @@ that is recorded returns what is to be recorded, and must not donate the arrays 
 (`donate_argnums`).
 """
 
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,9 +23,11 @@ import numpy as np
 from backtape import step_jax_ranks as ranks
 from backtape._native import RecorderError
 from backtape.failopen import CAUGHT, describe
+from backtape.sampling import Sampling, sampling_of
 from backtape.shards import Key
 from backtape.shards import Mesh as RankMesh
-from backtape.step_jax_declaration import Declaration, Options
+from backtape.step_jax_declaration import Declaration, Options, fits, holders_in
+from backtape.step_jax_sample import squares_of
 from backtape.step_jax_trees import (
     Parameter,
     Path,
@@ -37,6 +38,9 @@ from backtape.step_jax_trees import (
     states_of,
 )
 from backtape.tape import Tape
+
+# The stages that a norm can be of.
+NORMED = ("reduced", "unscaled", "clipped")
 
 REDUCED_BY_XLA = (
     "the gradient of each microbatch is reduced inside the compiled program: "
@@ -72,13 +76,21 @@ def step_algebra(
     new_opt_state: Any = None,
     master: Any = None,
     new_master: Any = None,
-    names: str = "*",
+    names: str | Sequence[str] = "*",
+    groups: int | str | Sequence[int | str] | None = None,
+    sample: int | float | None = None,
+    sample_seed: int = 0,
     **options: Any,
 ) -> None:
     """Records what became of the gradients of a step, from the arrays that it took and returned.
 
     params, new_params: before and after the step. Their paths in the tree, joined by dots, are
-        their names: `layers_0.kernel`. `names` is a glob of those that are recorded.
+        their names: `layers_0.kernel`. `names` is a glob, or several, of those that are recorded;
+        `groups` are indices or names of the rules in `optimizer`, whose parameters are recorded.
+    sample: how many elements of each parameter are recorded, as 4096, or their share, as 0.01: the
+        same blocks of neighbours in all processes and in every stage, drawn from `sample_seed`. A
+        smaller parameter is recorded whole. Norms are judged by sums of squares over all elements,
+        which each process then declares. docs/step.md says what is not seen.
     grads: the gradient after communication; unscaled: the same without the loss scale; clipped:
         the one that the optimizer takes, where it is another one than these.
     local_grads: one tree for each microbatch, of gradients before communication; accumulated: their
@@ -116,6 +128,7 @@ def step_algebra(
     step = StepCapture(tape)
     with step.part("parameters"):
         step.choose(params if params is not None else new_params, names)
+        step.narrow(groups, options.get("optimizer"), sampling_of(sample, sample_seed))
     if step.parameters:
         step.record_stages(stages)
         step.record_gradients(local_grads or (), accumulated, ranks.axes_of(local_axis))
@@ -131,6 +144,7 @@ class StepCapture:
         self.rank_mesh = tape._mesh or RankMesh({}, {}, jax.process_index(), jax.process_count())
         self.parameters: dict[Path, Parameter] = {}
         self.known: dict[Path, Parameter] = {}  # also those that `names` leaves out
+        self.sampling: Sampling | None = None
         self.absent: dict[str, str] = {}  # what belongs to no parameter, and is not recorded
 
     @contextmanager
@@ -145,13 +159,25 @@ class StepCapture:
                     self.tape.leave_out(f"step.{what}", None, describe(error))
                 raise
 
-    def choose(self, tree: Any, names: str) -> None:
+    def narrow(self, groups: Any, optimizer: Any, sampling: Sampling | None) -> None:
+        """Leaves out the parameters of other groups, and chooses what stands for each of the others."""
+        if groups is not None:
+            held = holders_in(groups, optimizer, [one.name for one in self.known.values()])
+            self.parameters = {
+                path: one for path, one in self.parameters.items() if one.name in held
+            }
+        for parameter in self.parameters.values():
+            if sampling is not None:
+                parameter.regions = sampling.regions(parameter.name, parameter.shape)
+        self.sampling = sampling
+
+    def choose(self, tree: Any, names: str | Sequence[str]) -> None:
         """Names the parameters. Leaves that would have one name are refused."""
         self.known, doubled = parameters_of(tree)
         self.parameters = {
             path: parameter
             for path, parameter in self.known.items()
-            if fnmatch.fnmatchcase(parameter.name, names)
+            if fits(parameter.name, names)
         }
         for name, paths in doubled.items():
             listed = ", ".join("/".join(path) for path in paths)
@@ -177,6 +203,21 @@ class StepCapture:
                     continue
                 for parameter, leaf in self.leaves(stage, tree):
                     self.record_value(stage, parameter, leaf, parameter.shape)
+                if stage in NORMED:
+                    self.note_squares(stage, tree)
+
+    def note_squares(self, stage: str, tree: Any) -> None:
+        """Notes the sum of the squares of each gradient that is not recorded whole."""
+        leaves = dict(leaves_of(tree))
+        for path, parameter in self.known.items():
+            is_whole = path in self.parameters and parameter.regions is None
+            leaf = leaves.get(path)
+            if is_whole or leaf is None or parameter.refuses(leaf, parameter.shape):
+                continue
+            if found := squares_of(leaf):
+                parameter.squares[stage], held = found
+                dtype = np.dtype(leaf.dtype).name
+                parameter.held = {"shape": parameter.shape, "held": held, "dtype": dtype}
 
     def record_value(
         self, stage: str, parameter: Parameter, leaf: Any, shape: tuple[int, ...]
@@ -186,7 +227,9 @@ class StepCapture:
         if reason:
             parameter.absent[stage] = reason
         else:
-            self.tape.record(f"step.{stage}:{parameter.name}", leaf)
+            # A state of another shape, such as sums over rows, has no such elements.
+            regions = parameter.regions if shape == parameter.shape else None
+            self.tape.record(f"step.{stage}:{parameter.name}", leaf, regions=regions)
 
     def record_gradients(self, microbatches: Sequence[Any], sums: Any, axes: ranks.Axes) -> None:
         """Records the gradients before communication: of each microbatch, and their sums."""
@@ -218,18 +261,23 @@ class StepCapture:
         if not axes and ranks.devices_of(leaf) == 1:
             if ranks.devices_of(parameter.array, local=True) > 1:
                 return ONE_OF_SEVERAL
-            tape.record(name, leaf, microbatch=microbatch, partial="sum", when="pre_reduce")
+            when = {"when": "pre_reduce", "partial": "sum"}
+            tape.record(name, leaf, microbatch=microbatch, regions=parameter.regions, **when)
             return None
         if not axes:
-            tape.record(name, leaf, microbatch=microbatch, when="post_reduce")
+            when = {"when": "post_reduce"}
+            tape.record(name, leaf, microbatch=microbatch, regions=parameter.regions, **when)
             return REDUCED_BY_XLA
         if ranks.is_one_addend(leaf):
             key = Key(name, None, microbatch, "pre_reduce")
-            for shard in ranks.addend_shards(leaf, axes):
+            for shard in ranks.addend_shards(leaf, axes, parameter.regions):
                 tape.record_shards(key, lambda: shard)
             return None
         name = f"step.{stage}_by.{ranks.joined(axes)}:{parameter.name}"
-        tape.record(name, leaf, microbatch=microbatch, when="pre_reduce")
+        regions = parameter.regions
+        if regions is not None:  # of the addend at each index
+            regions = tuple(((0, leaf.shape[0]), *region) for region in regions)
+        tape.record(name, leaf, microbatch=microbatch, when="pre_reduce", regions=regions)
         return SEVERAL_DEVICES.format(name)
 
     def record_states(self, trees: Mapping[str, Any]) -> None:
@@ -258,7 +306,8 @@ class StepCapture:
 
     def declare(self, stages: Mapping[str, Any], local_grads: Any, options: dict[str, Any]) -> None:
         """Records the declaration: what the job says, and what is absent and why."""
-        declaration = Declaration(list(self.parameters.values()), self.rank_mesh, self.absent)
+        chosen, known = list(self.parameters.values()), list(self.known.values())
+        declaration = Declaration(chosen, self.rank_mesh, self.absent, known, self.sampling)
         with self.part("options"):
             unscaled = stages["unscaled"] is not None
             for part in declaration.parts(Options(**options), local_grads, unscaled):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from backtape import step_jax_ranks as ranks
+from backtape.sampling import Sampling
 from backtape.shards import Mesh as RankMesh
 from backtape.step_jax_trees import Parameter, in_json, number_of
 from backtape.step_reductions import divisor_of
@@ -50,9 +51,15 @@ class Declaration:
     """The declaration of one step of one rank while it is put together."""
 
     def __init__(
-        self, parameters: list[Parameter], rank_mesh: RankMesh, absent: dict[str, str]
+        self,
+        parameters: list[Parameter],
+        rank_mesh: RankMesh,
+        absent: dict[str, str],
+        known: list[Parameter] | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         self.parameters = parameters
+        self.known = parameters if known is None else known  # also those that are not recorded
         self.rank_mesh = rank_mesh
         # Which optimizer holds a parameter, by name: one without a name until the job says a rule.
         self.holders = {parameter.name: 0 for parameter in parameters}
@@ -69,6 +76,27 @@ class Declaration:
             "optimizers": [{"name": None, "module": "optax", "groups": [{}]}],
             "absent": absent,
         }
+        self.declare_sample(sampling)
+
+    def declare_sample(self, sampling: Sampling | None) -> None:
+        """Notes what stands for each sampled parameter, and sums of squares of the gradients that are not
+        recorded whole."""
+        if sampling is not None:
+            sampled = {
+                parameter.name: {"shape": parameter.shape, "boxes": parameter.regions}
+                for parameter in self.parameters
+                if parameter.regions is not None
+            }
+            told = {"sample": sampling.amount, "seed": sampling.seed, "parameters": sampled}
+            self.contents["sampled"] = told
+        squares = {
+            parameter.name: parameter.held
+            | {stage: number_of(total) for stage, total in parameter.squares.items()}
+            for parameter in self.known
+            if parameter.squares
+        }
+        if squares:
+            self.contents["squares"] = squares
 
     def parts(self, options: Options, local_grads: Any, unscaled: bool) -> list[Callable[[], None]]:
         """The parts of the declaration, each to be called on its own: one that the job has said
@@ -115,7 +143,7 @@ class Declaration:
                 "max_norm": bound,
                 "epsilon": epsilon,  # optax adds nothing to the norm by which it divides
                 "of": str(call.get("of", stage)),
-                "parameters": [p.name for p in self.parameters if fits(p.name, globs)],
+                "parameters": [p.name for p in self.known if fits(p.name, globs)],
             }
             self.contents["norms"].append(entry)
 
@@ -209,6 +237,28 @@ def rules_of(optimizer: Any) -> list[Mapping[str, Any]]:
         if not isinstance(rule, Mapping) or "name" not in rule:
             raise ValueError('each optimizer is declared as a dict with its "name", as "adamw"')
     return list(optimizer)
+
+
+def holders_in(groups: Any, optimizer: Any, names: Sequence[str]) -> set[str]:
+    """The parameters that the rules of these groups hold. Raises ValueError for a group that is none of
+    the rules'."""
+    rules = [] if optimizer is None else rules_of(optimizer)
+    asked = [groups] if isinstance(groups, (int, str)) else list(groups)
+    chosen = {
+        index
+        for index, rule in enumerate(rules)
+        if index in asked or (isinstance(rule["name"], str) and rule["name"] in asked)
+    }
+    known = {*range(len(rules)), *(rule["name"] for rule in rules)}
+    if unknown := [group for group in asked if group not in known]:
+        listed = ", ".join(f"{index} ({rule['name']})" for index, rule in enumerate(rules))
+        raise ValueError(f"groups={groups!r}: no rule of optimizer= is {unknown[0]!r}, but {listed or 'none'}")
+    held = set()
+    for name in names:
+        fitting = (index for index, rule in enumerate(rules) if fits(name, rule.get("names", "*")))
+        if next(fitting, None) in chosen:
+            held.add(name)
+    return held
 
 
 def fits(name: str, globs: str | Sequence[str]) -> bool:

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from backtape.jax_arrays import of_one
-from backtape.shards import REPLICATE, Shard
+from backtape.jax_arrays import of_one, part_of
+from backtape.sampling import Region, inside
+from backtape.shards import REPLICATE, Box, Shard, moved
 from backtape.shards import Mesh as RankMesh
 
 Axes = tuple[str, ...]
@@ -74,8 +75,11 @@ def is_one_addend(array: Any) -> bool:
     return len({piece.index[0].indices(size)[0] for piece in array.addressable_shards}) == 1
 
 
-def addend_shards(array: Any, axes: Axes) -> list[Shard]:
-    """What this process holds of an addend: the shards of an array without its first dimension."""
+def addend_shards(
+    array: Any, axes: Axes, regions: Sequence[Region] | None = None
+) -> list[Shard]:
+    """What this process holds of an addend, or of some regions of it: the shards of an array without
+    its first dimension."""
     mesh, split, shape = array.sharding.mesh, split_of(array)[1:], array.shape[1:]
     placement: dict[str, int | str] = {str(axis): REPLICATE for axis in mesh.axis_names}
     placement |= {axis: "sum" for axis in axes}
@@ -88,14 +92,27 @@ def addend_shards(array: Any, axes: Axes) -> list[Shard]:
         # the host are recording's own, which the job may forbid its own code.
         alone = Mesh(np.array([piece.device]), ("device",))
         with jax.set_mesh(alone), jax.transfer_guard("allow"):
-            shard = of_one(piece.data.reshape(piece.data.shape[1:]), (shape, offsets))
+            if regions is None:
+                parts = [of_one(piece.data.reshape(piece.data.shape[1:]), (shape, offsets))]
+            else:
+                cuts = inside(offsets, piece.data.shape[1:], regions)
+                parts = [addend_part(piece.data, cut, (shape, offsets)) for cut in cuts]
         position = places(mesh)[piece.device]
-        shard.replica = 0
-        for axis in copies:
-            shard.replica = shard.replica * mesh.shape[axis] + position[axis]
-        shard.placement, shard.partial = placement, "sum"
-        shards.append(shard)
+        for shard in parts:
+            shard.replica = 0
+            for axis in copies:
+                shard.replica = shard.replica * mesh.shape[axis] + position[axis]
+            shard.placement, shard.partial = placement, "sum"
+        shards += parts
     return shards
+
+
+def addend_part(array: Any, cut: Region, box: Box) -> Shard:
+    """The shard of these ranges of positions of an addend, of which the array, with one more dimension
+    in front, holds this box."""
+    shape, offsets = box
+    part = part_of(array, ((0, 1), *cut))
+    return of_one(part.reshape(part.shape[1:]), (shape, moved(offsets, cut)))
 
 
 @lru_cache(maxsize=16)

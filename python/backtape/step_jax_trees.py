@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from backtape.sampling import Region
+
 # The texts of a path's keys: dicts, attributes and indices are told apart by nothing in a name.
 Path = tuple[str, ...]
 
@@ -40,6 +42,12 @@ class Parameter:
     scalars: dict[str, list[Any]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     addend_dtype: str | None = None  # of its gradient before communication
+    # What stands for it where it is sampled; None where it is recorded whole.
+    regions: tuple[Region, ...] | None = None
+    # By stage, the sum of the squares of what this process holds of a gradient that is not recorded
+    # whole; and shape, boxes held and dtype of that gradient, as they are declared.
+    squares: dict[str, float] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from backtape import _native, frameworks
 from backtape.failopen import CAUGHT, Faults, describe, text_of
+from backtape.sampling import Region
 from backtape.shards import Key, Mesh, Placement, Shard, shards_of
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class Tape:
         partial: Reduction | None = None,
         when: When | None = None,
         placement: Placement | None = None,
+        regions: Sequence[Region] | None = None,
         _compiled: bool = False,
     ) -> None:
         """Records what this process holds of a tensor.
@@ -144,6 +146,8 @@ class Tape:
             replicate. Parts of unequal length (dynamic padding) follow each other in the order
             of the axis.
         when: the moment of capture, for a tensor that changes during the step.
+        regions: only what lies in these boxes of the global tensor is copied and recorded, each as
+            (start, end) for each dimension: a sample of a large tensor.
 
         Where the array cannot be recorded, the dump names it with the reason, and the log has one
         line for each kind of fault; with `strict=True` a `RecorderError` is raised.
@@ -157,6 +161,7 @@ class Tape:
             partial=partial,
             flat_offset=flat_offset,
             placement=placement,
+            regions=regions,
             mesh=self._mesh,
             place_proof=self._place_proof,
             guard=self._faults.guard,

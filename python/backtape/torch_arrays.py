@@ -7,7 +7,9 @@ placements give it; nothing is gathered, and no collective runs.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ import torch
 from backtape import frameworks, gpu
 from backtape._native import Arriving, Staging, check_dtype
 from backtape.failopen import CAUGHT
-from backtape.shards import REPLICATE, Box, Guard, Shard, boxes_of_run
+from backtape.sampling import Region, inside
+from backtape.shards import REPLICATE, Box, Guard, Shard, boxes_of_run, moved, slices
 
 # Bytes of staging memory that are kept for later captures: as many as the recorder's queue may
 # hold.
@@ -43,12 +46,14 @@ def shards_of(
     flat_offset: int | None,
     place_proof: bool,
     guard: Guard,
+    regions: tuple[Region, ...] | None = None,
 ) -> list[Shard]:
     """The shards of `tensor` that this rank holds, copied.
 
     box: for a plain tensor, the box of the global tensor that it is.
     flat_offset: with `box`, the tensor is a run of the flattened global tensor from this element
     on.
+    regions: the boxes of the global tensor that are taken; None takes all of it.
 
     Raises TypeError for a tensor that has no bytes of its own, ValueError for a dtype that cannot
     be dumped or a DTensor whose place contradicts the arguments.
@@ -58,11 +63,11 @@ def shards_of(
     if is_dtensor(values):
         if box is not None:
             raise ValueError("a DTensor says itself where it lies: leave out global_shape")
-        return of_dtensor(values, partial, place_proof, guard)
+        return of_dtensor(values, partial, place_proof, guard, regions)
     shape, offsets = box or (tuple(values.shape), (0,) * values.ndim)
     if flat_offset is None:
-        return [shard_of(values, shape, offsets)]
-    return of_run(values, shape, flat_offset)
+        return parts_of(values, shape, offsets, regions)
+    return of_run(values, shape, flat_offset, regions)
 
 
 def check(tensor: torch.Tensor) -> None:
@@ -91,6 +96,77 @@ def shard_of(piece: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], 
     if data is None:
         data = staged(piece)
     return Shard(data, dtype, tuple(shape), tuple(offsets), extent, **more)
+
+
+def parts_of(
+    piece: torch.Tensor,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    regions: tuple[Region, ...] | None,
+) -> list[Shard]:
+    """The shards of what lies of a piece in these regions; with None the shard of all of it."""
+    if regions is None:
+        return [shard_of(piece, shape, offsets)]
+    cuts = cuts_of(tuple(offsets), tuple(piece.shape), regions)
+    return shards_of_cuts(piece, shape, cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a piece of a tensor that is a shard."""
+
+    place: Region  # positions in the piece
+    offsets: tuple[int, ...]  # in the whole tensor
+    extent: tuple[int, ...]
+    # Where it lies in the memory of a piece in C order, in elements from its start, and how many it
+    # has; None where it lies there with gaps.
+    run: tuple[int, int] | None
+
+
+@functools.lru_cache(maxsize=4096)
+def cuts_of(
+    offsets: tuple[int, ...], extent: tuple[int, ...], regions: tuple[Region, ...]
+) -> tuple[Cut, ...]:
+    """What lies in some regions of a piece that starts at these offsets."""
+    return tuple(cut_of(cut, moved(offsets, cut), extent) for cut in inside(offsets, extent, regions))
+
+
+def cut_of(place: Region, offsets: tuple[int, ...], extent: Sequence[int]) -> Cut:
+    """The cut at these positions of a piece of this extent."""
+    lengths = tuple(high - low for low, high in place)
+    start, below, is_short, is_run = 0, 1, False, True
+    for (low, _), length, size in reversed(list(zip(place, lengths, extent))):
+        # Outside of a dimension that is cut short only one index makes a run.
+        is_run = is_run and (length == 1 or not is_short)
+        is_short = is_short or length < size
+        start, below = start + low * below, below * size
+    run = (start, math.prod(lengths)) if is_run and math.prod(lengths) else None
+    return Cut(place, offsets, lengths, run)
+
+
+def shards_of_cuts(
+    piece: torch.Tensor,
+    shape: Sequence[int],
+    cuts: Sequence[Cut],
+    indices: Sequence[Any] | None = None,
+    **more: Any,
+) -> list[Shard]:
+    """The shards of parts of a piece; `indices` are those of each, and `more` other fields of all. A
+    short run of the host's memory is copied as such: to have torch cut it first would take longer
+    than all the rest."""
+    shape, width, dtype = tuple(shape), piece.itemsize, dtype_name(piece.dtype)
+    plain = bool(cuts) and plain_memory(piece)
+    first = piece.data_ptr() if plain else 0
+    shards = []
+    for number, cut in enumerate(cuts):
+        own = more if indices is None else more | {"indices": indices[number]}
+        if plain and cut.run is not None and cut.run[1] * width < SMALL_BYTES:
+            start, count = cut.run
+            data = staging().copy_of(first + start * width, count * width)
+            shards.append(Shard(data, dtype, shape, cut.offsets, cut.extent, **own))
+        else:
+            shards.append(shard_of(piece[slices(cut.place)], shape, cut.offsets, **own))
+    return shards
 
 
 def first_of(offsets: Sequence[int], indices: list[Runs] | None) -> Sequence[int]:
@@ -161,13 +237,15 @@ def plain_memory(piece: torch.Tensor) -> bool:
     )
 
 
-def of_run(values: torch.Tensor, shape: Sequence[int], start: int) -> list[Shard]:
+def of_run(
+    values: torch.Tensor, shape: Sequence[int], start: int, regions: tuple[Region, ...] | None
+) -> list[Shard]:
     """The shards of a run of the flattened tensor, from element `start` on, as FSDP1 cuts
     parameters."""
     flat = values.reshape(-1)
     shards, at = [], 0
     for (offsets, extent), count in boxes_of_run(shape, start, flat.numel()):
-        shards.append(shard_of(flat[at : at + count].view(extent), shape, offsets))
+        shards += parts_of(flat[at : at + count].view(extent), shape, offsets, regions)
         at += count
     return shards
 
@@ -178,38 +256,111 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def of_dtensor(values: Any, partial: str | None, place_proof: bool, guard: Guard) -> list[Shard]:
-    """The shards of a DTensor's local part: several boxes where it is strided (FSDP2 over TP)."""
+def held_by_this_rank(tensor: Any, box: Box | None, flat_offset: int | None) -> list[Region]:
+    """The boxes of the global tensor that `shards_of` would record, without a look at the values."""
+    if is_dtensor(tensor):
+        if tensor.device_mesh.get_coordinate() is None:
+            return []
+        where = (tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), None)
+        spans = [(cut.offsets, cut.extent) for cut in layout_of(*where).boxes]
+    elif flat_offset is not None and box is not None:
+        spans = [span for span, _ in boxes_of_run(box[0], flat_offset, tensor.numel())]
+    else:
+        spans = [(box[1] if box else (0,) * tensor.ndim, tuple(tensor.shape))]
+    return [
+        tuple((low, low + length) for low, length in zip(offsets, extent))
+        for offsets, extent in spans
+    ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a DTensor lies on this rank."""
+
+    extent: tuple[int, ...]  # of the local part
+    boxes: tuple[Cut, ...]  # that the local part consists of
+    replica: int
+    placement: dict[str, int | str]
+    reduction: str | None
+
+
+def of_dtensor(
+    values: Any,
+    partial: str | None,
+    place_proof: bool,
+    guard: Guard,
+    regions: tuple[Region, ...] | None,
+) -> list[Shard]:
+    """The shards of a DTensor's local part: several boxes where it is strided (FSDP2 over TP), or where
+    only some regions of it are taken."""
     mesh, placements = values.device_mesh, tuple(values.placements)
-    here = mesh.get_coordinate()
-    if here is None:
+    if mesh.get_coordinate() is None:
         return []  # This rank is not part of the mesh.
     shape, local = tuple(values.shape), values.to_local()
-    held = [indices_of(dim, size, placements, mesh, here) for dim, size in enumerate(shape)]
-    if tuple(map(len, held)) != tuple(local.shape):
+    where = (mesh, placements, shape, regions)
+    layout = layout_of(*where)
+    if layout.extent != tuple(local.shape):
         raise ValueError(
             f"its local shard is {tuple(local.shape)} where {placements} over {tuple(mesh.shape)} "
-            f"of {shape} gives {tuple(map(len, held))}: record it with global_shape and offsets"
+            f"of {shape} gives {layout.extent}: record it with global_shape and offsets"
         )
-    placed, reduction = placement_of(mesh, placements)
-    if partial is not None and reduction not in (None, partial):
-        raise ValueError(f"partial={partial!r}, but the DTensor is to be reduced by {reduction!r}")
+    if partial is not None and layout.reduction not in (None, partial):
+        raise ValueError(
+            f"partial={partial!r}, but the DTensor is to be reduced by {layout.reduction!r}"
+        )
     theirs = None
     if place_proof:
         with guard("place proof"):
-            theirs = [by_torch(dim, size, placements, mesh) for dim, size in enumerate(shape)]
-    return [
-        shard_of(
-            local[tuple(slice(a, b) for a, b in place)],
-            shape,
-            [held[dim][a] if a < b else 0 for dim, (a, b) in enumerate(place)],
-            replica=replica_of(mesh, placements, here),
-            placement=placed,
-            partial=reduction,
-            indices=theirs and [runs_of(at[a:b]) for at, (a, b) in zip(theirs, place)],
-        )
-        for place in places(held)
-    ]
+            theirs = proved_indices(*where)
+    return shards_of_cuts(
+        local,
+        shape,
+        layout.boxes,
+        theirs,
+        replica=layout.replica,
+        placement=layout.placement,
+        partial=layout.reduction,
+    )
+
+
+# A step records each parameter in a dozen stages, and all of them lie alike.
+@functools.lru_cache(maxsize=4096)
+def layout_of(
+    mesh: Any,
+    placements: tuple[Any, ...],
+    shape: tuple[int, ...],
+    regions: tuple[Region, ...] | None,
+) -> Layout:
+    """How a DTensor with these placements lies on this rank, or what of it lies in some regions. Raises
+    ValueError for a reduction that is no sum or mean."""
+    here = mesh.get_coordinate()
+    held = [indices_of(dim, size, placements, mesh, here) for dim, size in enumerate(shape)]
+    extent = tuple(map(len, held))
+    boxes = []
+    for place in places(held):
+        offsets = tuple(int(at[a]) if a < b else 0 for at, (a, b) in zip(held, place))
+        if regions is None:
+            boxes.append(cut_of(place, offsets, extent))
+            continue
+        for part in inside(offsets, [b - a for a, b in place], regions):
+            within = tuple((a + low, a + high) for (a, _), (low, high) in zip(place, part))
+            boxes.append(cut_of(within, moved(offsets, part), extent))
+    placed, reduction = placement_of(mesh, placements)
+    replica = replica_of(mesh, placements, here)
+    return Layout(extent, tuple(boxes), replica, placed, reduction)
+
+
+@functools.lru_cache(maxsize=4096)
+def proved_indices(
+    mesh: Any,
+    placements: tuple[Any, ...],
+    shape: tuple[int, ...],
+    regions: tuple[Region, ...] | None,
+) -> list[list[Runs]]:
+    """Of each box of the same layout the indices along each dimension, as torch itself cuts them."""
+    theirs = [by_torch(dim, size, placements, mesh) for dim, size in enumerate(shape)]
+    boxes = layout_of(mesh, placements, shape, regions).boxes
+    return [[runs_of(at[a:b]) for at, (a, b) in zip(theirs, cut.place)] for cut in boxes]
 
 
 def indices_of(

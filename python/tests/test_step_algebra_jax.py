@@ -14,6 +14,7 @@ from processes import free_port, run_ranks
 
 import backtape
 import backtape.jax
+from backtape.sampling import Sampling
 
 PROGRAM = Path(__file__).with_name("step_algebra_rank.py")
 ADAMW = {"name": "adamw", "lr": 1e-3, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -377,3 +378,75 @@ def test_a_master_copy_of_more_bits_and_a_loss_scale(tmp_path):
     is_bit_for_bit(dump, "master_after", master)
     is_bit_for_bit(dump, "unscaled", master)
     assert (said["loss_scale"], said["skipped"], said["norms"][0]["of"]) == (1024.0, True, "unscaled")
+
+
+def sampled_regions(step, elements, seed=0):
+    """The regions of the parameters of which no more than a sample is recorded."""
+    sampling = Sampling(elements, seed)
+    chosen = {name: sampling.regions(name, leaf.shape) for name, leaf in names_of(step["params"]).items()}
+    return {name: regions for name, regions in chosen.items() if regions is not None}
+
+
+def test_a_sample_holds_the_same_blocks_at_every_stage_and_sums_of_squares_of_all(tmp_path):
+    step = taken(optax.adamw(1e-3, weight_decay=0.01))
+    _, said = record(tmp_path / "run", step, optimizer=ADAMW, max_norm=0.05, sample=24, sample_seed=4)
+    regions = sampled_regions(step, 24, 4)
+    assert {*said["sampled"]["parameters"]} == {*regions} == {*said["squares"]}
+    trees = {"reduced": "grads", "clipped": "clipped", "before": "params", "after": "new_params"}
+    for name, blocks in regions.items():
+        assert said["sampled"]["parameters"][name]["boxes"] == json.loads(json.dumps(blocks))
+        of = [entry for entry in reading.entries(tmp_path / "run") if entry.record["tensor"].endswith(f":{name}")]
+        assert len(of) == len(blocks) * (2 + 3 + 2 + 4), "addends, gradients and update, values, states"
+        for stage, key in trees.items():
+            leaf = np.asarray(names_of(step[key])[name])
+            found = [entry for entry in of if entry.record["tensor"] == f"step.{stage}:{name}"]
+            for entry in found:
+                place = tuple(slice(*ends) for ends in entry.record["box"])
+                assert entry.data == np.ascontiguousarray(leaf[place]).tobytes()
+            if stage in ("reduced", "clipped"):
+                exact = np.square(leaf.astype(np.float64)).sum()
+                assert said["squares"][name][stage] == pytest.approx(exact, rel=1e-12)
+
+
+def test_groups_are_rules_of_the_optimizer_and_an_unknown_one_is_told(tmp_path):
+    step = taken(optax.adam(1e-3))
+    rules = [{"names": "*.kernel", "name": "adam", "lr": 1e-3}, {"name": "sgd", "lr": 0.1}]
+    dump, said = record(tmp_path / "run", step, optimizer=rules, groups="sgd")
+    recorded = {key[0].partition(":")[2] for key in dump.keys()} - {"0"}
+    assert recorded == {name for name in names_of(step["params"]) if name.endswith("bias")}
+    assert {*said["squares"]} == {name for name in names_of(step["params"]) if name.endswith("kernel")}
+    # The norm is of all gradients, also of those that are not recorded.
+    assert said["norms"][0]["parameters"] == [*names_of(step["params"])]
+    record(tmp_path / "other", step, strict=False, optimizer=rules, groups="lion")
+    ((_, reason),) = reading.omissions(tmp_path / "other")
+    assert "no rule of optimizer= is 'lion', but 0 (adam), 1 (sgd)" in reason
+
+
+def test_a_sample_of_sharded_parameters_and_addends_of_devices_is_cut_from_each_shard(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    draw = np.random.default_rng(3)
+    value = draw.standard_normal((16, 12)).astype(np.float32)
+    addends = draw.standard_normal((4, 16, 12)).astype(np.float32)
+    params = {"w": jax.device_put(value, NamedSharding(mesh, P("model", None)))}
+    grads = {"w": jax.device_put(addends.mean(0), NamedSharding(mesh, P(None, "model")))}
+    local = {"w": jax.device_put(addends, NamedSharding(mesh, P("data", "model")))}
+    _, said = record(
+        tmp_path / "run", {"params": params, "grads": grads}, local_grads=[local], local_axis="data",
+        reduce={"*": [{"axis": "data", "op": "mean"}]}, sample=40, optimizer={"name": "sgd", "lr": 0.1},
+    )  # fmt: skip
+    (blocks,) = sampled_regions({"params": params}, 40).values()
+    wanted = {"step.before:w": value, "step.reduced:w": addends.mean(0), "step.grad_by.data:w": addends}
+    seen = {name: np.zeros(array.shape, bool) for name, array in wanted.items()}
+    for entry in reading.entries(tmp_path / "run"):
+        name = entry.record["tensor"]
+        if name in wanted:
+            place = tuple(slice(*ends) for ends in entry.record["box"])
+            assert entry.data == np.ascontiguousarray(wanted[name][place]).tobytes()
+            seen[name][place] = True
+    inside = np.zeros((16, 12), bool)
+    for block in blocks:
+        inside[tuple(slice(*ends) for ends in block)] = True
+    assert all((held == inside).all() for held in seen.values())
+    assert sorted(said["squares"]["w"]["held"]) == [[[0, 16], [0, 6]], [[0, 16], [6, 12]]]
+    exact = np.square(addends.mean(0).astype(np.float64)).sum()
+    assert said["squares"]["w"]["reduced"] == pytest.approx(exact, rel=1e-12)

@@ -52,6 +52,29 @@ def test_a_right_step_agrees_at_every_stage(tmp_path, rule):
     assert "AGREED on 5 stages of 4 parameters" in str(report)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_sampled_step_agrees_at_every_stage(tmp_path, rule):
+    transform, declared = RULES[rule]
+    step = taken(transform)
+    report = replayed(tmp_path / "run", step, optimizer=declared, sample=24)
+    stages = {stage["stage"]: stage for stage in report.json["algebra"]["stages"]}
+    assert report.verdict == "agreed" and report.json["dump"]["proved"], str(report)
+    assert all(stage["agreed"] and not stage["unchecked"] for stage in stages.values()), stages
+    sampled = report.json["algebra"]["sampled"]
+    assert (sampled["parameters"], sampled["elements"], sampled["of"]) == (2, 48, 128)
+
+
+def test_a_fault_in_a_sampled_step_is_named(tmp_path):
+    transform = optax.adam(1e-3)
+    step = scaled_gradient(taken(transform), transform)
+    declared = {"name": "adam", "lr": 1e-3}
+    report = replayed(tmp_path / "run", step, optimizer=declared, sample=24)
+    parameters = ["params.layer_1.bias", "params.layer_1.kernel"]
+    assert first(report) == ("accumulate", "microbatch-scale", parameters), str(report)
+    gap = report.json["algebra"]["norm"]
+    assert gap["estimated"] and gap["captured"] == pytest.approx(gap["reported"], rel=1e-5)
+
+
 def scaled_gradient(step, transform):
     """The gradient of one parameter is twice what it should be, before the norm."""
     grads = step["grads"]

@@ -148,6 +148,11 @@ class Table:
             self.stages[stage] += np.array(counts)
         self.why.update(outcome.why.keys())
 
+    def judged(self):
+        """How many stages were judged, and how many were not."""
+        total = sum(self.stages.values(), np.zeros(3, int))
+        return total[0] + total[1], total[2]
+
     def text(self):
         order = ("accumulate", "reduce", "unscale", "norm", "clip", "state", "update", "param")
         lines = [f"{'stage':12}{'pass':>10}{'FAIL':>8}{'unchecked':>11}"]
@@ -155,7 +160,8 @@ class Table:
         for stage in (*filter(self.stages.__contains__, order), "all"):
             counts = total if stage == "all" else self.stages[stage]
             lines.append(f"{stage:12}{counts[0]:>10,}{counts[1]:>8,}{counts[2]:>11,}")
-        share = (total[0] + total[1]) / max(total.sum(), 1)
+        judged, unchecked = self.judged()
+        share = judged / max(judged + unchecked, 1)
         lines.append(
             f"{self.jobs:,} clean jobs: {self.alarms} alarms, {self.errors} errors; {share:.1%} of stages "
             f"judged, {self.blind} jobs without any"

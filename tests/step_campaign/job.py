@@ -192,6 +192,14 @@ def parameters(draw, kind, mesh, own, groups):
     return made
 
 
+def sent(draw, own):
+    """What a reduction sends. Nobody sends numbers of bf16 as f16, in which small ones vanish."""
+    if own.accumulator == F64:
+        return F64
+    others = [F32, BF16] if BF16 in (own.gradient, own.accumulator) else [F32, BF16, F16]
+    return pick(draw, [own.accumulator] * 5 + others)
+
+
 def clipping(draw):
     """How gradients are clipped, if they are."""
     way = pick(draw, ["none", "none", "norm", "norm", "norm", "norm", "value", "groups", "measured"])
@@ -219,7 +227,7 @@ def job_of(seed, index, attempt, kind, mesh):
     narrow = own.accumulator != own.gradient
     return draw, Job(
         mesh, own, parameters(draw, kind, mesh, own, groups), microbatches,
-        sent=pick(draw, [own.accumulator] * 5 + [F32, BF16, F16]) if own.accumulator != F64 else F64,
+        sent=sent(draw, own),
         order=pick(draw, list(sums.ORDERS)),
         division=pick(draw, list(sums.DIVISIONS)),
         each_reduced=each_reduced,

@@ -19,9 +19,10 @@ class NoNumbers(Exception):
 
 
 def is_torchs(error):
-    """Whether an optimizer of torch refuses what it is given: there is no such job. Its fused SGD does so
-    where some parameters have a momentum and others not yet."""
-    return "expected Tensor as element" in str(error)
+    """Whether torch itself refuses what it is given: there is no such job. Its fused SGD does so where
+    some parameters have a momentum and others not yet, its foreach functions where there is nothing."""
+    known = ("expected Tensor as element", "nested_tensorlist")
+    return any(words in str(error) for words in known)
 
 
 @dataclass

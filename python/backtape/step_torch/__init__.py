@@ -12,6 +12,7 @@ tensors, modules and optimizers, and functions of torch that are replaced while 
 look at what passes and hand it on. No collective runs that the job does not run itself.
 
     parts.py         the parameters, and what this rank holds of each
+    choice.py        which parameters are recorded, and which elements of them
     capture.py       what has been taken of which parameter
     backward.py      gradients of each microbatch, before communication
     clipping.py      norms and clipping
@@ -30,8 +31,10 @@ from typing import Any
 import torch
 
 from backtape.failopen import CAUGHT, describe
+from backtape.sampling import sampling_of
 from backtape.step_torch import backward, clipping, declaration, optimizers, scaler
 from backtape.step_torch.capture import Capture
+from backtape.step_torch.choice import choose
 from backtape.step_torch.reduction import checked
 from backtape.tape import Tape
 
@@ -87,7 +90,10 @@ def step_algebra(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: Any,
     *,
-    names: str = "*",
+    names: str | Sequence[str] = "*",
+    groups: int | str | Sequence[int | str] | None = None,
+    sample: int | float | None = None,
+    sample_seed: int = 0,
     reduce: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> StepAlgebra:
     """Records every stage of the step from the gradient of a microbatch to the new parameters; one call
@@ -95,7 +101,13 @@ def step_algebra(
 
     model: one module or a list: plain, or under DDP, FSDP1, FSDP2 or tensor parallelism.
     optimizer: one or a list.
-    names: a glob; parameters of other names are not recorded.
+    names: a glob or several; parameters of other names are not recorded.
+    groups: indices of the optimizer's groups, or what they have as "name"; parameters of other
+        groups are not recorded.
+    sample: how many elements of each parameter are recorded, as 4096, or their share, as 0.01: the
+        same blocks of neighbours on all ranks and in every stage, drawn from `sample_seed`. A
+        smaller parameter is recorded whole. Norms are judged by sums of squares over all elements,
+        which each rank then declares. docs/step.md says what is not seen.
     reduce: for gradients that the job reduces by code of its own, by globs of names the list of
         communications in their order: {"*": [{"axis": "data", "op": "mean", "ranks": [0, 1]}]}.
         `op` is "sum" or "mean". In place of `ranks` a process group may stand as `group`; without
@@ -113,7 +125,9 @@ def step_algebra(
     with tape.guarded("step algebra of", type(model).__name__), named(tape):
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         owners = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        capture = Capture(tape, models, owners, names, checked(reduce, tape.mesh))
+        sampling = sampling_of(sample, sample_seed)
+        capture = Capture(tape, models, owners, sampling, checked(reduce, tape.mesh))
+        choose(capture.parts, optimizers.known(owners), names, groups)
         tape.at_end("step algebra", functools.partial(finish, capture))
         for start in (backward.start, clipping.start, scaler.start, optimizers.start):
             with capture.guarded(start.__module__.rsplit(".", 1)[-1]):

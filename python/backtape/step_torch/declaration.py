@@ -9,6 +9,7 @@ import torch
 from backtape.step_torch import reduction
 from backtape.step_torch.backward import UNSEEN
 from backtape.step_torch.capture import Capture
+from backtape.step_torch.choice import declared_sample, declared_squares
 from backtape.step_torch.optimizers import Step, as_json
 from backtape.step_torch.parts import Part
 
@@ -33,6 +34,8 @@ def declaration(capture: Capture) -> dict[str, Any]:
         reduction.explain(capture, reductions)
     named = {part.name: part for part in capture.parts}
     steps = capture.steps
+    sampled = declared_sample(capture.sampling, capture.own)
+    squares = declared_squares(capture.own)
     return {
         "version": VERSION,
         "rank": capture.tape.rank,
@@ -48,6 +51,8 @@ def declaration(capture: Capture) -> dict[str, Any]:
             if part.recorded
         },
         "optimizers": [_optimizer(step) for step in steps],
+        **({"sampled": sampled} if sampled is not None else {}),
+        **({"squares": squares} if squares else {}),
     }
 
 

@@ -4,6 +4,7 @@ torch calls an optimizer's hooks around `step`, however it is called: by the job
 by a wrapper. Of an optimizer that calls the `step` of its base class, the outer call counts.
 """
 
+import contextlib
 import functools
 import math
 import numbers
@@ -202,6 +203,15 @@ def take_unheld(capture: Capture, when: str) -> None:
         value = part.value()
         if value is not None:
             capture.record(when, part, value)
+
+
+def known(owners: list[Any]) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch among what a job hands over."""
+    found = []
+    for given in owners:
+        with contextlib.suppress(TypeError):
+            found.append(unwrapped(given))
+    return found
 
 
 def unwrapped(given: Any) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from backtape import frameworks
+from backtape.sampling import Region
 from backtape.torch_parameters import flat_parameters, plain_name
 
 
@@ -21,7 +22,7 @@ class Part:
 
     name: str
     model: int  # index of the model that it is of
-    recorded: bool  # its name is asked for
+    recorded: bool  # it is asked for
     # What has its values and `.grad`; None where this rank holds nothing of the parameter.
     holder: Callable[[], torch.Tensor | None]
     # What the optimizer has in its groups, where that is there without the values; FSDP1 only.
@@ -42,6 +43,13 @@ class Part:
     scalars: dict[str, list[Any]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     place: tuple[int, int] | None = None  # optimizer and group
+
+    # What stands for it where it is sampled; None where it is recorded whole.
+    regions: tuple[Region, ...] | None = None
+    # By stage, the sum of the squares of what this rank holds of a gradient that is not recorded
+    # whole; and shape, boxes held and dtype of that gradient, as they are declared.
+    squares: dict[str, torch.Tensor] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)
 
     def value(self) -> torch.Tensor | None:
         """What this rank holds of the parameter."""
@@ -68,7 +76,7 @@ class Part:
         self.absent.setdefault(stage, reason)
 
 
-def parts_of(models: list[torch.nn.Module], wanted: Callable[[str], bool]) -> list[Part]:
+def parts_of(models: list[torch.nn.Module]) -> list[Part]:
     """The parameters of all models. Where two models have parameters of one name, `model0.`, `model1.`
     ... stand before the names of all."""
     listed = [list(of_model(index, model)) for index, model in enumerate(models)]
@@ -79,10 +87,7 @@ def parts_of(models: list[torch.nn.Module], wanted: Callable[[str], bool]) -> li
                 part.name = f"model{index}.{part.name}"
                 if part.same_as is not None:
                     part.same_as = f"model{index}.{part.same_as}"
-    every = [part for parts in listed for part in parts]
-    for part in every:
-        part.recorded = wanted(part.name)
-    return every
+    return [part for parts in listed for part in parts]
 
 
 def of_model(index: int, model: torch.nn.Module) -> Iterator[Part]:

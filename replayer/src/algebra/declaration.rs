@@ -6,6 +6,8 @@ use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
+use super::squares::Squares;
+
 /// The version of the declaration that this replay reads.
 pub(crate) const VERSION: u32 = 1;
 
@@ -44,10 +46,13 @@ pub(crate) struct Declaration {
     /// In the order in which parameters name them.
     #[serde(default)]
     pub optimizers: Vec<Optimizer>,
+    /// Of gradients that are not recorded whole, by the name of the parameter.
+    #[serde(default)]
+    pub squares: BTreeMap<String, Squares>,
 }
 
 /// A number, or one that is not finite as the word that JSON has for it here.
-fn number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, D::Error> {
+pub(super) fn number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, D::Error> {
     Ok(number_of(&Value::deserialize(from)?))
 }
 
@@ -90,18 +95,24 @@ pub(crate) struct Norm {
 }
 
 impl Norm {
+    /// Whether a parameter is part of it.
+    pub(crate) fn is_of(&self, parameter: &str) -> bool {
+        self.parameters.is_empty() || self.parameters.iter().any(|name| name == parameter)
+    }
+
+    /// What gradients are clipped to by it, if they are.
+    pub(crate) fn limit(&self) -> Option<Limit> {
+        let epsilon = self.epsilon.unwrap_or(1e-6);
+        let of_clipped = self.of.as_deref() == Some("clipped");
+        Some(Limit { norm: self.value?, max_norm: self.max_norm?, epsilon, of_clipped })
+    }
+
     /// The p of the norm; infinite for the largest element.
     pub(crate) fn power(&self) -> Option<f64> {
         match &self.kind {
             Value::Null => Some(2.0),
             other => number_of(other),
         }
-    }
-
-    /// What is clipped by it, where something is.
-    fn limit(&self) -> Option<Limit> {
-        let epsilon = self.epsilon.unwrap_or(1e-6);
-        Some(Limit { norm: self.value?, max_norm: self.max_norm?, epsilon })
     }
 }
 
@@ -114,6 +125,8 @@ pub(crate) struct Limit {
     pub max_norm: f64,
     /// Added to the norm before it divides.
     pub epsilon: f64,
+    /// Whether the gradient was clipped before, by a value or another norm.
+    pub of_clipped: bool,
 }
 
 impl Limit {
@@ -309,6 +322,12 @@ impl Declaration {
         self.norm_of(parameter)?.limit()
     }
 
+    /// Every norm that the gradient of a parameter was clipped to, in order.
+    pub(crate) fn limits_of(&self, parameter: &str) -> Vec<Limit> {
+        let own = self.norms.iter().filter(|norm| norm.is_of(parameter));
+        own.filter_map(Norm::limit).collect()
+    }
+
     /// The same where the norm was taken of the gradient with the loss scale in it.
     pub(crate) fn limit_with_scale(&self, parameter: &str) -> Option<Limit> {
         let is_scaled = self.loss_scale.is_some_and(|scale| scale != 1.0);
@@ -316,12 +335,9 @@ impl Declaration {
         norm.limit().filter(|_| norm.of.as_deref() == Some("reduced"))
     }
 
-    /// The last norm that a parameter is part of.
+    /// The last norm that a parameter is part of and clipped by.
     fn norm_of(&self, parameter: &str) -> Option<&Norm> {
-        let is_part = |norm: &&Norm| {
-            norm.parameters.is_empty() || norm.parameters.iter().any(|name| name == parameter)
-        };
-        self.norms.iter().rfind(is_part)
+        self.norms.iter().rfind(|norm| norm.is_of(parameter) && norm.limit().is_some())
     }
 
     /// The hyper-parameters of a parameter and the class of its optimizer.
@@ -351,6 +367,8 @@ mod tests {
         assert_eq!(declaration.parameters["layers.0.weight"].scalar_after("step"), Some(7.0));
         assert_eq!((hyper.number("betas.1"), hyper.number("eps")), (Some(0.999), Some(1e-8)));
         assert_eq!(declaration.parameters["layers.0.weight"].reduce[0].op, ReduceOp::Mean);
+        let squares = &declaration.squares["layers.0.weight"];
+        assert_eq!((squares.reduced, squares.held.len()), (Some(15.3), 1));
         let refused = Declaration::read(br#"{"version": 2}"#).unwrap_err();
         assert!(refused.contains("version 2"), "{refused}");
         assert!(Declaration::read(b"no JSON").unwrap_err().contains("cannot be read"));

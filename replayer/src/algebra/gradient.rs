@@ -63,6 +63,8 @@ impl Judge<'_> {
         judged.extend(judge.reduced(parameter));
         judged.extend(judge.unscaled(parameter));
         judged.extend(judge.clipped(parameter));
+        let whole = judge.scaled_squares(parameter, &judged);
+        judged.extend(whole);
         judged
     }
 
@@ -241,28 +243,52 @@ impl Judge<'_> {
     ) -> Result<Outcome, String> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
         let declared = inventory.declared.get(&rank);
-        let Some(limit) = declared.and_then(|declared| declared.limit_of(parameter)) else {
-            return match declared.and_then(|declared| declared.clip_value) {
-                Some(limit) => self.clipped_by_value((before, key), piece, limit),
-                None => Err(format!("rank {rank} declares neither a norm nor a value to clip to")),
-            };
-        };
+        let value = declared.and_then(|declared| declared.clip_value);
+        let mut limits = declared.map(|own| own.limits_of(parameter)).unwrap_or_default();
+        if limits.is_empty() && value.is_none() {
+            return Err(format!("rank {rank} declares neither a norm nor a value to clip to"));
+        }
         // What was clipped with the loss scale in it is not clipped once more.
         let is_before = declared.and_then(|own| own.limit_with_scale(parameter)).is_some()
             && inventory.key(parameter, &Part::Unscaled) == Some(before);
-        let coefficient = if is_before { 1.0 } else { limit.coefficient() };
+        limits.retain(|limit| limit.coefficient() < 1.0 && !is_before);
+        let limit = match (&limits[..], value) {
+            ([], Some(value)) => return self.clipped_by_value((before, key), piece, value),
+            ([], None) => {
+                let limit = declared.and_then(|own| own.limit_of(parameter));
+                let limit = limit.filter(|_| !is_before);
+                let coefficient = limit.map_or(1.0, |limit| limit.coefficient());
+                let tally = self.scaled((before, key), piece, 1.0)?;
+                let read = |factor: Factor| clipping(factor, coefficient);
+                return Ok(self.outcome(&tally, &piece.place, read));
+            }
+            ([limit], _) => *limit,
+            _ => {
+                return Err(format!(
+                    "it is clipped to {} norms, one after the other",
+                    limits.len()
+                ));
+            }
+        };
+        let coefficient = limit.coefficient();
         let read = |factor: Factor| clipping(factor, coefficient);
-        if coefficient >= 1.0 {
-            let tally = self.scaled((before, key), piece, 1.0)?;
-            return Ok(self.outcome(&tally, &piece.place, read));
-        }
         let stored = inventory.precision(key);
+        // The value is a number of the gradient's format, and bounds what is clipped before or after.
+        let rounded = |value: f64| stored.map_or(value, |stored| stored.round64(value));
+        let bound = value.map(|value| match limit.of_clipped {
+            true => rounded(value),
+            false => rounded(value) / coefficient,
+        });
         let declared = arithmetic(stored, None);
         let used = Some(stored.unwrap_or(declared.compute));
         let operands = |part: &IndexBox| {
             let number = |name, value| Operand::row(name, vec![value], used);
+            let mut gradient = inventory.read_box(before, rank, part)?;
+            if let Some(bound) = bound {
+                gradient.iter_mut().for_each(|x| *x = within(*x, bound));
+            }
             Ok(vec![
-                Operand::part("gradient", inventory.elements(before, rank, part)?, None),
+                Operand::row("gradient", gradient, None),
                 number("norm", limit.norm),
                 number("epsilon", limit.epsilon),
                 number("max_norm", limit.max_norm),
@@ -284,7 +310,7 @@ impl Judge<'_> {
         let (rank, stored) = (piece.ranks[0], inventory.precision(key));
         let operands = |part: &IndexBox| {
             let mut gradient = inventory.read_box(before, rank, part)?;
-            gradient.iter_mut().for_each(|x| *x = x.clamp(-limit, limit));
+            gradient.iter_mut().for_each(|x| *x = within(*x, limit));
             Ok(vec![
                 Operand::row("gradient", gradient, None),
                 Operand::row("factor", vec![1.0], None),
@@ -394,6 +420,11 @@ impl Judge<'_> {
             result: result.unwrap_or_else(|why| Outcome::Unchecked { why }),
         }
     }
+}
+
+/// A number clamped to a bound of either sign. Where one of the two is NaN it is NaN.
+fn within(x: f64, bound: f64) -> f64 {
+    if x.abs() <= bound.abs() { x } else { x.signum() * bound.abs() }
 }
 
 /// The tally of an op of one stage.

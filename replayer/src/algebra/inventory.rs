@@ -12,6 +12,7 @@ use super::domain::Addend;
 use super::elements::Elements;
 use crate::assemble::{assemble_box, extract};
 use crate::compare::pair::widen;
+use crate::dump::sampled::Samples;
 use crate::dump::{ShardRef, StepDump};
 use crate::head::roundings::precision_of;
 use crate::kernels::round::Precision;
@@ -24,6 +25,8 @@ pub(crate) struct Inventory<'a> {
     pub declared: BTreeMap<Rank, Declaration>,
     /// By name.
     pub parameters: BTreeMap<String, Parameter>,
+    /// What stands for parameters that are not recorded whole.
+    pub samples: Samples,
     /// Declarations that cannot be used, in sentences.
     pub faults: Vec<String>,
 }
@@ -50,11 +53,13 @@ impl<'a> Inventory<'a> {
         dump: &'a StepDump,
         unusable: &dyn Fn(&TensorKey) -> Option<String>,
     ) -> Option<Inventory<'a>> {
+        let samples = Samples::of(dump);
         let mut inventory = Inventory {
             dump,
             declared: BTreeMap::new(),
             parameters: BTreeMap::new(),
-            faults: Vec::new(),
+            faults: samples.faults.clone(),
+            samples,
         };
         for key in dump.tensors().keys() {
             if let Some(rank) = Part::declaring_rank(key.tensor.as_str()) {

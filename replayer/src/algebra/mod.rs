@@ -25,6 +25,7 @@ mod optimizer_causes;
 mod orthogonal;
 mod outcome;
 mod rules;
+mod squares;
 mod sum_causes;
 mod summary;
 mod sums;
@@ -43,7 +44,7 @@ use judge::Judge;
 pub(crate) use names::kind;
 pub use norm_gap::NormGap;
 pub use outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
-pub use summary::{Group, StageSummary, StepReport, Unchecked};
+pub use summary::{Group, Sampled, StageSummary, StepReport, Unchecked};
 pub use table::{Fate, Row, Status};
 
 /// The word of `--compare` that asks for the step.
@@ -70,8 +71,10 @@ pub fn judge(
     progress: &(dyn Fn(u64) + Sync),
 ) -> Option<StepReport> {
     let inventory = Inventory::of(dump, unusable)?;
-    let tensors = inventory.parameters.values().map(|parameter| parameter.tensors.len());
-    let comparisons = tensors.sum::<usize>() * dump.manifest.world_size.max(1) as usize;
+    let parts = inventory.parameters.values().flat_map(|parameter| parameter.tensors.values());
+    // Of a sampled tensor each rank holds several boxes, which are compared one by one.
+    let world = dump.manifest.world_size.max(1) as usize;
+    let comparisons = parts.map(|key| dump.tensors()[key].shards.len().max(world)).sum();
     let judge = Judge { inventory: &inventory, comparisons, nan_is_meant: false };
     let of = |name: &String| {
         let mut judged = judge.gradient(name);

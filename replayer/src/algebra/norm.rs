@@ -17,6 +17,7 @@ use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::squares::Held;
 use crate::assemble::pieces;
 use crate::kernels::policy::Sum;
 use crate::kernels::round::Precision;
@@ -140,6 +141,9 @@ impl Judge<'_> {
                 norm.others
             ));
         }
+        if let Some(why) = self.between_clippings(norm, rank, at) {
+            return Err(why);
+        }
         let power =
             norm.power().ok_or_else(|| format!("a norm of kind {} is not known", norm.kind))?;
         let (shares, stored) = self.shares(norm, rank, (at, power))?;
@@ -204,6 +208,19 @@ impl Judge<'_> {
         Ok(Outcome::Diverged(Box::new(divergence)))
     }
 
+    /// Why the gradients that a norm is of were not recorded, where they were clipped before it, and
+    /// once more after it: the clipped ones that are recorded are the last.
+    fn between_clippings(&self, norm: &Norm, rank: Rank, at: usize) -> Option<String> {
+        let declared = self.inventory.declared.get(&rank)?;
+        let clips = |norm: &Norm| norm.limit().is_some_and(|limit| limit.coefficient() < 1.0);
+        let (before, after) = declared.norms.split_at(at.min(declared.norms.len()));
+        // Whether a clipping by value came before it or after it is not known.
+        let is_between =
+            after.iter().any(clips) || declared.clip_value.is_some() && before.iter().any(clips);
+        (norm.of.as_deref() == Some("clipped") && is_between)
+            .then(|| "it is of gradients between two clippings, which were not recorded".into())
+    }
+
     /// The share of each parameter of a norm, and the format of fewest bits that one is stored in.
     fn shares(
         &self,
@@ -215,13 +232,17 @@ impl Judge<'_> {
         let mut shares: BTreeMap<&str, Share> = BTreeMap::new();
         let (mut stored, mut lost) = (None, Vec::new());
         for parameter in self.normed(at) {
-            match self.key_of(parameter, of) {
-                Some(key) => {
-                    let format = self.inventory.precision(key);
-                    stored = fewer_bits(stored, format);
-                    shares.insert(parameter, self.share(key, rank, power, format)?);
-                }
-                None => lost.push(parameter),
+            let key = self.key_of(parameter, of);
+            if let Some(held) = self.inventory.declared_squares(parameter, of, rank) {
+                let (held, squares_of) = (held?, (parameter, key));
+                stored = fewer_bits(stored, held.format);
+                shares.insert(parameter, self.declared_share(squares_of, &held, power)?);
+            } else if let Some(key) = key {
+                let format = self.inventory.precision(key);
+                stored = fewer_bits(stored, format);
+                shares.insert(parameter, self.share(key, rank, power, format)?);
+            } else {
+                lost.push(parameter);
             }
         }
         if let Some(first) = lost.first() {
@@ -330,12 +351,13 @@ impl Judge<'_> {
                 return Some(causes::NORM_MISSES.reads(format!("{group} alone are in it")));
             }
         }
-        // Copies count on their lowest rank, and so do parts that are taken for copies.
+        // Copies count on their lowest rank, and so do parts that are taken for copies. What every rank
+        // has loses nothing, so the smallest group says it best.
         let lost = |name: &str| {
             let (share, held) = (&shares[name], shares[name].held.first_key_value());
             held.map_or(0.0, |(_, held)| share.whole - held).max(0.0)
         };
-        for (group, names) in &groups {
+        for (group, names) in groups.iter().rev() {
             let lost: f64 = names.iter().map(|name| lost(name)).sum();
             if lost > 0.0 && is(total - lost) {
                 let words = format!("of {group} only what the lowest rank holds is in it");
@@ -414,6 +436,53 @@ impl Judge<'_> {
             share.variance += count * Precision::F32.smallest_subnormal().powi(2);
         }
         Ok(share)
+    }
+
+    /// The share of a gradient that is not recorded whole, by the sums of squares that ranks declare.
+    /// None can be smaller than that of what the rank recorded.
+    fn declared_share(
+        &self,
+        (parameter, key): (&str, Option<&TensorKey>),
+        held: &Held,
+        power: f64,
+    ) -> Result<Share, String> {
+        if power != 2.0 {
+            return Err(format!(
+                "{parameter} is not recorded whole, and of such a gradient ranks declare the sum \
+                 of squares alone"
+            ));
+        }
+        let mut recorded: BTreeMap<Rank, f64> = BTreeMap::new();
+        for piece in key.map(|key| self.inventory.pieces(key, &|_| ())).unwrap_or_default() {
+            let [value, ..] = self.powers(key.expect("it has pieces"), &piece, power)?;
+            for rank in piece.ranks {
+                *recorded.entry(rank).or_default() += value;
+            }
+        }
+        // How far two sums of the same squares in f64 may be apart.
+        let elements: u64 = held.parts.iter().map(|(elements, _)| elements).sum();
+        let most = 1.0 + elements as f64 * f64::EPSILON;
+        let is_less = |(rank, sum): &(&Rank, &f64)| {
+            recorded.get(rank).is_some_and(|part| *part > **sum * most)
+        };
+        if let Some((rank, sum)) = held.by_rank.iter().find(is_less) {
+            return Err(format!(
+                "rank {rank} declares {sum:e} as the sum of the squares of {parameter}, and what \
+                 it recorded of it has more"
+            ));
+        }
+        let sum = Sum { precision: Precision::F32, ..Sum::NATIVE };
+        let unit = held.format.map_or(0.0, Precision::unit_roundoff);
+        // The sum of fourth powers is not known; it is at most the square of that of squares.
+        let variance = |(count, value): &(u64, f64)| {
+            sum.variance(*count as f64, *value, value * value) + (2.0 * unit * value).powi(2)
+        };
+        Ok(Share {
+            whole: held.whole(),
+            held: held.by_rank.clone(),
+            variance: held.parts.iter().map(variance).sum(),
+            copies: held.copies as f64,
+        })
     }
 
     /// `Σ |g|^p`, `Σ |g|^2p` and the count of the elements of a piece.

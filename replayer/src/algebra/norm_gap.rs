@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use serde::Serialize;
 
@@ -19,6 +20,10 @@ pub struct NormGap {
     pub captured: f64,
     /// Of the sums as they should be.
     pub right: f64,
+    /// Some gradients were sampled: of each of these the sample's ratio of the two stands for all of
+    /// it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub estimated: bool,
     /// Parameters with one cause, and their share of the difference of the squares. The shares add
     /// up to 1.
     pub shares: Vec<(String, f64)>,
@@ -41,19 +46,20 @@ impl NormGap {
         }
         // Each element once: the first of the copies of a box.
         let mut counted: BTreeSet<(&str, &IndexBox)> = BTreeSet::new();
+        let mut sums: Vec<(&Judged, Energies)> =
+            sums().filter_map(|one| Some((one, one.energies?))).collect();
+        sums.retain(|(one, _)| counted.insert((&one.parameter, &one.place)));
         let mut whole = Energies::default();
+        let samples = weights(inventory, &sums);
         let mut groups: BTreeMap<Option<&Reading>, (BTreeSet<&str>, f64)> = BTreeMap::new();
-        for one in sums() {
-            let Some(energies) = one.energies else { continue };
-            if !counted.insert((&one.parameter, &one.place)) {
-                continue;
-            }
-            whole.captured += energies.captured;
-            whole.right += energies.right;
+        for (one, energies) in &sums {
+            let weight = samples.get(one.parameter.as_str()).copied().unwrap_or(1.0);
+            whole.captured += weight * energies.captured;
+            whole.right += weight * energies.right;
             if let Some(divergence) = one.result.divergence() {
                 let group = groups.entry(divergence.reading.as_ref()).or_default();
                 group.0.insert(&one.parameter);
-                group.1 += energies.captured - energies.right;
+                group.1 += weight * (energies.captured - energies.right);
             }
         }
         let gap: f64 = groups.values().map(|(_, gap)| gap).sum();
@@ -65,7 +71,27 @@ impl NormGap {
             reported: declared.next().and_then(|norm| norm.value),
             captured: whole.captured.sqrt(),
             right: whole.right.sqrt(),
+            estimated: !samples.is_empty(),
             shares: groups.into_values().map(share).collect(),
         })
     }
+}
+
+/// By sampled parameter, how often the sum of the squares of its sample goes into that of all of it. A
+/// sample of zeros says nothing of the rest.
+fn weights<'a>(
+    inventory: &Inventory<'_>,
+    sums: &[(&'a Judged, Energies)],
+) -> BTreeMap<&'a str, f64> {
+    let mut sampled: BTreeMap<&str, f64> = BTreeMap::new();
+    for (one, energies) in sums {
+        if inventory.samples.of_parameter(&one.parameter).is_some() {
+            *sampled.entry(&one.parameter).or_default() += energies.captured;
+        }
+    }
+    let weight = |(name, sample): (&'a str, f64)| {
+        let whole = inventory.declared_squares(name, "reduced", Rank(0))?.ok()?.whole();
+        Some((name, if sample > 0.0 { whole / sample } else { 1.0 }))
+    };
+    sampled.into_iter().filter_map(weight).collect()
 }

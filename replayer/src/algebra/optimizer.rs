@@ -217,11 +217,14 @@ impl Judge<'_> {
             return unchecked("the job left the optimizer's step out".into());
         }
         if self.is_untouched(rank, parameter) {
-            return unchecked(
-                "nothing of its state changed: the optimizer took no step of it (it had no \
-                 gradient, or gradients are accumulated over several steps)"
-                    .into(),
-            );
+            let what = match inventory.samples.of_parameter(parameter) {
+                Some(_) => "nothing of its state changed in what was sampled",
+                None => "nothing of its state changed",
+            };
+            return unchecked(format!(
+                "{what}: the optimizer took no step of it (it had no gradient, or gradients are \
+                 accumulated over several steps)"
+            ));
         }
         let counted = self.step_of(rank, parameter);
         let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use backtape::identity::Rank;
 use serde::Serialize;
 
 use super::inventory::Inventory;
@@ -10,6 +11,7 @@ use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
 use super::table::{Row, table};
+use crate::dump::sampled::Sample;
 
 /// Everything that was found of a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -18,6 +20,9 @@ pub struct StepReport {
     pub parameters: usize,
     /// Elements of them.
     pub elements: u64,
+    /// What a sample stands for; absent where everything was recorded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sampled: Option<Sampled>,
     /// Every stage that was judged or could not be, in order.
     pub stages: Vec<StageSummary>,
     /// What diverges, the earliest stage first.
@@ -34,6 +39,24 @@ pub struct StepReport {
     pub table: Vec<Row>,
     /// Every stage of every parameter on the ranks that hold the same of it.
     pub judged: Vec<Judged>,
+}
+
+/// The parameters of which a sample was recorded.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Sampled {
+    /// How many they are.
+    pub parameters: usize,
+    /// Elements that were recorded of them.
+    pub elements: u64,
+    /// Elements that they have.
+    pub of: u64,
+    /// A fault in as many elements of one of them, wherever they lie, meets its sample in 19 of 20
+    /// cases.
+    pub scattered: u64,
+    /// Those whose gradient is zero in the whole sample and not outside of it: nothing of their sums
+    /// was seen.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub unseen: Vec<String>,
 }
 
 /// How the parameters fare at one stage.
@@ -96,6 +119,7 @@ impl StepReport {
         StepReport {
             parameters: names.len(),
             elements: table.iter().map(|row| row.elements).sum(),
+            sampled: Sampled::of(inventory, &judged),
             stages: stages(&judged),
             norm: NormGap::of(inventory, &judged, &names),
             diverged: groups(&judged, &names),
@@ -115,6 +139,40 @@ impl StepReport {
     pub(crate) fn compared(&self) -> usize {
         let made = |one: &&Judged| !matches!(one.result, Outcome::Unchecked { .. });
         self.judged.iter().filter(made).count()
+    }
+}
+
+/// How often a fault may be missed by a sample that is called likely to meet it.
+const MISSED: f64 = 0.05;
+
+impl Sampled {
+    fn of(inventory: &Inventory<'_>, judged: &[Judged]) -> Option<Sampled> {
+        let samples: Vec<_> = inventory.samples.all().collect();
+        if samples.is_empty() {
+            return None;
+        }
+        // Of elements that lie anywhere a share is recorded, each by itself.
+        let scattered = |sample: &Sample| {
+            let share = sample.elements() as f64 / sample.of().max(1) as f64;
+            (MISSED.ln() / (-share).ln_1p()).ceil() as u64
+        };
+        let mut energies: BTreeMap<&str, f64> = BTreeMap::new();
+        for one in judged.iter().filter(|one| one.tensor.starts_with("step.reduced:")) {
+            *energies.entry(&one.parameter).or_default() +=
+                one.energies.map_or(f64::NAN, |energies| energies.captured);
+        }
+        let is_unseen = |name: &&String| {
+            let squares = inventory.declared_squares(name, "reduced", Rank(0));
+            let whole = squares.and_then(Result::ok).map_or(0.0, |held| held.whole());
+            energies.get(name.as_str()) == Some(&0.0) && whole > 0.0
+        };
+        Some(Sampled {
+            parameters: samples.len(),
+            elements: samples.iter().map(|(_, sample)| sample.elements()).sum(),
+            of: samples.iter().map(|(_, sample)| sample.of()).sum(),
+            scattered: samples.iter().map(|(_, sample)| scattered(sample)).max().unwrap_or(0),
+            unseen: samples.iter().map(|(name, _)| *name).filter(is_unseen).cloned().collect(),
+        })
     }
 }
 

@@ -82,6 +82,15 @@ impl Judge<'_> {
             let addends = Elements::joined(addends.collect::<Result<Vec<_>, _>>()?);
             let rows = of.addends.len();
             let total = inventory.elements(of.key, of.rank, part)?;
+            let addends = match self.nan_is_meant {
+                true => {
+                    let recorded = inventory.read_box(of.key, of.rank, part)?;
+                    let mut addends = addends.widened();
+                    overflow(&mut addends, &recorded, declared.sum.precision);
+                    Elements::of(addends)
+                }
+                false => addends,
+            };
             let weights = Operand { rows, ..Operand::row("weights", weights.clone(), None) };
             let addends = Operand { rows, ..Operand::part("addends", addends, rounded) };
             Ok(vec![addends, weights, Operand::part("total", total, stored)])
@@ -89,6 +98,18 @@ impl Judge<'_> {
         let compared = self.compare(&op, &declared, of.place, &operands)?;
         let (_, tally) = compared.into_iter().next().ok_or("it has no elements")?;
         tally
+    }
+}
+
+/// Lets addends be infinite where the recorded sum is not finite and some order of adding them, in
+/// the format of the sum, may have overflown on the way.
+fn overflow(addends: &mut [f64], total: &[f64], format: Precision) {
+    let columns = total.len();
+    for (column, sum) in total.iter().enumerate().filter(|(_, sum)| !sum.is_finite()) {
+        let own = addends.iter().skip(column).step_by(columns);
+        if own.map(|x| x.abs()).sum::<f64>() > format.largest_finite() {
+            addends[column] = *sum;
+        }
     }
 }
 

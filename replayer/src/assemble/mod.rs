@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use backtape::dtype::Dtype;
 use backtape::identity::Rank;
-use backtape::index_box::{IndexBox, gaps};
+use backtape::index_box::{IndexBox, gaps, gaps_in};
 use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
@@ -284,11 +284,17 @@ fn copy_all(place: &IndexBox, sources: &[Source<'_>], mut target: &mut [u8], wid
 }
 
 /// What no intact shard holds of a tensor that the ranks hold as values; `None` if [`assemble`]
-/// would succeed.
-pub(crate) fn missing(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Option<Incomplete> {
+/// would succeed. `sampled`: the boxes that alone should be there, where the job took a sample.
+pub(crate) fn missing(
+    dump: &StepDump,
+    key: &TensorKey,
+    info: &TensorInfo,
+    sampled: Option<&[IndexBox]>,
+) -> Option<Incomplete> {
     let place = IndexBox::whole(&info.shape);
     let sources = choose(dump, &info.shards, &place);
-    let open = gaps(&info.shape, sources.iter().map(|source| source.place));
+    let wanted = sampled.unwrap_or(std::slice::from_ref(&place));
+    let open = gaps_in(wanted, sources.iter().map(|source| source.place));
     (!open.is_empty()).then(|| incomplete(dump, key, &info.shards, &place, open))
 }
 

@@ -205,7 +205,8 @@ impl Rounding {
         let (unit, half) = (precision.unit_roundoff(), precision.smallest_subnormal() / 2.0);
         // f64 has its own smallest normal number, whose square is 0.
         let flush = if precision == Precision::F64 { 0.0 } else { FLUSH };
-        Rounding { square: unit * unit / 3.0, constant: flush * flush + half * half, unit, half }
+        let constant = flush * flush + half * half;
+        Rounding { square: unit * unit / 3.0, constant, unit, half: half + flush }
     }
 
     /// Its variance.

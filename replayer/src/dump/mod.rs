@@ -24,6 +24,7 @@ mod place;
 mod ragged;
 mod reference;
 mod salvage;
+pub mod sampled;
 mod tensors;
 #[cfg(test)]
 mod tests;

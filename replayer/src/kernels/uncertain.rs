@@ -101,6 +101,14 @@ impl Roundings {
         number
     }
 
+    /// A number that erred before it came here: with one variance by itself, and with another as
+    /// all of its row do, which stays an error that they share.
+    pub fn with_errors(&self, value: f64, own: f64, alike: f64) -> Uncertain<'_> {
+        let mut number = self.with_variance(value, own);
+        number.err_as_scalar(alike.sqrt());
+        number
+    }
+
     /// The place of a new rounding.
     pub(crate) fn next(&self) -> usize {
         let place = self.used.get().min(LAST);

@@ -81,7 +81,11 @@ impl Input<'_> {
             }
             Source::Computed(of) => {
                 let shared = of.shared.get(at).copied().unwrap_or(0.0);
-                roundings.with_variance(of.values[at], of.own[at] + of.row[at] + shared)
+                let (value, own, row) = (of.values[at], of.own[at] + shared, of.row[at]);
+                match self.row_stride > 0 && self.column_stride > 0 {
+                    true => roundings.with_errors(value, own, row),
+                    false => roundings.with_variance(value, own + row),
+                }
             }
         }
     }

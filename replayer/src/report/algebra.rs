@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::schema::{FirstDivergence, Report};
 use super::text::wrap;
 use super::verdict::{self, Reason};
-use crate::algebra::{Group, NormGap, StageSummary, StepReport};
+use crate::algebra::{Group, NormGap, Sampled, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
 use crate::replay::outcome::NotChecked;
 
@@ -88,6 +88,9 @@ pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
     let (parameters, elements) = (algebra.parameters as u64, count(algebra.elements));
     let size = format!("{}, {elements} elements", plural(parameters, "parameter"));
     wrap(out, label, &size);
+    if let Some(sampled) = &algebra.sampled {
+        wrap(out, "sampled   ", &sample(sampled));
+    }
     let _ = writeln!(
         out,
         "{:<13}{:>8} {:>8} {:>10}  a wrong factor is seen from",
@@ -107,14 +110,42 @@ pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
     out.push('\n');
 }
 
+/// What was sampled, and what that does not see.
+fn sample(sampled: &Sampled) -> String {
+    let parameters = plural(sampled.parameters as u64, "parameter");
+    let share = 100.0 * sampled.elements as f64 / sampled.of.max(1) as f64;
+    let mut words = format!(
+        "{} of {} elements ({} %) of {parameters}; norms are judged over all elements. What may not \
+         be seen is a fault in fewer than {} elements of a parameter that lie anywhere, or in a \
+         region of it that no block meets",
+        count(sampled.elements),
+        count(sampled.of),
+        short(share),
+        count(sampled.scattered),
+    );
+    if let Some(first) = sampled.unseen.first() {
+        let more = match sampled.unseen.len() - 1 {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let _ = write!(
+            words,
+            ". The gradient of {first}{more} is zero in all that was sampled, so nothing of its sums \
+             was seen"
+        );
+    }
+    words
+}
+
 /// What the norm is and would have been, in one sentence.
 pub(super) fn gap(norm: &NormGap) -> String {
     let reported = norm.reported.map(|value| format!("{} as reported, ", short(value)));
     let share = |(what, share): &(String, f64)| format!("{:.1} % from {what}", 100.0 * share);
     let shares: Vec<String> = norm.shares.iter().map(share).collect();
+    let estimated = if norm.estimated { " (by the ratios in the samples)" } else { "" };
     format!(
-        "{}{} of the captured gradients, {} had every sum been right; of the difference of the \
-         squares {}",
+        "{}{} of the captured gradients, {} had every sum been right{estimated}; of the difference of \
+         the squares {}",
         reported.unwrap_or_default(),
         short(norm.captured),
         short(norm.right),

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use backtape::index_box::{IndexBox, gaps};
+use backtape::index_box::{IndexBox, gaps_in};
 use backtape::shard::TensorKey;
 
 use super::contents::Contents;
@@ -23,11 +23,12 @@ const NAMED: usize = 32;
 /// What is wrong with the addends of one partial tensor.
 pub(super) fn findings(
     dump: &StepDump,
-    key: &TensorKey,
-    info: &TensorInfo,
+    (key, info, sampled): (&TensorKey, &TensorInfo, Option<&[IndexBox]>),
     contents: &Contents,
     not_checked: &mut Vec<NotChecked>,
 ) -> Vec<VerifyFinding> {
+    let whole = [IndexBox::whole(&info.shape)];
+    let wanted = sampled.unwrap_or(&whole);
     let groups = group(dump, info);
     let mut all_findings = Vec::new();
     for shards in groups.values() {
@@ -36,11 +37,11 @@ pub(super) fn findings(
     }
     let by_mesh = groups.keys().all(|addend| matches!(addend, Addend::Mesh(_)));
     if by_mesh {
-        all_findings.extend(narrow(dump, key, info, &groups));
+        all_findings.extend(narrow(dump, key, wanted, &groups));
         all_findings.extend(absent_coordinates(dump, key, &groups));
         return all_findings;
     }
-    match uneven(dump, key, info, &groups) {
+    match uneven(dump, key, wanted, &groups) {
         Some(findings) => all_findings.extend(findings),
         None => not_checked.push(NotChecked {
             what: format!("whether every element of {key} has equally many addends"),
@@ -84,12 +85,12 @@ fn lost(
     .collect()
 }
 
-/// Gaps of addends on a mesh, where every addend must be a whole tensor, sharded over the other
-/// axes.
+/// Gaps of addends on a mesh, where every addend must be all that is wanted of a tensor, sharded over
+/// the other axes.
 fn narrow(
     dump: &StepDump,
     key: &TensorKey,
-    info: &TensorInfo,
+    wanted: &[IndexBox],
     groups: &BTreeMap<Addend, Vec<ShardRef>>,
 ) -> Vec<VerifyFinding> {
     let mut findings = Vec::new();
@@ -98,7 +99,7 @@ fn narrow(
             shards.iter().map(|shard| &dump.record(shard).place).collect();
         boxes.sort();
         boxes.dedup();
-        for gap in gaps(&info.shape, boxes).iter().take(NAMED) {
+        for gap in gaps_in(wanted, boxes).iter().take(NAMED) {
             let sentence = format!("{key} {gap}: no rank recorded it of the addend at {addend}");
             findings.push(VerifyFinding::fault(FindingKind::Gap, sentence).of(key).at(gap));
         }
@@ -130,12 +131,12 @@ fn absent_coordinates(
     Some(VerifyFinding::fault(FindingKind::MissingAddend, sentence).of(key))
 }
 
-/// Finds elements with fewer addends than others, by counting in each cell of the grid that all box
-/// boundaries make together; `None` if that grid is too fine.
+/// Finds elements that are wanted and have fewer addends than others, by counting in each cell of the
+/// grid that all box boundaries make together; `None` if that grid is too fine.
 fn uneven(
     dump: &StepDump,
     key: &TensorKey,
-    info: &TensorInfo,
+    wanted: &[IndexBox],
     groups: &BTreeMap<Addend, Vec<ShardRef>>,
 ) -> Option<Vec<VerifyFinding>> {
     let mut weights: BTreeMap<&IndexBox, usize> = BTreeMap::new();
@@ -148,7 +149,8 @@ fn uneven(
             *weights.entry(place).or_default() += 1;
         }
     }
-    let cells = cells(&info.shape, weights.keys().copied())?;
+    let mut cells = cells(weights.keys().copied().chain(wanted))?;
+    cells.retain(|cell| wanted.iter().any(|own| crate::assemble::intersect(own, cell)));
     let count = |cell: &IndexBox| -> usize {
         let over = weights.iter().filter(|(place, _)| crate::assemble::intersect(place, cell));
         over.map(|(_, n)| n).sum()
@@ -165,18 +167,13 @@ fn uneven(
 
 /// The cells of the grid that the boundaries of all boxes make together: each cell is either inside
 /// or outside of each box.
-fn cells<'a>(
-    shape: &[u64],
-    boxes: impl Iterator<Item = &'a IndexBox> + Clone,
-) -> Option<Vec<IndexBox>> {
+fn cells<'a>(boxes: impl Iterator<Item = &'a IndexBox> + Clone) -> Option<Vec<IndexBox>> {
     let most = COMPARISONS / boxes.clone().count().max(1);
     let mut cells = vec![IndexBox(Vec::new())];
-    for (dim, &size) in shape.iter().enumerate() {
-        let mut cuts: Vec<u64> = boxes
-            .clone()
-            .flat_map(|place| [place.0[dim].0, place.0[dim].1])
-            .chain([0, size])
-            .collect();
+    let dimensions = boxes.clone().next()?.0.len();
+    for dim in 0..dimensions {
+        let mut cuts: Vec<u64> =
+            boxes.clone().flat_map(|place| [place.0[dim].0, place.0[dim].1]).collect();
         cuts.sort_unstable();
         cuts.dedup();
         if cells.len().checked_mul(cuts.len())? > most {

@@ -36,9 +36,10 @@ use serde::Serialize;
 pub use finding::{FindingKind, NotChecked, Severity, VerifyFinding};
 
 use crate::assemble;
+use crate::dump::sampled::Samples;
 use crate::dump::versions::disagrees;
 use crate::dump::{MAX_RANKS, ShardRef, StepDump, TensorInfo};
-use crate::number::plural;
+use crate::number::{count, plural};
 use contents::Contents;
 
 /// Most gaps of a tensor that are named one by one; the others are only counted.
@@ -76,7 +77,7 @@ pub struct TensorVerdict {
     pub shards: u64,
     pub bytes: u64,
     /// Fingerprint of the global tensor: the sum over one intact shard of each box. `None` where
-    /// the boxes do not make up the tensor, and for partial and ragged tensors.
+    /// the boxes do not make up the tensor, and for partial, ragged and sampled tensors.
     pub fingerprint: Option<Fingerprint>,
     /// Whether the framework or the recorder computed the fingerprints.
     pub fingerprint_source: FingerprintSource,
@@ -112,8 +113,12 @@ impl Verification {
 pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification {
     let contents = contents::check(dump, progress);
     let tensors: Vec<(&TensorKey, &TensorInfo)> = dump.tensors().iter().collect();
-    let judged: Vec<_> =
-        tensors.par_iter().map(|(key, info)| judge(dump, key, info, &contents)).collect();
+    let samples = Samples::of(dump);
+    let judge = |(key, info): &(&TensorKey, &TensorInfo)| {
+        let sampled = samples.boxes(key, &info.shape);
+        judge(dump, (key, info, sampled.as_deref()), &contents)
+    };
+    let judged: Vec<_> = tensors.par_iter().map(judge).collect();
     let mut findings = declared::step(dump);
     let (mut verdicts, mut not_checked) = (Vec::new(), Vec::new());
     for (verdict, findings_of_tensor, unchecked) in judged {
@@ -122,6 +127,7 @@ pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification 
         not_checked.extend(unchecked);
     }
     findings.extend(records::findings(dump, &mut not_checked));
+    not_checked.extend(outside(&samples));
     not_checked.extend(unproved(dump, &verdicts, &contents));
     // The sort is stable: findings of one kind and tensor keep the order of their boxes.
     findings.sort_by(|a, b| (a.severity, a.kind, &a.tensor).cmp(&(b.severity, b.kind, &b.tensor)));
@@ -140,8 +146,7 @@ pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification 
 
 fn judge(
     dump: &StepDump,
-    key: &TensorKey,
-    info: &TensorInfo,
+    (key, info, sampled): (&TensorKey, &TensorInfo, Option<&[IndexBox]>),
     contents: &Contents,
 ) -> (TensorVerdict, Vec<VerifyFinding>, Vec<NotChecked>) {
     let mut not_checked = Vec::new();
@@ -151,10 +156,11 @@ fn judge(
     // reported.
     let comparable = !info.disagreements.iter().any(|d| d.spoils_bytes());
     if comparable && info.partial.is_some() {
-        findings.extend(addends::findings(dump, key, info, contents, &mut not_checked));
+        let tensor = (key, info, sampled);
+        findings.extend(addends::findings(dump, tensor, contents, &mut not_checked));
     } else if comparable {
         findings.extend(agreement::findings(dump, key, &info.shards, contents));
-        findings.extend(gaps(dump, key, info));
+        findings.extend(gaps(dump, key, info, sampled));
     }
     let unusable = unusable(dump, key, info, &findings);
     let sources = info.shards.iter().map(|shard| dump.record(shard).fingerprint_source);
@@ -167,7 +173,10 @@ fn judge(
         partial: info.partial,
         shards: info.shards.len() as u64,
         bytes: info.shards.iter().map(|shard| dump.record(shard).length).sum(),
-        fingerprint: whole_fingerprint(dump, info, contents, &findings),
+        fingerprint: match sampled {
+            None => whole_fingerprint(dump, info, contents, &findings),
+            Some(_) => None,
+        },
         fingerprint_source: match by_framework {
             true => FingerprintSource::Framework,
             false => FingerprintSource::Recorder,
@@ -177,9 +186,14 @@ fn judge(
     (verdict, findings, not_checked)
 }
 
-/// The parts of a tensor that no intact shard holds.
-fn gaps(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec<VerifyFinding> {
-    let Some(missing) = assemble::missing(dump, key, info) else {
+/// The parts of a tensor, or of the boxes that are sampled of it, that no intact shard holds.
+fn gaps(
+    dump: &StepDump,
+    key: &TensorKey,
+    info: &TensorInfo,
+    sampled: Option<&[IndexBox]>,
+) -> Vec<VerifyFinding> {
+    let Some(missing) = assemble::missing(dump, key, info, sampled) else {
         return Vec::new();
     };
     let all = missing.gaps.clone();
@@ -252,6 +266,18 @@ fn absent_ranks(dump: &StepDump, info: &TensorInfo) -> Vec<Rank> {
     let holders: BTreeSet<Rank> = info.shards.iter().map(|shard| dump.record(shard).rank).collect();
     let all = (0..dump.manifest.world_size.min(MAX_RANKS)).map(Rank);
     all.filter(|rank| !holders.contains(rank)).collect()
+}
+
+/// What was left out by the job's own choice.
+fn outside(samples: &Samples) -> Option<NotChecked> {
+    let (number, elements, of) = samples
+        .all()
+        .fold((0, 0, 0), |(n, own, of), (_, one)| (n + 1, own + one.elements(), of + one.of()));
+    let parameters = plural(number, "parameter");
+    (number > 0).then(|| NotChecked {
+        what: format!("{} of the {} elements of {parameters}", count(of - elements), count(of)),
+        why: "the job recorded a sample of them".into(),
+    })
 }
 
 /// Tensors whose boxes the job alone knows, in words; `None` where there are none.

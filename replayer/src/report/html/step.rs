@@ -285,11 +285,13 @@ mod tests {
             reported: Some(3.0),
             captured: 3.0,
             right: f64::NAN,
+            estimated: false,
             shares: vec![(names[0].clone(), 1.2), ("others".into(), -0.2)],
         };
         StepReport {
             parameters: names.len(),
             elements: 8 * names.len() as u64,
+            sampled: None,
             stages: vec![summary(Stage::Reduce, failing.len()), summary(Stage::Update, 0)],
             diverged: vec![group],
             norm: Some(norm),
