@@ -111,7 +111,7 @@ pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
 }
 
 /// What was sampled, and what that does not see.
-fn sample(sampled: &Sampled) -> String {
+pub(super) fn sample(sampled: &Sampled) -> String {
     let parameters = plural(sampled.parameters as u64, "parameter");
     let share = 100.0 * sampled.elements as f64 / sampled.of.max(1) as f64;
     let mut words = format!(

@@ -10,7 +10,7 @@ use super::step_table::{ParameterRow, parameter_rows};
 use super::{Markup, Page, markup};
 use crate::algebra::{Group, NormGap, Stage, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
-use crate::report::algebra::{gap, held, said, worst};
+use crate::report::algebra::{gap, held, said, sample, worst};
 use crate::report::norm::percent;
 
 /// Letters of a label that are shown, and the pixels that one takes.
@@ -23,6 +23,8 @@ struct Step<'a> {
     id: &'a str,
     /// How many parameters and elements there are.
     size: String,
+    /// What was sampled, and what that does not see.
+    sampled: Option<String>,
     groups: Vec<GroupShown<'a>>,
     all_groups: usize,
     /// Items of a list that are shown.
@@ -74,6 +76,7 @@ impl Page<'_> {
         Some(markup(&Step {
             id: &self.id,
             size: format!("{}, {elements} elements", plural(step.parameters as u64, "parameter")),
+            sampled: step.sampled.as_ref().map(sample),
             groups: self.shown(&step.diverged).iter().map(group).collect(),
             all_groups: step.diverged.len(),
             items: self.detail.items,
