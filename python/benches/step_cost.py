@@ -91,14 +91,14 @@ class Job:
         self.optimizer.zero_grad()
 
     def block(self, kind):
-        """The seconds of a block, and of its first step."""
+        """The seconds of a block, of its first step, and of processor time, the recorder's included."""
         self.torch.distributed.barrier()
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         self.step(kind, True)
         recorded = time.perf_counter() - begin
         for _ in range(STEPS - 1):
             self.step(kind, False)
-        return time.perf_counter() - begin, recorded
+        return time.perf_counter() - begin, recorded, time.process_time() - used
 
     def floor(self, size):
         """The seconds in which every rank copies so many bytes into memory that was written before."""
@@ -142,14 +142,18 @@ def measure(directory):
 
 def report(times, sizes, copied):
     """Prints what each kind adds to a step."""
-    step = statistics.median(whole for whole, _ in times["absent"]) / STEPS
+    step = statistics.median(whole for whole, *_ in times["absent"]) / STEPS
+    own_time = statistics.median(used for *_, used in times["absent"]) / STEPS
     print(f"{RANKS} ranks, {ROUNDS} rounds; a step without backtape takes {step:.2f} s")
     for kind, target in TARGETS.items():
         pairs = list(zip(times[kind], times["absent"]))
         added = statistics.median(own[0] - other[0] for own, other in pairs)
         blocked = statistics.median(own[1] / (other[0] / STEPS) for own, other in pairs)
-        line = f"{kind:<11} {1 + added / step:5.2f}x with what follows, {blocked:5.2f}x until the tape ends"
-        print(f"{line}   target {target:.1f}x")
+        used = statistics.median(own[2] - other[2] for own, other in pairs)
+        print(
+            f"{kind:<11} {1 + added / step:5.2f}x with what follows, {blocked:5.2f}x until the tape ends, "
+            f"{1 + used / own_time:5.2f}x of rank 0's processor time   target {target:.1f}x"
+        )
         if kind in sizes:
             size = statistics.median(sizes[kind]) / 2**20
             ratio = copied[kind] / step
