@@ -58,8 +58,7 @@ plant(
     BUFFER,
     ("        p.grad = None\n", ""),
     threads="Megatron-LM 6660",
-    ranks=2,
-    microbatches=2,
+    **TWO,
 )
 plant(
     "divide-old-shard",

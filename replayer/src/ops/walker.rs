@@ -142,18 +142,18 @@ pub fn tallies_of_two<O: Op>(
     let mut made = BTreeMap::new();
     for (at, stage) in O::STAGES.iter().enumerate() {
         // A stage that lacks an input is none that the second time can take over.
-        if let Ok(expected) = first.expect(at) {
-            first.computed.insert(stage.name, expected);
-        }
-    }
-    for (input, stage) in again {
-        let Some(mut expected) = first.computed.remove(stage) else { continue };
-        // It is stored before it is taken over.
-        if let Some(stored) = tensors.get(stage).and_then(|recorded| recorded.stored) {
+        let Ok(mut expected) = first.expect(at) else { continue };
+        // It is stored before anything is made of it.
+        if let Some(stored) = tensors.get(stage.name).and_then(|recorded| recorded.stored) {
             let stored = |x: f64| stored.deviation(x).powi(2);
             expected.own.iter_mut().zip(&expected.values).for_each(|(own, x)| *own += stored(*x));
         }
-        made.insert(*input, expected);
+        first.computed.insert(stage.name, expected);
+    }
+    for (input, stage) in again {
+        if let Some(expected) = first.computed.remove(stage) {
+            made.insert(*input, expected);
+        }
     }
     tallies_from(ops[1], made, tensors, declared, span)
 }

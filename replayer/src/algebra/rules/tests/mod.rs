@@ -293,23 +293,19 @@ fn a_planted_variation_diverges_and_is_explained_by_itself() {
 fn a_step_that_is_applied_twice_is_the_rule_after_itself() {
     let mut draw = Draw::new(23);
     for kind in JOBS {
-        for rounding in ROUNDING {
-            let job = drawn(kind, rounding, &mut draw);
-            let words = format!("{job:?}");
-            let steps = 3 + draw.below(6) as u32;
-            let mut recorded = run(job, steps, None, &mut draw);
-            recorded.job.step += 1;
-            recorded.job.run(&recorded.grad.clone());
-            let (first, hyper) = rule(&recorded.job, steps);
-            let (second, _) = rule(&recorded.job, steps + 1);
-            let left = excess_by(&second, &hyper, &recorded, &|operands, declared, span| {
-                second.tallies_after(&first, operands, declared, span)
-            });
-            assert_eq!(left, None, "not explained: {words}");
-            let is_f32 = rounding == [Precision::F32; 2];
-            let seen = excess(&second, &hyper, &recorded).is_some();
-            assert!(seen || !is_f32, "not seen: {words}");
-        }
+        let job = drawn(kind, [Precision::F32; 2], &mut draw);
+        let words = format!("{job:?}");
+        let steps = 3 + draw.below(6) as u32;
+        let mut recorded = run(job, steps, None, &mut draw);
+        recorded.job.step += 1;
+        recorded.job.run(&recorded.grad.clone());
+        let (first, hyper) = rule(&recorded.job, steps);
+        let (second, _) = rule(&recorded.job, steps + 1);
+        let left = excess_by(&second, &hyper, &recorded, &|operands, declared, span| {
+            second.tallies_after(&first, operands, declared, span)
+        });
+        assert_eq!(left, None, "not explained: {words}");
+        assert!(excess(&second, &hyper, &recorded).is_some(), "not seen: {words}");
     }
 }
 
