@@ -11,8 +11,8 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "tests" / "step_threads" / "run.py"
 REPLAY = Path(sys.executable).with_name("replay")
 
-# A buffer that is added to itself, a norm that loses a rank's experts, and a weight that tensor ranks do not sum.
-THREADS = ["megatron_6660", "megatron_5916", "megatron_7452_11"]
+# A buffer that is added to itself, a norm that loses the sinks of a rank, and a weight that is not summed.
+THREADS = ["megatron_6660", "megatron_7452_8", "megatron_7452_11"]
 
 
 @pytest.mark.parametrize("thread", THREADS)

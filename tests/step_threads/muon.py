@@ -13,7 +13,7 @@ def orthogonal(matrix):
     """The iteration of Newton and Schulz, of a matrix of any shape."""
     a, b, c = COEFFICIENTS
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (jnp.linalg.norm(x) + 1e-7)
+    x = x / (jnp.linalg.norm(x) + 1e-8)
     for _ in range(ITERATIONS):
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
@@ -32,11 +32,13 @@ def step_of(fixed):
     @jax.jit
     def step(params, state, inputs, targets):
         grads = jax.grad(loss)(params, inputs, targets)
-        mu = jax.tree.map(lambda m, g: BETA * m + g, state["mu"], grads)
-        source = mu if fixed else grads
-        updates = jax.tree.map(lambda u: -LR * orthogonal(u), source)
+        count = state["count"] + 1
+        mu = jax.tree.map(lambda m, g: BETA * m + (1 - BETA) * g, state["mu"], grads)
+        corrected = jax.tree.map(lambda m: m / (1 - BETA**count), mu)
+        rate = lambda u: LR * max(1.0, u.shape[1] / u.shape[0]) ** 0.5
+        updates = jax.tree.map(lambda u: -rate(u) * orthogonal(u), corrected if fixed else grads)
         new = jax.tree.map(jnp.add, params, updates)
-        return new, {"mu": mu, "count": state["count"] + 1}, grads, updates
+        return new, {"mu": mu, "count": count}, grads, updates
 
     return step
 

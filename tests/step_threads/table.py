@@ -34,6 +34,7 @@ NOTES = """
   do, so that nothing was wrong in it.
 - torchtune 2172 and 2436 and pytorch 160285 say what they are to be divided by, which no job could say before; of 2172
   the second name of the cause was added to the expectation then.
+- optax 1170 could not be judged in the first run; its momentum is now corrected and scaled as optax does it.
 - The replay was mended where a cause was wrong or a twin diverged, each time for all jobs of the kind (CHANGELOG.md).
 
 ## How to read it
