@@ -284,7 +284,10 @@ def optimize(job, step, start, warm, rank):
         step_all(built)
     for optimizer in built:
         rules.advance(optimizer, job.late_steps)
-    records = {name: {"before": value.clone(), "state": state_of(optimizers, p, value)} for name, (p, _, value) in own.items()}
+    records = {
+        name: {"before": value.clone(), "state": state_of(optimizers, parameter, value)}
+        for name, (parameter, _, value) in own.items()
+    }
     if not step.skipped:
         for name, (_, box, value) in own.items():
             flow = step.flows.get(name)
