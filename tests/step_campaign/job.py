@@ -183,7 +183,8 @@ def parameters(draw, kind, mesh, own, groups):
         name = pick(draw, NAMES)
         shape = shape_of(draw)
         if kind == "expert" and chance(draw, 0.4):
-            shape = (mesh.sizes["expert"] * int(draw.integers(1, 3)), int(draw.integers(1, 9)), int(draw.integers(1, 9)))
+            experts = mesh.sizes["expert"] * int(draw.integers(1, 3))
+            shape = (experts, int(draw.integers(1, 9)), int(draw.integers(1, 9)))
         # Parameters of a model have gradients of like sizes, or of sizes that nobody expects.
         decade = common + draw.normal() if chance(draw, 0.8) else draw.uniform(low, high)
         scale = float(10 ** np.clip(decade, low, high))
