@@ -108,11 +108,11 @@ class Training:
             self.optimizers[0].step(lambda: self.backward(draw))
             return
         self.backward(draw)
-        steppable = [
-            one
-            for one in self.optimizers
-            if not self.scaler.is_enabled() or any(own.grad is not None for group in one.param_groups for own in group["params"])
-        ]
+        has_gradient = lambda one: any(  # noqa: E731
+            own.grad is not None for group in one.param_groups for own in group["params"]
+        )
+        scaled = self.scaler.is_enabled()
+        steppable = [one for one in self.optimizers if not scaled or has_gradient(one)]
         for optimizer in steppable if self.unscales else ():
             self.scaler.unscale_(optimizer)
         self.clips()

@@ -168,16 +168,23 @@ def place_expert(draw, mesh, parameter, op):
         parameter.reduce = [("expert_data", ["expert_data"], op, None), ("expert", ["expert"], op, None)]
 
 
+# How parameters are called.
+NAMES = (
+    "layers.{}.weight", "layers.{}.bias", "norm.{}.scale", "blocks.{}.attention.wq", "head{}",
+)  # fmt: skip
+
+
 def parameters(draw, kind, mesh, own, groups):
     """The parameters of a job."""
     made = []
     low, high = values.DECADES[values.name_of(own.gradient)]
     common = draw.uniform(low, high)
     for index in range(int(draw.integers(1, 9))):
-        name = pick(draw, ["layers.{}.weight", "layers.{}.bias", "norm.{}.scale", "blocks.{}.attention.wq", "head{}"])
+        name = pick(draw, NAMES)
         shape = shape_of(draw)
         if kind == "expert" and chance(draw, 0.4):
-            shape = (mesh.sizes["expert"] * int(draw.integers(1, 3)), int(draw.integers(1, 9)), int(draw.integers(1, 9)))
+            experts = mesh.sizes["expert"] * int(draw.integers(1, 3))
+            shape = (experts, int(draw.integers(1, 9)), int(draw.integers(1, 9)))
         # Parameters of a model have gradients of like sizes, or of sizes that nobody expects.
         decade = common + draw.normal() if chance(draw, 0.8) else draw.uniform(low, high)
         scale = float(10 ** np.clip(decade, low, high))

@@ -208,7 +208,11 @@ def clip_to_norm(job, parameters, step):
         raise NoNumbers
     bound = job.clip["bound"]
     largest = bound * float(norm) if math.isfinite(bound) and math.isfinite(float(norm)) else bound
-    applied, epsilon = job.clip["applied"], 0.0 if job.clip["applied"] == "divided" else 1e-6
+    applied = job.clip["applied"]
+    if applied == "divided" and flows[0].last.dtype == torch.float16:
+        # The quotient by the norm vanishes in f16: nobody clips so.
+        applied = "torch"
+    epsilon = 0.0 if applied == "divided" else 1e-6
     measured = job.clip["way"] == "measured" or (applied == "divided" and float(norm) == 0)
     step.norms.append({
         "value": float(norm), "kind": job.clip["kind"],
@@ -284,7 +288,10 @@ def optimize(job, step, start, warm, rank):
         step_all(built)
     for optimizer in built:
         rules.advance(optimizer, job.late_steps)
-    records = {name: {"before": value.clone(), "state": state_of(optimizers, p, value)} for name, (p, _, value) in own.items()}
+    records = {
+        name: {"before": value.clone(), "state": state_of(optimizers, parameter, value)}
+        for name, (parameter, _, value) in own.items()
+    }
     if not step.skipped:
         for name, (_, box, value) in own.items():
             flow = step.flows.get(name)
