@@ -93,7 +93,8 @@ pub(crate) fn replay_varied(
         variants.into_iter().map(read).collect::<Result<_, String>>().map_err(invalid)?;
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
     report_and_page(py, (report, draws), |draws| {
-        let extras = Extras { variants: &variants, draws, device: device.as_ref(), causes };
+        let device = device.as_ref();
+        let extras = Extras { variants: &variants, draws, device, causes, mapping: None };
         postmortem::full_report(&path, &selection, compare, None, extras)
     })
 }
