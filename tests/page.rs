@@ -20,7 +20,7 @@ use crate::support::program;
 /// Every role that the dump holds.
 const ALL: &[Role] = &[];
 const DRAWN: Extras<'_> =
-    Extras { variants: &[], draws: true, device: None, causes: Causes::Quick };
+    Extras { variants: &[], draws: true, device: None, causes: Causes::Quick, mapping: None };
 
 fn dumped(directory: &Path, name: &str, job: &Job) -> PathBuf {
     let path = directory.join(name);

@@ -123,7 +123,7 @@ impl Judge<'_> {
         weights: &Coefficients,
     ) -> Result<Option<Reading>, String> {
         let explained = SumOf { weights: &weights.values, ..*of };
-        if self.sum(&explained)?.excess(&self.bound(of.place)).is_some() {
+        if self.trial().sum(&explained)?.excess(&self.bound(of.place)).is_some() {
             return Ok(None);
         }
         Ok(Some(named(&Solved {
@@ -143,7 +143,7 @@ impl Judge<'_> {
     fn low_precision(&self, of: &SumOf<'_>) -> Result<Option<Reading>, String> {
         for format in [Precision::Bf16, Precision::F16] {
             let lower = SumOf { sent: Some(format), ..*of };
-            if self.sum(&lower)?.excess(&self.bound(of.place)).is_none() {
+            if self.trial().sum(&lower)?.excess(&self.bound(of.place)).is_none() {
                 let words = format!(
                     "it errs as a sum in {} does, and is recorded and declared wider",
                     format.name()

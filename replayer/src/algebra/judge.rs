@@ -65,6 +65,9 @@ pub(crate) struct Judge<'a> {
     /// Whether values may be not finite where the reference is not either: the gradients of a step
     /// that the job left out for them.
     pub nan_is_meant: bool,
+    /// Whether what is compared is a supposition, of which a part that is wrong says enough: then
+    /// the other parts are not read, and the tallies are those of the parts before.
+    pub is_trial: bool,
 }
 
 /// What a job is taken to compute in.
@@ -77,6 +80,11 @@ pub(crate) fn arithmetic(stored: Option<Precision>, sum: Option<Precision>) -> D
 }
 
 impl Judge<'_> {
+    /// The same for a supposition.
+    pub(crate) fn trial(&self) -> Self {
+        Judge { is_trial: true, ..*self }
+    }
+
     /// The bound of a comparison over a box.
     pub(crate) fn bound(&self, place: &IndexBox) -> Bound {
         let elements = place.elements().unwrap_or(0) as usize;
@@ -113,13 +121,20 @@ impl Judge<'_> {
             Ok(tallies(&tensors, span))
         };
         let mut whole: Vec<Compared> = Vec::new();
-        for (batch, parts) in parts.chunks(AT_ONCE).enumerate() {
-            let numbered = parts.par_iter().enumerate();
-            let tallies = numbered.map(|(at, own)| part((batch * AT_ONCE + at, own)));
+        let mut first = 0;
+        while first < parts.len() {
+            let count = if self.is_trial && first == 0 { 1 } else { AT_ONCE };
+            let batch = &parts[first..parts.len().min(first + count)];
+            let numbered = batch.par_iter().enumerate();
+            let tallies = numbered.map(|(at, own)| part((first + at, own)));
             let tallies: Vec<Result<_, String>> = tallies.collect();
             for part in tallies {
                 merge(&mut whole, part?);
             }
+            if self.is_trial && whole.iter().any(is_refuted) {
+                break;
+            }
+            first += batch.len();
         }
         Ok(whole)
     }
@@ -138,6 +153,11 @@ impl Judge<'_> {
         index.reverse();
         index
     }
+}
+
+/// Whether a part was wrong by an element or a row, which no other part can make up for.
+pub(crate) fn is_refuted((_, tally): &Compared) -> bool {
+    tally.as_ref().is_ok_and(|of| of.nonfinite + of.exceeding + of.exceeding_rows > 0)
 }
 
 /// Adds the tallies of a later part.

@@ -75,7 +75,7 @@ pub fn judge(
     // Of a sampled tensor each rank holds several boxes, which are compared one by one.
     let world = dump.manifest.world_size.max(1) as usize;
     let comparisons = parts.map(|key| dump.tensors()[key].shards.len().max(world)).sum();
-    let judge = Judge { inventory: &inventory, comparisons, nan_is_meant: false };
+    let judge = Judge { inventory: &inventory, comparisons, nan_is_meant: false, is_trial: false };
     let of = |name: &String| {
         let mut judged = judge.gradient(name);
         judged.extend(judge.optimizer(name));

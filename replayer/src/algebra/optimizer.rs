@@ -10,7 +10,7 @@ use super::causes;
 use super::declaration::{Hyper, Optimizer};
 use super::elements::Elements;
 use super::inventory::Piece;
-use super::judge::{Compared, Judge, Operand, arithmetic};
+use super::judge::{Compared, Judge, Operand, arithmetic, is_refuted};
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
 use super::rules::Rule;
 use super::wholes::Whole;
@@ -460,7 +460,10 @@ impl Judge<'_> {
         piece: &Piece,
         supposed: &Supposed<'_>,
     ) -> bool {
-        let Ok(compared) = self.stages(tensors, piece, supposed) else { return false };
+        let Ok(compared) = self.trial().stages(tensors, piece, supposed) else { return false };
+        if compared.iter().any(is_refuted) {
+            return false;
+        }
         let bound = self.bound(&piece.place);
         let of_tensor = compared
             .iter()

@@ -16,7 +16,7 @@ use super::round::Precision;
 
 /// Roundings that are told apart. All further ones share the last place, as if they erred
 /// together and nothing of them cancelled, which overstates the error.
-const SOURCES: usize = 32;
+pub(crate) const SOURCES: usize = 32;
 pub(crate) const LAST: usize = SOURCES - 1;
 
 /// Roundings of a formula that all elements may share: those of its scalars, and in a job that

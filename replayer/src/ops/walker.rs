@@ -12,6 +12,7 @@ use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::policy::Sum;
 use crate::kernels::round::Precision;
+use crate::kernels::uncertain::SOURCES;
 
 /// A recorded tensor.
 #[derive(Clone, Copy, Debug)]
@@ -101,16 +102,24 @@ pub fn tallies<O: Op>(
     let mut walk = Walk::new(op, tensors, declared, Some(span));
     // What the blocks of a part find wrong is looked at once more, number by number: only these know
     // which errors elements share from stage to stage, and which elements are alike.
-    let is_right = |(_, tally): &(&Stage, Result<Tally, String>)| {
-        tally.as_ref().is_ok_and(|tally| tally.excess(&span.bound).is_none()) || tally.is_err()
+    let is_settled = |(_, tally): &(&Stage, Result<Tally, String>)| match tally {
+        Ok(tally) => tally.excess(&span.bound).is_none() || is_beyond_doubt(tally, &span.bound),
+        Err(_) => true,
     };
     if let Some(found) = parts::tallies(&mut walk, span)
-        && found.iter().all(is_right)
+        && found.iter().all(is_settled)
     {
         return found;
     }
     let compared = compared(op, tensors, declared, Some(span)).into_iter();
     compared.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
+}
+
+/// Whether an element is so far off that no knowledge of shared errors can explain it: errors of
+/// n sources that all have one sign are at most √n times what they are where they are independent.
+fn is_beyond_doubt(tally: &Tally, bound: &Bound) -> bool {
+    let score = tally.worst.as_ref().map_or(0.0, |worst| worst.score);
+    score > bound.element * (SOURCES as f64).sqrt()
 }
 
 /// The same by the numbers that carry their errors alone, one element after the other.

@@ -203,7 +203,7 @@ impl<'a> Side<'a> {
             let domain = Domain::of(inventory, rank, name);
             (inventory.addends(&domain, name)?, domain)
         };
-        let judge = Judge { inventory, comparisons: 1, nan_is_meant: false };
+        let judge = Judge { inventory, comparisons: 1, nan_is_meant: false, is_trial: false };
         let means = judge.accumulations(rank, &addends);
         let own = domain.scale / self.loss_scale();
         let (Some(key), [first, _, ..]) = (inventory.key(name, &Part::Reduced), &means[..]) else {
