@@ -73,6 +73,9 @@ pub(super) fn values<O: Op>(
     let mut part = Part::of(walk)?;
     let wanted = part.stages.iter().position(|stage| stage.stage.name == name)?;
     part.stages.truncate(wanted + 1);
+    // It is asked for, whether or not a later stage takes it.
+    part.stages[wanted].is_fed = true;
+    part.mark_taken();
     if let Some(why) = part.stages.iter().find_map(|stage| stage.program.as_ref().err()) {
         return Some(Err(why.clone()));
     }
