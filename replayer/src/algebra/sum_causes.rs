@@ -154,12 +154,16 @@ impl Solved<'_> {
         let averaged_axis = sums.any(|axis| is(1.0 / axis.size as f64));
         let mut means = self.domain.axes.iter().filter(|axis| axis.op == ReduceOp::Mean);
         let divided_axis = means.any(|axis| is(1.0 / axis.size as f64));
-        let is_axis = self.domain.axes.iter().any(|axis| is(axis.size as f64));
+        // The mean over an axis that was averaged is itself: a factor of its size is a sum.
+        let is_axis_of = |op: ReduceOp| {
+            let mut axes = self.domain.axes.iter().filter(|axis| axis.op == op);
+            axes.any(|axis| is(axis.size as f64))
+        };
         match () {
-            () if is(averaged) => causes::SUM_FOR_MEAN,
+            () if is(averaged) || is_axis_of(ReduceOp::Mean) => causes::SUM_FOR_MEAN,
             () if is(1.0 / summed) || averaged_axis => causes::MEAN_FOR_SUM,
             () if is(1.0 / averaged) || divided_axis => causes::MEAN_TWICE,
-            () if is(summed) || is_axis => causes::REDUCED_TWICE,
+            () if is(summed) || is_axis_of(ReduceOp::Sum) => causes::REDUCED_TWICE,
             () if is(microbatches) || is(1.0 / microbatches) => causes::MICROBATCH_SCALE,
             () if self.other_axes().any(|(_, size)| is(size)) => causes::REDUCED_TWICE,
             () => causes::SCALED,
