@@ -66,7 +66,12 @@ pub fn report(
     let (step, mut outcome) = judged.map_err(|panicked| ended(panicked, None))??;
     let before = outcome.clone();
     let whole = caught(|| explained(opened, (&step, &mut outcome), settings));
-    let report = whole.map_err(|panicked| ended(panicked, Some((&step, &before))))??;
+    let mut report = whole.map_err(|panicked| ended(panicked, Some((&step, &before))))??;
+    if !asked.wants_step() && algebra::bytes(&dump) > 0 {
+        let why = "what becomes of the gradients was recorded and not asked for: \
+                   `--compare step` judges it";
+        report.not_checked.push(NotChecked { what: "the step".into(), why: why.into() });
+    }
     Ok(report.with_algebra(algebra, asked.step))
 }
 

@@ -6,6 +6,7 @@ use backtape::role::Role;
 
 use super::coverage::{Coverage, LeftOut};
 use super::outcome::{NOT_ASKED, NOT_CAPTURED, NotChecked, Outcome, StageOutcome, Status};
+use crate::algebra::is_part;
 use crate::head::{HeadStep, Stage};
 
 impl Outcome {
@@ -148,7 +149,8 @@ impl Outcome {
             outcome.settle();
         }
         self.cover(step, asked);
-        let extra = step.tensors.iter().filter(|(_, info)| info.role.is_none());
+        let tensors = step.tensors.iter();
+        let extra = tensors.filter(|(key, info)| info.role.is_none() && !is_part(key));
         for (key, _) in extra {
             let why = "it has no role in the loss head; `--against` compares it".into();
             self.not_checked.push(NotChecked { what: key.to_string(), why });
