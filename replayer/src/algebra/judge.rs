@@ -55,6 +55,10 @@ impl<'a> Operand<'a> {
 /// A stage as it came out: what its op calls it, and its tally or why it has none.
 pub(crate) type Compared = (&'static str, Result<Tally, String>);
 
+/// Compares the stages of a part.
+type Tallies<'f> =
+    dyn Fn(&Tensors<'_>, Span) -> Vec<(&'static Stage, Result<Tally, String>)> + Sync + 'f;
+
 /// How the stages of a step are compared.
 #[derive(Clone, Copy)]
 pub(crate) struct Judge<'a> {
@@ -108,9 +112,7 @@ impl Judge<'_> {
         &self,
         place: &IndexBox,
         operands: &(dyn Fn(&IndexBox) -> Result<Vec<Operand<'o>>, String> + Sync),
-        tallies: &(
-             dyn Fn(&Tensors<'_>, Span) -> Vec<(&'static Stage, Result<Tally, String>)> + Sync
-         ),
+        tallies: &Tallies<'_>,
     ) -> Result<Vec<Compared>, String> {
         let (parts, bound) = (pieces(place, WIDTH), self.bound(place));
         let part = |(at, part): (usize, &IndexBox)| {

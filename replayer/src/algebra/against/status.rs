@@ -46,7 +46,7 @@ impl Whole {
             shapes.flatten().collect::<Vec<_>>()
         });
         let before = all.iter().filter_map(|own| own.at(At::Before));
-        let begins_apart = before.clone().any(|raw| is_beyond_storage(raw));
+        let begins_apart = before.clone().any(is_beyond_storage);
         Whole {
             units: [unit(0, ours), unit(1, theirs)],
             tensors: ours.names().len().max(theirs.names().len()) as f64,
