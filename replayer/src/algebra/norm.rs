@@ -558,7 +558,7 @@ mod tests {
     /// The norm of norms that were rounded one by one.
     #[test]
     fn norms_of_parameters_that_are_rounded_are_told() {
-        let norms = [1.234_567, 0.345_678, 2.718_281];
+        let norms = [1.234_567, 0.345_678, 2.618_281];
         let share = |norm: &f64| Share { whole: norm * norm, copies: 1.0, ..Share::default() };
         let shares: BTreeMap<&str, Share> =
             ["a", "b", "c"].into_iter().zip(norms.iter().map(share)).collect();

@@ -91,12 +91,15 @@ fn excess(rule: &Rule, hyper: &Hyper, recorded: &Recorded) -> Option<String> {
     })
 }
 
+/// Compares the stages of a rule.
+type Tallies<'f> = dyn Fn(&[Operand<'_>], &Declared, Span) -> Vec<Compared> + 'f;
+
 /// The same where `tallies` compares.
 fn excess_by(
     rule: &Rule,
     hyper: &Hyper,
     recorded: &Recorded,
-    tallies: &dyn Fn(&[Operand<'_>], &Declared, Span) -> Vec<Compared>,
+    tallies: &Tallies<'_>,
 ) -> Option<String> {
     let (job, operands) = (&recorded.job, operands(rule, hyper, recorded));
     let span = Span { bound: Bound::new(100, 1, ELEMENTS), first_row: 0 };
