@@ -218,7 +218,8 @@ class Site:
 
 def masked(text):
     """Text without what differs between machines: digits, and how lines are broken."""
-    text = re.sub(r"[-+]?\d[\d,.]*(?:e[-+]?\d+)?", "#", text)
+    # A comma or full stop behind a number belongs to the sentence.
+    text = re.sub(r"[-+]?\d[\d,.]*(?<![,.])(?:e[-+]?\d+)?", "#", text)
     return " ".join(text.split())
 
 
