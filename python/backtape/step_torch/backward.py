@@ -87,10 +87,16 @@ def start(capture: Capture) -> None:
 def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tensor) -> None:
     """A hook of a tensor: records the gradient of this backward pass, which stays as it is."""
     with capture.guarded(part.name):
+        if part.place is not None and capture.steps[part.place[0]].ended:
+            part.later = True  # This gradient is of the next update.
+            return
         with capture.lock:
             index = passes.microbatch(part.model)
             if index is None:
                 return
+            if index not in part.passes and was_spent(capture, part):
+                part.passes.clear()
+                part.first_pass = index
             capture.microbatches[part.model] = max(capture.microbatches[part.model], index + 1)
             again = index in part.passes
             if not again:
@@ -100,6 +106,21 @@ def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tenso
             return
         part.partial.update(partial_axes(gradient))
         capture.record("grad", part, gradient, microbatch=index, addend=True, whole=True)
+
+
+def was_spent(capture: Capture, part: Part) -> bool:
+    """Whether the gradients of the passes before were for something else than the update that is
+    recorded, as the first pass of SAM, or that of a generator which reaches the discriminator: `.grad`
+    is empty again, and since the last pass this parameter changed or an optimizer stepped."""
+    holder = part.holder()
+    # FSDP keeps sums over microbatches elsewhere than in `.grad`.
+    if holder is None or part.sharded is not None or part.flat is not None:
+        return False
+    marks = (holder._version, *(step.count for step in capture.steps))
+    before, part.marks = part.marks, marks
+    if not part.passes or before == marks:
+        return False
+    return holder.grad is None or not bool(local(holder.grad).any())
 
 
 def _watch_ddp(capture: Capture) -> None:

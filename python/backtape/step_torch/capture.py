@@ -144,7 +144,9 @@ class Capture:
         key: dict[str, Any] = {} if whole else dict(part.where)
         if addend:
             key["when"] = "pre_reduce"
-            # A Partial DTensor says itself what it is an addend of.
+            if partial_axes(tensor) and is_unsharded(tensor):
+                # It says what it is an addend of on its own mesh, and nothing of data parallelism.
+                tensor = local(tensor)
             if not partial_axes(tensor):
                 key["partial"] = "sum"
         # A state of another shape, such as sums over rows, has no such elements.
@@ -173,6 +175,11 @@ def partial_axes(tensor: torch.Tensor) -> dict[str, str]:
         for name, placement in zip(names, placements)
         if placement.is_partial()
     }
+
+
+def is_unsharded(tensor: torch.Tensor) -> bool:
+    """Whether each rank holds all elements of a DTensor."""
+    return not any(placement.is_shard() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 
 def mark_of(part: Part) -> tuple[Any, ...] | None:

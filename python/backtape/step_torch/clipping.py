@@ -180,6 +180,8 @@ def add(
         "of": stage,
         "parameters": [part.name for part in parts],
         "others": others,
+        # The optimizers that had stepped already.
+        "after": [step for step in capture.steps if step.ended and set(step.parts()) & {*parts}],
     }
     capture.norms.append(entry)
     return entry

@@ -64,6 +64,11 @@ def _norm(entry: dict[str, Any]) -> dict[str, Any]:
     for name in ("local", "others"):
         if entry[name]:
             norm[name] = as_json(entry[name])
+    if not (entry["parameters"] or entry["others"]):
+        norm["of_nothing"] = True
+    # Of an optimizer that stepped again it is of the next step.
+    if entry["after"] and all(step.count <= 1 for step in entry["after"]):
+        norm["after_step"] = True
     return norm
 
 
@@ -73,12 +78,16 @@ def _parameter(
     # All that happens to a tied parameter is told under its first name.
     first = part if part.same_as is None else named.get(part.same_as, part)
     optimizer, group = first.place or (None, None)
+    # With a gradient of its own in between, a second step is another update.
+    others = [] if first.later else sorted({index for index, _ in first.places} - {optimizer})
     return {
         "optimizer": optimizer,
         "group": group,
         "trainable": first.trainable,
         "reduce": reduce,
         "same_as": part.same_as,
+        **({"first_pass": first.first_pass} if first.first_pass else {}),
+        **({"also_in": others} if others else {}),
         "scalars": part.scalars,
         "absent": part.absent,
     }

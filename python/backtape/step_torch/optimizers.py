@@ -40,6 +40,7 @@ class Step:
         # Its tensors that are no parameters, when it stepped: a copy of more bits has a gradient.
         self.others: list[dict[str, Any]] = []
         self.count = 0  # how often the optimizer has stepped
+        self.ended = False  # its first step is over
         self.depth = 0  # calls of `step` that run: one inside another is that of a base class
         self.skipped = False
 
@@ -62,14 +63,22 @@ class Step:
             for group, of_group in enumerate(self.optimizer.param_groups)
             for parameter in of_group["params"]
         }
-        parts = []
+        parts, steps = [], self.capture.steps
         for part in self.capture.own:
             listed = part.in_groups()
             if listed is not None and id(listed) in groups:
-                part.place = (self.index, groups[id(listed)])
+                place = (self.index, groups[id(listed)])
+                part.places.add(place)
+                # What is recorded is the step of the first optimizer that takes one.
+                if part.place is None or self.count and not steps[part.place[0]].count:
+                    part.place = place
                 if part.holder() is not None:
                     parts.append(part)
         return parts
+
+    def first_parts(self) -> list[Part]:
+        """The same without those that another optimizer has stepped before."""
+        return [part for part in self.parts() if part.place and part.place[0] == self.index]
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """What each group sets."""
@@ -95,7 +104,7 @@ class Step:
             # What torch tells its fused optimizers, which take the scale out themselves.
             infinite = getattr(self.optimizer, "found_inf", None)
             self.skipped = infinite is not None and bool(local(infinite))
-            parts = self.parts()
+            parts = self.first_parts()
             if getattr(self.optimizer, "grad_scale", None) is not None:
                 for part in parts:
                     part.leave_out("unscaled", "the optimizer takes the loss scale out itself")
@@ -134,7 +143,8 @@ class Step:
         with self.capture.guarded(type(self.optimizer).__name__):
             self.depth -= 1
             if self.depth == 0 and self.count == 1:
-                self._take_values("after", self.parts())
+                self.ended = True
+                self._take_values("after", self.first_parts())
 
     def _take_gradients(self, parts: list[Part]) -> None:
         """Records the gradient that the optimizer takes: under `clipped` where it is another than that

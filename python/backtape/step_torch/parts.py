@@ -43,6 +43,10 @@ class Part:
     scalars: dict[str, list[Any]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     place: tuple[int, int] | None = None  # optimizer and group
+    places: set[tuple[int, int]] = field(default_factory=set)  # of every optimizer that holds it
+    later: bool = False  # a backward pass reached it after the step
+    first_pass: int = 0  # the passes before this one were of another update
+    marks: tuple[Any, ...] = ()  # what shows whether something stepped since the last pass
 
     # What stands for it where it is sampled; None where it is recorded whole.
     regions: tuple[Region, ...] | None = None

@@ -6,11 +6,19 @@ use rayon::prelude::*;
 use super::domain::Addend;
 use super::judge::Judge;
 use super::sums::SumOf;
-use crate::assemble::pieces;
+use crate::assemble::{pieces, pieces_of};
 
 /// A coefficient within such a distance of a simple number is tried as that number, the nearest
 /// distance first. It decides nothing by itself: the walker judges the sum with the simple numbers.
 pub(super) const NEAR: [f64; 3] = [0.02, 0.1, 0.3];
+/// Addends up to which all elements are read: more are solved from fewer elements.
+const FEW: usize = 64;
+/// Multiplications of the scalar products of more addends.
+const MOST_PRODUCTS: u64 = 1 << 32;
+/// Parts of a tensor, evenly spread over it, that are read at once then.
+const SPREAD: usize = 16;
+/// Elements of the sum that are not zero, for each addend, with which the solution is well determined.
+const ENOUGH: usize = 16;
 /// Addends whose scalar products leave less than this of their energy are not told apart.
 const SINGULAR: f64 = 1e-9;
 
@@ -33,22 +41,24 @@ pub(super) struct Products {
     /// `[addends]`
     with_sum: Vec<f64>,
     sum: f64,
+    /// Elements of the sum that are not zero.
+    reached: usize,
 }
 
 impl Judge<'_> {
     /// The scalar products of a sum's addends; the weights of `of` are not used.
     pub(super) fn scalar_products(&self, of: &SumOf<'_>) -> Result<Products, String> {
         let count = of.addends.len();
-        let parts = pieces(of.place, 8);
-        let products: Vec<Result<Products, String>> =
-            parts.par_iter().map(|part| self.products(of, part)).collect();
-        let mut total =
-            Products { gram: vec![0.0; count * count], with_sum: vec![0.0; count], sum: 0.0 };
-        for part in products {
-            let part = part?;
-            total.gram.iter_mut().zip(&part.gram).for_each(|(sum, x)| *sum += x);
-            total.with_sum.iter_mut().zip(&part.with_sum).for_each(|(sum, x)| *sum += x);
-            total.sum += part.sum;
+        let mut total = Products::none(count);
+        for parts in batches(of.place, count) {
+            let products: Vec<Result<Products, String>> =
+                parts.par_iter().map(|part| self.products(of, part)).collect();
+            for part in products {
+                total.add(&part?);
+            }
+            if count > FEW && total.reached >= ENOUGH * count {
+                break;
+            }
         }
         Ok(total)
     }
@@ -63,17 +73,46 @@ impl Judge<'_> {
             gram: addends.iter().flat_map(|a| addends.iter().map(move |b| dot(a, b))).collect(),
             with_sum: addends.iter().map(|a| dot(a, &sum)).collect(),
             sum: dot(&sum, &sum),
+            reached: sum.iter().filter(|x| **x != 0.0).count(),
         })
     }
 }
 
+/// The parts of a sum in the order in which they are read: all at once, or of many addends a few
+/// that are spread over it evenly, and then those beside them.
+fn batches(place: &IndexBox, count: usize) -> Vec<Vec<IndexBox>> {
+    if count <= FEW {
+        return vec![pieces(place, 8)];
+    }
+    let most = MOST_PRODUCTS / (count * count * SPREAD) as u64;
+    let parts = pieces_of(place, most.max(ENOUGH as u64));
+    let stride = parts.len().div_ceil(SPREAD);
+    let batch = |first: usize| parts.iter().skip(first).step_by(stride).cloned().collect();
+    (0..stride).map(batch).collect()
+}
+
 impl Products {
+    fn none(count: usize) -> Products {
+        Products {
+            gram: vec![0.0; count * count],
+            with_sum: vec![0.0; count],
+            sum: 0.0,
+            reached: 0,
+        }
+    }
+
+    fn add(&mut self, other: &Products) {
+        self.gram.iter_mut().zip(&other.gram).for_each(|(sum, x)| *sum += x);
+        self.with_sum.iter_mut().zip(&other.with_sum).for_each(|(sum, x)| *sum += x);
+        self.sum += other.sum;
+        self.reached += other.reached;
+    }
+
     /// Solves for the coefficients, where addends of one group have the same: a group for each
     /// addend, numbered from 0.
     pub(super) fn solve_by(&self, groups: &[usize]) -> Coefficients {
         let (count, all) = (groups.iter().max().map_or(0, |most| most + 1), groups.len());
-        let mut joined =
-            Products { gram: vec![0.0; count * count], with_sum: vec![0.0; count], sum: self.sum };
+        let mut joined = Products { sum: self.sum, ..Products::none(count) };
         for (row, group) in groups.iter().enumerate() {
             joined.with_sum[*group] += self.with_sum[row];
             for (column, other) in groups.iter().enumerate() {
@@ -149,7 +188,7 @@ mod tests {
     fn solved(addends: &[Vec<f64>], sum: &[f64]) -> Coefficients {
         let gram = addends.iter().flat_map(|a| addends.iter().map(move |b| dot(a, b)));
         let with_sum = addends.iter().map(|a| dot(a, sum)).collect();
-        Products { gram: gram.collect(), with_sum, sum: dot(sum, sum) }.solve()
+        Products { gram: gram.collect(), with_sum, sum: dot(sum, sum), reached: sum.len() }.solve()
     }
 
     #[test]
@@ -171,6 +210,7 @@ mod tests {
                 gram,
                 with_sum: draw.iter().map(|a| dot(a, sum)).collect(),
                 sum: dot(sum, sum),
+                reached: sum.len(),
             }
         };
         let pairs: Vec<f64> = (0..200)

@@ -92,12 +92,19 @@ pub(crate) struct Norm {
     /// The parameters, as far as this rank knows them.
     #[serde(default)]
     pub parameters: Vec<String>,
+    /// The job gave no gradient to the function that computed it.
+    #[serde(default)]
+    pub of_nothing: bool,
+    /// It was computed after the only step of the optimizer.
+    #[serde(default)]
+    pub after_step: bool,
 }
 
 impl Norm {
     /// Whether a parameter is part of it.
     pub(crate) fn is_of(&self, parameter: &str) -> bool {
-        self.parameters.is_empty() || self.parameters.iter().any(|name| name == parameter)
+        (self.parameters.is_empty() && !self.of_nothing)
+            || self.parameters.iter().any(|name| name == parameter)
     }
 
     /// What gradients are clipped to by it, if they are.
@@ -154,6 +161,12 @@ pub(crate) struct ParameterDeclaration {
     /// The parameter whose tensor this name shares.
     #[serde(default)]
     pub same_as: Option<String>,
+    /// The first backward pass whose gradient is for the update that was recorded.
+    #[serde(default)]
+    pub first_pass: u32,
+    /// Other optimizers that hold it, where no gradient came between their steps.
+    #[serde(default)]
+    pub also_in: Vec<usize>,
     /// Numbers of the optimizer's state, before and after.
     #[serde(default)]
     pub scalars: BTreeMap<String, (Value, Value)>,
@@ -214,12 +227,22 @@ pub(crate) struct Optimizer {
     /// Its step was left out.
     #[serde(default)]
     pub skipped: bool,
+    /// How often it was called to step; `None` where the job has not said it.
+    #[serde(default)]
+    pub steps: Option<u32>,
     /// The hyper-parameters of each group.
     #[serde(default)]
     pub groups: Vec<Hyper>,
     /// Tensors in its groups that are no parameter of the models.
     #[serde(default)]
     pub foreign: Vec<Foreign>,
+}
+
+impl Optimizer {
+    /// Whether the job has called it to step.
+    pub(crate) fn has_stepped(&self) -> bool {
+        self.steps.is_some_and(|steps| steps > 0)
+    }
 }
 
 /// A tensor that an optimizer steps, and that is no parameter of the models.

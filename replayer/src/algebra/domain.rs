@@ -187,7 +187,9 @@ impl Inventory<'_> {
     /// gave the parameter none.
     pub(crate) fn grads_of(&self, rank: Rank, parameter: &str) -> Result<Vec<Addend>, String> {
         let mut addends = Vec::new();
-        for microbatch in self.microbatches(parameter) {
+        let first = self.declared_of(rank, parameter).map_or(0, |declared| declared.first_pass);
+        let is_own = |own: &Option<Microbatch>| own.is_none_or(|own| own.0 >= first);
+        for microbatch in self.microbatches(parameter).into_iter().filter(is_own) {
             let tensors = &self.parameters[parameter].tensors;
             let key = tensors[&(Part::Grad, microbatch)].clone();
             if self.holders(&key).contains(&rank) {

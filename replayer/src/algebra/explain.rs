@@ -18,7 +18,7 @@ use super::sums::SumOf;
 use crate::kernels::round::Precision;
 
 /// Addends up to which a sum is solved for their coefficients.
-const MOST_ADDENDS: usize = 64;
+const MOST_ADDENDS: usize = 1024;
 
 impl Judge<'_> {
     /// Judges a sum, and where it diverges says what it is a sum of.
@@ -66,13 +66,20 @@ impl Judge<'_> {
             for groups in candidates.families() {
                 let solved = products.solve_by(&groups);
                 left = solved.left;
-                let reading = self.verified(&of, &candidates, domain, &solved)?;
                 // As many coefficients as elements give any tensor: they say nothing of it.
                 let unknowns = groups.iter().max().map_or(0, |last| *last as u64 + 1);
-                let is_empty = |own: &Reading| is_unknown(own) && unknowns >= elements;
+                if unknowns >= elements {
+                    continue;
+                }
+                let reading = self.verified(&of, &candidates, domain, &solved)?;
                 let known =
                     |reading: &Reading| readings.iter().all(|other| other.cause != reading.cause);
-                readings.extend(reading.filter(|own| known(own) && !is_empty(own)));
+                readings.extend(reading.filter(known));
+            }
+            if elements <= addends.len() as u64 {
+                for weights in candidates.plain(domain) {
+                    readings.extend(self.explained_by(&of, &candidates, domain, &weights)?);
+                }
             }
             readings.sort_by_key(is_unknown);
             if readings.first().is_some_and(|own| !is_unknown(own)) {
@@ -205,7 +212,9 @@ impl Judge<'_> {
         let own: BTreeSet<Option<Microbatch>> =
             of.addends.iter().map(|addend| addend.microbatch).collect();
         let declared = self.inventory.declared.get(&of.rank);
-        own.len().max(declared.and_then(|own| own.microbatches).unwrap_or(1) as usize)
+        // What was there before the step, and a rank's own sum, have no microbatch.
+        let own = own.iter().flatten().count().max(1);
+        own.max(declared.and_then(|own| own.microbatches).unwrap_or(1) as usize)
     }
 }
 
@@ -239,6 +248,49 @@ impl Candidates {
         };
         let means = means.filter(|_| microbatches.len() > 1);
         means.map(|axis| of(axis.size as f64)).collect()
+    }
+
+    /// Sums that a fault may leave, each addend in them once or not at all: of tensors with fewer
+    /// elements than addends, for which coefficients cannot be solved.
+    fn plain(&self, domain: &Domain) -> Vec<Coefficients> {
+        let is_stale = |at: usize| self.stale.contains(&at);
+        let fresh = || self.addends.iter().enumerate().filter(|(at, _)| !is_stale(*at));
+        let microbatches: Vec<Option<Microbatch>> = fresh()
+            .map(|(_, addend)| addend.microbatch)
+            .collect::<BTreeSet<_>>()
+            .into_iter()
+            .collect();
+        let ranks: BTreeSet<Rank> = fresh().map(|(_, addend)| addend.rank).collect();
+        let mut all = Vec::new();
+        let mut add = |of_stale: f64, weight: &dyn Fn(&Addend) -> f64| {
+            let own = |(at, addend): (usize, &Addend)| match is_stale(at) {
+                true => of_stale,
+                false => weight(addend),
+            };
+            let values = self.addends.iter().enumerate().map(own).collect();
+            all.push(Coefficients { values, left: 0.0, is_unique: true });
+        };
+        let scale = domain.scale;
+        if !self.stale.is_empty() {
+            for of_stale in [1.0 / self.stale.len() as f64, scale] {
+                add(of_stale, &|_| scale);
+                add(of_stale, &|_| 0.0);
+            }
+        }
+        // What is left of the microbatches where the sum begins anew, or ends, at one of them.
+        for at in 1..microbatches.len() {
+            let (before, after) = microbatches.split_at(at);
+            for window in [after, before, &microbatches[at..=at], &microbatches[..1]] {
+                add(0.0, &|addend| if window.contains(&addend.microbatch) { scale } else { 0.0 });
+            }
+        }
+        for rank in ranks {
+            for own in [1.0, scale] {
+                add(0.0, &|addend| if addend.rank == rank { own } else { 0.0 });
+            }
+        }
+        all.dedup();
+        all
     }
 
     /// Which addends have one coefficient, by how the fault may lie: alike for all, by rank, by

@@ -138,7 +138,11 @@ impl Judge<'_> {
             let stage = if is_alone { Stage::Accumulate } else { Stage::Reduce };
             let addends = inventory.addends(domain, parameter);
             let at = (parameter, key, piece);
-            let result = addends.and_then(|addends| self.sum_of_addends(at, &addends, domain));
+            let result = addends.and_then(|addends| {
+                let found = self.sum_of_addends(at, &addends, domain)?;
+                let is_agreed = found.0.divergence().is_none();
+                Ok(self.with_earlier(at, &addends, domain).filter(|_| !is_agreed).unwrap_or(found))
+            });
             self.judged_as_sum(stage, parameter, (key, piece), result)
         };
         let pieces = inventory.pieces(key, &|rank| domains[&rank].ranks.clone());
@@ -219,7 +223,7 @@ impl Judge<'_> {
         let before = [Part::Unscaled, Part::Reduced];
         let before = before.iter().find_map(|part| inventory.key(parameter, part));
         let (Some(key), Some(before)) = (inventory.key(parameter, &Part::Clipped), before) else {
-            return Vec::new();
+            return before.and_then(|key| self.clipped_late(parameter, key)).into_iter().collect();
         };
         let judge = |piece: &Piece| {
             let result = self.clipping(parameter, (before, key), piece);
@@ -417,7 +421,7 @@ impl Judge<'_> {
             ranks: piece.ranks.clone(),
             place: piece.place.clone(),
             energies: None,
-            result: result.unwrap_or_else(|why| Outcome::Unchecked { why }),
+            result: result.unwrap_or_else(Outcome::unchecked),
         }
     }
 }

@@ -8,7 +8,7 @@ use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::causes::{self, Cause};
-use super::declaration::Declaration;
+use super::declaration::{Declaration, Optimizer};
 use super::inventory::Piece;
 use super::judge::{Judge, ranks};
 use super::outcome::{Divergence, Judged, Outcome, Stage};
@@ -16,7 +16,8 @@ use super::outcome::{Divergence, Judged, Outcome, Stage};
 impl Judge<'_> {
     /// A parameter that no optimizer holds, or whose step some ranks alone took.
     pub(super) fn held(&self, parameter: &str) -> Vec<Judged> {
-        self.skipped_by_some(parameter).or_else(|| self.not_held(parameter)).into_iter().collect()
+        let split = self.skipped_by_some(parameter).or_else(|| self.not_held(parameter));
+        split.or_else(|| self.stepped_by_several(parameter)).into_iter().collect()
     }
 
     /// Ranks that left out the step that others took of the same parameter.
@@ -36,12 +37,16 @@ impl Judge<'_> {
         let is_split = !stepped.is_empty() && !skipped.is_empty() && skipped.iter().all(is_left);
         let [skipped, stepped] = [skipped, stepped].map(|own| own.into_iter().collect::<Vec<_>>());
         let key = self.inventory.key(parameter, &Part::After).filter(|_| is_split)?;
-        let words = format!(
-            "{} left the optimizer's step out, and {} took it",
-            ranks(&skipped),
-            ranks(&stepped)
-        );
-        Some(self.without_step(parameter, (key, &skipped), words, causes::INF_SKIPPED))
+        let is_said = |rank: &Rank| {
+            let declared = self.inventory.declared.get(rank);
+            declared.is_none_or(|declared| is_left_out(declared, parameter))
+        };
+        let (did, cause) = match skipped.iter().all(is_said) {
+            true => ("left the optimizer's step out", causes::INF_SKIPPED),
+            false => ("did not call the optimizer's step", causes::NO_OP),
+        };
+        let words = format!("{} {did}, and {} took it", ranks(&skipped), ranks(&stepped));
+        Some(self.stepped_otherwise(parameter, (key, &skipped), words, cause))
     }
 
     /// A parameter with a gradient that is in no optimizer, where one holds a tensor of its shape
@@ -65,13 +70,39 @@ impl Judge<'_> {
         (!lost.is_empty()).then(|| {
             let words = "no optimizer holds it, and it did not change; an optimizer holds a tensor \
                          of its shape that is no parameter of the models and has no gradient";
-            self.without_step(parameter, (key, &lost), words.into(), causes::NOT_HELD)
+            self.stepped_otherwise(parameter, (key, &lost), words.into(), causes::NOT_HELD)
+        })
+    }
+
+    /// A parameter that several optimizers stepped with the same gradient.
+    fn stepped_by_several(&self, parameter: &str) -> Option<Judged> {
+        let key = self.inventory.key(parameter, &Part::After)?;
+        let mut held: Vec<usize> = Vec::new();
+        let mut ranks = Vec::new();
+        for (rank, declared) in &self.inventory.declared {
+            let Some(own) = declared.parameters.get(parameter) else { continue };
+            let mut all = own.also_in.clone();
+            all.extend(own.optimizer);
+            all.retain(|at| declared.optimizers.get(*at).is_some_and(Optimizer::has_stepped));
+            if all.len() > 1 {
+                all.sort_unstable();
+                held = all;
+                ranks.push(*rank);
+            }
+        }
+        let of: Vec<String> = held.iter().map(usize::to_string).collect();
+        (!ranks.is_empty()).then(|| {
+            let words = format!(
+                "optimizers {} hold it, and each of them stepped it with the same gradient",
+                of.join(" and ")
+            );
+            self.stepped_otherwise(parameter, (key, &ranks), words, causes::UPDATED_TWICE)
         })
     }
 
     /// Whether a rank's part of the parameter is another after the step; `None` where it recorded
     /// no value before and after it.
-    fn is_changed(&self, rank: Rank, parameter: &str) -> Option<bool> {
+    pub(super) fn is_changed(&self, rank: Rank, parameter: &str) -> Option<bool> {
         let hashes = |part: &Part| {
             let key = self.inventory.key(parameter, part)?;
             Some(self.inventory.hashes(key, rank)).filter(|hashes| !hashes.is_empty())
@@ -79,17 +110,19 @@ impl Judge<'_> {
         Some(hashes(&Part::Before)? != hashes(&Part::After)?)
     }
 
-    /// A parameter to which nothing of its step came on some ranks.
-    fn without_step(
+    /// A parameter whose step did not come once on some ranks.
+    fn stepped_otherwise(
         &self,
         parameter: &str,
         (key, ranks): (&TensorKey, &[Rank]),
         words: String,
         cause: Cause,
     ) -> Judged {
+        // Of a step that was taken too often the factor is not known.
+        let factor = (cause != causes::UPDATED_TWICE).then_some(0.0);
         let divergence = Divergence {
             reason: words.clone(),
-            factor: Some(0.0),
+            factor,
             error: 1.0,
             floor: 0.0,
             worst: None,
@@ -108,8 +141,15 @@ impl Judge<'_> {
     }
 }
 
-/// Whether the optimizer of a parameter left its step out; `None` where none holds it.
+/// Whether the optimizer of a parameter took no step; `None` where none holds it.
 fn is_skipped(declared: &Declaration, parameter: &str) -> Option<bool> {
     let (optimizer, _) = declared.optimizer_of(parameter)?;
-    Some(optimizer.skipped || (declared.skipped && declared.optimizers.len() == 1))
+    Some(is_left_out(declared, parameter) || optimizer.steps == Some(0))
+}
+
+/// Whether the job says that it left the step of a parameter's optimizer out.
+fn is_left_out(declared: &Declaration, parameter: &str) -> bool {
+    let of = declared.optimizer_of(parameter);
+    let is_only = declared.optimizers.len() == 1;
+    of.is_some_and(|(optimizer, _)| optimizer.skipped || (declared.skipped && is_only))
 }

@@ -1,6 +1,7 @@
 //! What a dump holds of a step: which parameters, which parts of each, and what the ranks declare.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::OnceLock;
 
 use backtape::identity::{Microbatch, Rank};
 use backtape::index_box::IndexBox;
@@ -29,6 +30,8 @@ pub(crate) struct Inventory<'a> {
     pub samples: Samples,
     /// Declarations that cannot be used, in sentences.
     pub faults: Vec<String>,
+    /// What `has_counted_nothing` has found.
+    pub counted_nothing: OnceLock<bool>,
 }
 
 /// The parts that were recorded of a parameter.
@@ -59,6 +62,7 @@ impl<'a> Inventory<'a> {
             declared: BTreeMap::new(),
             parameters: BTreeMap::new(),
             faults: samples.faults.clone(),
+            counted_nothing: OnceLock::new(),
             samples,
         };
         for key in dump.tensors().keys() {
@@ -96,6 +100,11 @@ impl<'a> Inventory<'a> {
                  judged by what other ranks declare"
             )),
         }
+    }
+
+    /// Whether a gradient was recorded of some parameter.
+    pub(crate) fn has_gradients(&self) -> bool {
+        self.parameters.keys().any(|name| self.key(name, &Part::Reduced).is_some())
     }
 
     /// Whether some rank left an optimizer's step out.

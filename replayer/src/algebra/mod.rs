@@ -6,17 +6,21 @@
 //! a sum, the multiplicity of each group in a norm, the rule of an optimizer.
 
 pub mod against;
+mod before_step;
 mod causes;
 mod coefficients;
 mod copies;
+mod counters;
 mod declaration;
 mod domain;
 mod elements;
 mod explain;
+mod fits;
 mod gradient;
 mod held;
 mod inventory;
 mod judge;
+mod lacks;
 mod names;
 mod norm;
 mod norm_gap;
@@ -31,6 +35,7 @@ mod summary;
 mod sums;
 mod swaps;
 mod table;
+mod void_norms;
 mod wholes;
 
 use backtape::part::Part;

@@ -1,17 +1,20 @@
 //! The stages of the optimizer: its state and the change of the parameter, by the rule that it
 //! declares.
 
+use std::collections::BTreeMap;
+
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use backtape::part::{OF_GRADIENT, Part};
 use backtape::shard::TensorKey;
 
 use super::causes;
+use super::counters::counter;
 use super::declaration::{Hyper, Optimizer};
 use super::elements::Elements;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic, is_refuted};
-use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::outcome::{Judged, Outcome, Reading, Stage};
 use super::rules::Rule;
 use super::wholes::Whole;
 use crate::kernels::round::Precision;
@@ -37,6 +40,8 @@ pub(super) struct Supposed<'a> {
     pub(super) is_reset: bool,
     /// Whether norms and matrices inside the rule are of the rank's own part of the parameter.
     pub(super) is_local: bool,
+    /// The format that its numbers are rounded to, where that is not the parameter's.
+    pub(super) computed_in: Option<Precision>,
 }
 
 /// The tensors of one parameter's step of the optimizer.
@@ -104,7 +109,7 @@ impl Judge<'_> {
         let piece = pieces.first()?;
         let absent = &self.inventory.declared_of(piece.ranks[0], parameter)?.absent;
         let why = absent.get("master_after").or_else(|| absent.get("after"))?.clone();
-        let result = Ok(Outcome::Unchecked { why });
+        let result = Ok(Outcome::unchecked(why));
         Some(self.judged(Stage::Update, parameter, (gradient, piece), result))
     }
 
@@ -131,7 +136,7 @@ impl Judge<'_> {
     /// Which step of the optimizer this is, from 1, as its state counts.
     pub(super) fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
         let declared = self.inventory.declared_of(rank, parameter)?;
-        COUNTERS.iter().find_map(|name| declared.scalar_after(name))
+        declared.scalar_after(counter(declared)?)
     }
 
     pub(super) fn microbatches_of(&self, rank: Rank) -> Option<f64> {
@@ -139,7 +144,7 @@ impl Judge<'_> {
     }
 
     /// Whether the optimizer has a state of the parameter, and changed neither of them.
-    fn is_untouched(&self, rank: Rank, parameter: &str) -> bool {
+    pub(super) fn is_untouched(&self, rank: Rank, parameter: &str) -> bool {
         let inventory = self.inventory;
         let tensors = &inventory.parameters[parameter].tensors;
         let mut pairs = vec![(Part::Before, Part::After)];
@@ -157,74 +162,35 @@ impl Judge<'_> {
         pairs.len() > 1 && pairs.iter().all(is_same)
     }
 
-    /// The counters of steps in the optimizer's state, which count one more each.
-    fn counters(&self, parameter: &str) -> Vec<Judged> {
-        let Some(after) = self.inventory.key(parameter, &Part::After) else { return Vec::new() };
-        let mut judged = Vec::new();
-        for piece in self.inventory.pieces(after, &|_| ()) {
-            let rank = piece.ranks[0];
-            let Some(declared) = self.inventory.declared_of(rank, parameter) else { continue };
-            if self.is_untouched(rank, parameter) {
-                continue;
-            }
-            let Some(name) = COUNTERS.iter().find(|name| declared.scalars.contains_key(**name))
-            else {
-                continue;
-            };
-            let (before, after_step) =
-                (declared.scalar_before(name).unwrap_or(0.0), declared.scalar_after(name));
-            let Some(count) = after_step.filter(|count| *count != before + 1.0) else { continue };
-            let more = match (count - before, self.microbatches_of(rank)) {
-                (0.0, _) => ": this step is not counted",
-                (by, Some(microbatches)) if by == microbatches => ": microbatches are counted",
-                _ => "",
-            };
-            let words =
-                format!("{name} was {before} before the step and is {count} after it{more}");
-            let mut readings = vec![causes::STEP_COUNTER.reads(words.clone())];
-            if count <= 1.0 && before > 1.0 {
-                readings.insert(0, causes::STATE_RESET.reads(RESET));
-            }
-            let divergence = Divergence {
-                reason: words,
-                factor: None,
-                error: (count - before - 1.0).abs() / (before + 1.0),
-                floor: 0.0,
-                worst: None,
-                reading: None,
-                readings,
-            };
-            let result = Ok(Outcome::Diverged(Box::new(divergence)));
-            judged.push(self.judged(Stage::State, parameter, (after, &piece), result));
-        }
-        judged
-    }
-
     fn optimized(&self, tensors: &Tensors<'_>, piece: &Piece) -> Vec<Judged> {
         let (inventory, parameter, rank) = (self.inventory, tensors.parameter, tensors.rank);
-        let unchecked = |why: String| {
-            let result = Ok(Outcome::Unchecked { why });
-            vec![self.judged(Stage::Update, parameter, (tensors.after, piece), result)]
+        let without = |outcome: Outcome| {
+            vec![self.judged(Stage::Update, parameter, (tensors.after, piece), Ok(outcome))]
         };
+        let unchecked = |why: String| without(Outcome::unchecked(why));
         let declared = inventory.declared.get(&rank);
         if declared.is_some_and(|declared| declared.skipped) {
-            return unchecked("the job left the optimizer's step out".into());
+            return without(Outcome::not_done(LEFT_OUT.into()));
         }
         let Some((optimizer, hyper)) = declared.and_then(|own| own.optimizer_of(parameter)) else {
             return unchecked(format!("rank {rank} declares no optimizer of it"));
         };
         if optimizer.skipped {
-            return unchecked("the job left the optimizer's step out".into());
+            return without(Outcome::not_done(LEFT_OUT.into()));
         }
         if self.is_untouched(rank, parameter) {
             let what = match inventory.samples.of_parameter(parameter) {
                 Some(_) => "nothing of its state changed in what was sampled",
                 None => "nothing of its state changed",
             };
-            return unchecked(format!(
+            return without(Outcome::not_done(format!(
                 "{what}: the optimizer took no step of it (it had no gradient, or gradients are \
                  accumulated over several steps)"
-            ));
+            )));
+        }
+        let has_gradient = OF_GRADIENT.iter().any(|part| inventory.key(parameter, part).is_some());
+        if !has_gradient && self.is_changed(rank, parameter) == Some(false) {
+            return without(Outcome::not_done("it had no gradient, and did not change".into()));
         }
         let counted = self.step_of(rank, parameter);
         let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });
@@ -256,14 +222,46 @@ impl Judge<'_> {
             weight_decay: None,
             is_reset: false,
             is_local: false,
+            computed_in: None,
         };
         match self.stages(tensors, piece, &supposed) {
-            Ok(compared) => {
+            Ok(mut compared) => {
+                self.in_format_of_state(tensors, piece, &supposed, &mut compared);
                 let mut judged = self.read_stages(tensors, piece, &supposed, compared);
                 judged.extend(self.judged_factors(tensors, &supposed));
                 judged
             }
             Err(why) => unchecked(why),
+        }
+    }
+
+    /// Compares a state that is kept in few bits once more where it is not what the rule gives in
+    /// the parameter's format: frameworks compute `β m` in the format of `m`, or in that of the
+    /// parameter. Either is right.
+    fn in_format_of_state(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+        compared: &mut [Compared],
+    ) {
+        let bound = self.bound(&piece.place);
+        let excess = |of: &Compared| of.1.as_ref().is_ok_and(|own| own.excess(&bound).is_some());
+        let format = |(name, _): &Compared| {
+            let (stage, key) = self.tensor_of(tensors, &supposed.rule, name)?;
+            let format = self.inventory.precision(key)?;
+            (stage == Stage::State && !format.keeps_f32()).then_some(format)
+        };
+        let Some(computed_in) = compared.iter().filter(|own| excess(own)).find_map(format) else {
+            return;
+        };
+        let other = Supposed { computed_in: Some(computed_in), ..supposed.clone() };
+        let Ok(others) = self.stages(tensors, piece, &other) else { return };
+        for (own, other) in compared.iter_mut().zip(others) {
+            let is_state = format(own) == Some(computed_in);
+            if is_state && excess(own) && other.1.is_ok() && !excess(&other) {
+                *own = other;
+            }
         }
     }
 
@@ -275,11 +273,14 @@ impl Judge<'_> {
         supposed: &Supposed<'_>,
         compared: Vec<Compared>,
     ) -> Vec<Judged> {
-        let mut judged = Vec::new();
+        let (mut judged, mut names) = (Vec::new(), BTreeMap::new());
         for (name, tally) in compared {
             let Some((stage, key)) = self.tensor_of(tensors, &supposed.rule, name) else {
                 continue;
             };
+            if stage == Stage::State {
+                names.insert(key.to_string(), (name, key));
+            }
             let result = tally.map(|tally| self.outcome(&tally, &piece.place, |_| None));
             judged.push(self.judged(stage, tensors.parameter, (key, piece), result));
         }
@@ -293,8 +294,14 @@ impl Judge<'_> {
         readings.extend(swapped.iter().map(|(reading, _)| reading.clone()));
         for one in &mut judged {
             let is_change = one.stage == Stage::Update;
+            let explained = one.result.divergence().map(|divergence| divergence.floor);
+            let key = names.get(one.tensor.as_str()).filter(|_| readings.is_empty());
+            let words = key.zip(explained).and_then(|((name, key), explained)| {
+                self.combination(tensors, piece, supposed, (name, key, explained))
+            });
             if let Outcome::Diverged(divergence) = &mut one.result {
                 divergence.readings = readings.clone();
+                divergence.readings.extend(words.map(|words| causes::UNKNOWN.reads(words)));
                 if let Some((_, other)) = &swapped {
                     divergence.reason += &format!("; what it took is that of {other}");
                 }
@@ -338,7 +345,8 @@ impl Judge<'_> {
         piece: &Piece,
         supposed: &Supposed<'_>,
     ) -> Result<Vec<Compared>, String> {
-        let declared = arithmetic(self.inventory.precision(tensors.after), None);
+        let stored = self.inventory.precision(tensors.after);
+        let declared = arithmetic(supposed.computed_in.or(stored), None);
         // Without what is made of the whole parameter its state is judged all the same.
         let (wholes, lacking) = match self.wholes(tensors, piece, supposed) {
             Ok(wholes) => (wholes, None),
@@ -411,46 +419,12 @@ impl Judge<'_> {
                 operands.push(recorded(state.after, key)?);
             }
         }
+        let rounded = supposed.computed_in.unwrap_or(Precision::F32);
         for (name, value) in hyper_numbers(supposed)? {
-            operands.push(Operand::row(name, vec![value], Some(Precision::F32)));
+            operands.push(Operand::row(name, vec![value], Some(rounded)));
         }
         operands.extend(wholes.iter().flat_map(|whole| whole.operands(part)));
         Ok(operands)
-    }
-
-    /// The factor of the whole change, and the weight decay, that fit the change best: its
-    /// regression on the change that the rule gives and on the parameter.
-    pub(super) fn fitted(
-        &self,
-        tensors: &Tensors<'_>,
-        piece: &Piece,
-        supposed: &Supposed<'_>,
-    ) -> Option<(f64, f64)> {
-        let declared = arithmetic(self.inventory.precision(tensors.after), None);
-        // Scalar products: of the rule's change, the parameter and the change with each other.
-        let (mut rr, mut rp, mut pp, mut rc, mut pc) = (0.0, 0.0, 0.0, 0.0, 0.0);
-        let wholes = self.wholes(tensors, piece, supposed).ok()?;
-        for part in crate::assemble::pieces(&piece.place, 8) {
-            let operands = self.operands(tensors, supposed, &wholes, &part).ok()?;
-            let rule = supposed.rule.stage(&operands, &declared, "update").ok()?;
-            let named = |name: &str| operands.iter().find(|operand| operand.name == name);
-            let widened = |name| Some(named(name)?.values.clone().widened());
-            let (before, after) = (widened("before")?, widened("after")?);
-            for ((r, p), a) in rule.iter().zip(&before).zip(&after) {
-                let change = a - p;
-                rr += r * r;
-                rp += r * p;
-                pp += p * p;
-                rc += r * change;
-                pc += p * change;
-            }
-        }
-        let lr = self.learning_rate(supposed)?;
-        let weight_decay = hyper_numbers(supposed).ok()?;
-        let weight_decay = weight_decay.iter().find(|(name, _)| *name == "weight_decay")?.1;
-        // With the rule's change as it is, what is left is a multiple of the parameter.
-        let along = (pc - rp) / pp;
-        (rr > 0.0 && pp > 0.0 && lr != 0.0).then(|| (rc / rr, weight_decay - along / lr))
     }
 
     /// Whether a supposition gives every stage that was recorded.
@@ -487,8 +461,8 @@ impl Judge<'_> {
     }
 }
 
-/// Counters of steps in the state of optimizers, as frameworks call them.
-pub(super) const COUNTERS: [&str; 2] = ["step", "count"];
+/// What a step that was skipped is, in words.
+const LEFT_OUT: &str = "the job left the optimizer's step out";
 /// What a reset of the state is, in words.
 pub(super) const RESET: &str = "the state before this step is not in the state after it";
 

@@ -5,11 +5,13 @@ use backtape::index_box::IndexBox;
 use backtape::part::{OF_GRADIENT, Part};
 
 use super::causes;
+use super::fits::Fit;
 use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
 use super::optimizer::{RESET, Supposed, Tensors};
 use super::outcome::Reading;
+use crate::number::short;
 
 impl Judge<'_> {
     /// The captured change over that of the rule, where it is one number: that of a parameter is
@@ -25,7 +27,7 @@ impl Judge<'_> {
         match () {
             () if is(causes::NO_OP) => Some(0.0),
             () if is(causes::LR_SCALED) || is(causes::ASCENDS) => {
-                self.fitted(tensors, piece, supposed).map(|(factor, _)| factor)
+                self.fitted(tensors, piece, supposed).map(|fit| fit.factor)
             }
             () => None,
         }
@@ -112,7 +114,8 @@ impl Judge<'_> {
         supposed: &Supposed<'_>,
     ) -> Option<Reading> {
         let declared = supposed.hyper.number("weight_decay").unwrap_or(0.0);
-        let (lr_factor, decay) = self.fitted(tensors, piece, supposed)?;
+        let fit = self.fitted(tensors, piece, supposed)?;
+        let (lr_factor, decay) = (fit.factor, fit.weight_decay);
         let scaled = Supposed { lr_factor, ..supposed.clone() };
         if is_near(lr_factor, -1.0) && self.agrees(tensors, piece, &scaled) {
             return Some(causes::ASCENDS.reads("the update has the wrong sign"));
@@ -127,6 +130,9 @@ impl Judge<'_> {
             );
             return Some(causes::LR_SCALED.reads(words));
         }
+        if let Some(reading) = self.scaled_alone(tensors, piece, supposed, &fit) {
+            return Some(reading);
+        }
         // The weight decays of the optimizer's other groups are likelier than any other.
         let fitted = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };
         let others = self.other_decays(tensors).into_iter().chain([0.0, fitted]);
@@ -135,9 +141,46 @@ impl Judge<'_> {
         let mut others = others.filter(|weight_decay| *weight_decay != declared);
         let weight_decay = others.find(|other| self.agrees(tensors, piece, &decayed(other)))?;
         let cause = if declared == 0.0 { causes::DECAY_EXCLUDED } else { causes::DECAY_OTHER };
-        let words =
-            format!("the parameter decays by {weight_decay:.6}, and {declared:.6} is declared");
+        let words = format!(
+            "the parameter decays by {}, and {} is declared",
+            short(weight_decay),
+            short(declared)
+        );
         Some(cause.reads(words))
+    }
+
+    /// A change that has another factor than its weight decay: code that subtracts both apart.
+    fn scaled_alone(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+        fit: &Fit,
+    ) -> Option<Reading> {
+        let declared = supposed.hyper.number("weight_decay").unwrap_or(0.0);
+        let (factor, decay) = fit.apart.filter(|(factor, _)| !is_near(*factor, 1.0))?;
+        // The decay by the declared learning rate, and by the one that fits.
+        let decays = [declared / factor, decay].into_iter().map(Some);
+        let mut tried = decays.map(|weight_decay| Supposed {
+            lr_factor: factor,
+            weight_decay,
+            ..supposed.clone()
+        });
+        let other = tried.find(|other| self.agrees(tensors, piece, other))?;
+        let is_declared = other.weight_decay == Some(declared / factor);
+        let beside = match is_declared {
+            true => "the weight decay is as declared".to_string(),
+            false => {
+                let held = short(decay * factor);
+                format!("the weight decay is that of {held}, and {} is declared", short(declared))
+            }
+        };
+        if is_near(factor, -1.0) {
+            return Some(causes::ASCENDS.reads(format!("the update has the wrong sign; {beside}")));
+        }
+        let sizes = self.sizes_of(tensors.rank, factor);
+        let words = format!("the change is {} x that of the rule{sizes}; {beside}", short(factor));
+        Some(causes::LR_SCALED.reads(words))
     }
 
     /// The sizes of the job that a factor equals, in words.

@@ -110,6 +110,9 @@ pub enum Outcome {
     Unchecked {
         /// The reason, in words.
         why: String,
+        /// Whether the job did no such thing, so that there is nothing to judge.
+        #[serde(skip)]
+        is_meant: bool,
     },
 }
 
@@ -146,6 +149,16 @@ pub struct Reading {
 }
 
 impl Outcome {
+    /// What could not be judged, and why.
+    pub(crate) fn unchecked(why: String) -> Outcome {
+        Outcome::Unchecked { why, is_meant: false }
+    }
+
+    /// What the job did not do, in words.
+    pub(crate) fn not_done(why: String) -> Outcome {
+        Outcome::Unchecked { why, is_meant: true }
+    }
+
     /// The outcome of a comparison that is within its bound.
     pub(crate) fn agreed(tally: &Tally, bound: &Bound) -> Outcome {
         let seen_from = tally.seen_from(bound).map(|seen| seen.factor);

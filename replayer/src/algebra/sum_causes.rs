@@ -12,6 +12,9 @@ use super::gradient::is_near;
 use super::inventory::Inventory;
 use super::outcome::Reading;
 
+/// How the words of a sum begin that is right but for a factor.
+pub(super) const OF_FACTOR: &str = "captured = ";
+
 /// A sum, solved.
 pub(crate) struct Solved<'a> {
     /// Every gradient that may be part of it.
@@ -41,6 +44,7 @@ pub(crate) fn named(solved: &Solved<'_>) -> Reading {
     let by_microbatch = simple.or_else(|| solved.doubled()).or_else(|| solved.divided_again());
     let known = by_microbatch.or_else(|| solved.group());
     known
+        .or_else(|| solved.nothing())
         .or_else(|| solved.unequal_ranks())
         .unwrap_or_else(|| causes::UNKNOWN.reads(format!("it is the sum of {}", solved.terms())))
 }
@@ -69,7 +73,7 @@ impl Solved<'_> {
 
     fn not_cleared(&self) -> Option<Reading> {
         let is_right = self.own().iter().all(|(_, ratio)| is_near(*ratio, 1.0));
-        (self.has_stale() && is_right && self.is_of_domain_alone()).then(|| {
+        (self.has_stale_once() && is_right && self.is_of_domain_alone()).then(|| {
             causes::NOT_CLEARED.reads("the gradient that was there before the step is still in it")
         })
     }
@@ -77,7 +81,7 @@ impl Solved<'_> {
     /// What was there before the step, alone.
     fn only_stale(&self) -> Option<Reading> {
         let is_empty = self.ratios().all(|(_, ratio)| ratio == 0.0);
-        (self.has_stale() && is_empty).then(|| {
+        (self.has_stale_once() && is_empty).then(|| {
             let words = "it is the gradient that was there before the step, and no gradient of \
                          this step is in it";
             causes::BUCKET_STALE.reads(words)
@@ -98,7 +102,7 @@ impl Solved<'_> {
             true => String::new(),
             false => format!(", which is {}", explanations.join(", or ")),
         };
-        Some(cause.reads(format!("captured = {factor:.7} x reference on every element{equals}")))
+        Some(cause.reads(format!("{OF_FACTOR}{factor:.7} x reference on every element{equals}")))
     }
 
     /// The products of sizes that a factor equals.
@@ -178,8 +182,11 @@ impl Solved<'_> {
             those.map(|(addend, _)| addend.microbatch).collect()
         };
         let (taken, left) = (by(true), by(false));
-        let is_window = !taken.is_empty() && !left.is_empty() && taken.is_disjoint(&left);
-        (is_window && self.is_of_domain_alone()).then(|| {
+        // A factor that all of them have in common is a second fault.
+        let mut ratios = own.iter().filter(|(_, ratio)| *ratio != 0.0).map(|(_, ratio)| *ratio);
+        let is_sum = ratios.all(|ratio| is_near(ratio, 1.0));
+        let is_window = is_sum && !taken.is_empty() && !left.is_empty() && taken.is_disjoint(&left);
+        (is_window && !self.has_stale() && self.is_of_domain_alone()).then(|| {
             causes::ACCUMULATE_WINDOW.reads(format!(
                 "it holds {} alone: {} left out",
                 microbatch_words(&taken),
@@ -241,7 +248,10 @@ impl Solved<'_> {
             .map(|(addend, _)| addend.rank)
             .collect();
         let declared: BTreeSet<Rank> = self.domain.ranks.iter().copied().collect();
-        if taken == declared || taken.is_empty() {
+        // Ranks whose gradients have other coefficients are another fault.
+        let mut ratios = self.ratios().map(|(_, ratio)| ratio).filter(|ratio| *ratio != 0.0);
+        let first = ratios.next()?;
+        if taken == declared || self.has_stale() || !ratios.all(|ratio| is_near(ratio, first)) {
             return None;
         }
         let words = format!(
@@ -285,6 +295,23 @@ impl Solved<'_> {
             causes::RANKS_WEIGHTED
                 .reads(format!("ranks have other weights in it: {}", self.terms()))
         })
+    }
+
+    /// No addend at all.
+    fn nothing(&self) -> Option<Reading> {
+        self.weights.iter().all(|weight| *weight == 0.0).then(|| {
+            let words = "it is zero, and no gradient of this step is in it: it was cleared, or taken \
+                         before the first backward pass";
+            causes::ACCUMULATE_WINDOW.reads(words)
+        })
+    }
+
+    /// Whether what was there before the step is in it once.
+    fn has_stale_once(&self) -> bool {
+        let weights = || self.stale.iter().map(|at| self.weights[*at]).filter(|own| *own != 0.0);
+        self.has_stale()
+            && (is_near(weights().sum(), 1.0)
+                || weights().all(|own| is_near(own, self.domain.scale)))
     }
 
     /// The sum, written out.

@@ -6,10 +6,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use backtape::identity::Rank;
 use serde::Serialize;
 
+use super::causes;
 use super::inventory::Inventory;
+use super::lacks::lacks;
 use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
+use super::sum_causes::OF_FACTOR;
 use super::table::{Row, table};
 use crate::dump::sampled::Sample;
 
@@ -32,6 +35,9 @@ pub struct StepReport {
     pub norm: Option<NormGap>,
     /// What was not judged, by reason.
     pub unchecked: Vec<Unchecked>,
+    /// What keeps the step from being agreed although nothing of it diverges, in sentences.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub lacks: Vec<String>,
     /// What is wrong with the declarations, in sentences.
     pub faults: Vec<String>,
     /// Every parameter, and then every norm, with how it fares at each stage: in the order of the
@@ -116,11 +122,13 @@ impl StepReport {
         settle(&mut judged);
         let names: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
         let table = table(inventory, &judged);
+        let stages = stages(&judged);
         StepReport {
             parameters: names.len(),
             elements: table.iter().map(|row| row.elements).sum(),
             sampled: Sampled::of(inventory, &judged),
-            stages: stages(&judged),
+            lacks: lacks(inventory, &stages, &judged),
+            stages,
             norm: NormGap::of(inventory, &judged, &names),
             diverged: groups(&judged, &names),
             unchecked: unchecked(&judged, &names),
@@ -187,9 +195,20 @@ fn settle(judged: &mut [Judged]) {
             explained.insert(one.parameter.clone());
         }
     }
+    let is_known = |reading: &Reading| reading.cause != causes::UNKNOWN.name;
+    let unexplained: BTreeSet<Stage> = judged
+        .iter()
+        .filter(|one| one.result.divergence().is_some_and(|own| !own.readings.iter().any(is_known)))
+        .map(|one| one.stage)
+        .collect();
     for one in judged {
         let stage = one.stage;
         let Outcome::Diverged(divergence) = &mut one.result else { continue };
+        // A sum in few bits explains whatever errs by as little: where the same stage of other
+        // parameters errs by more than that, it is something else.
+        if unexplained.contains(&stage) {
+            divergence.readings.retain(|own| own.cause != causes::LOW_PRECISION.name);
+        }
         let count = |reading: &Reading| counts[&(stage, reading.cause)].len();
         // The first of equally frequent ones is the simplest.
         let best = divergence.readings.iter().rev().max_by_key(|reading| count(reading));
@@ -242,10 +261,47 @@ fn groups(judged: &[Judged], names: &[&str]) -> Vec<Group> {
         };
         groups.entry((one.stage, divergence.reading.clone(), apart)).or_default().push(one);
     }
-    groups
+    joined(groups)
         .into_iter()
-        .map(|((stage, reading, _), own)| group(stage, reading, &own, names))
+        .map(|(stage, reading, own)| group(stage, reading, &own, names))
         .collect()
+}
+
+/// A group in the making.
+type Alike<'a> = (Stage, Option<Reading>, Vec<&'a Judged>);
+
+/// Groups whose words differ by the rounding of their factor alone are one.
+fn joined<'a>(
+    groups: BTreeMap<(Stage, Option<Reading>, String), Vec<&'a Judged>>,
+) -> Vec<Alike<'a>> {
+    let factor = |own: &[&Judged]| one_factor(own.iter().copied());
+    let mut joined: Vec<Alike<'a>> = Vec::new();
+    for ((stage, reading, _), own) in groups {
+        let is_same = |other: &&mut Alike<'a>| {
+            let cause = |of: &Option<Reading>| of.as_ref().map(|own| own.cause);
+            let factors = (factor(&other.2), factor(&own));
+            let is_near = matches!(factors, (Some(a), Some(b)) if is_one_factor(a, b));
+            let is_factor = reading.as_ref().is_none_or(|own| own.words.starts_with(OF_FACTOR));
+            other.0 == stage && cause(&other.1) == cause(&reading) && is_near && is_factor
+        };
+        match joined.iter_mut().find(is_same) {
+            Some(other) => other.2.extend(own),
+            None => joined.push((stage, reading, own)),
+        }
+    }
+    joined
+}
+
+/// Whether two factors are the same but for rounding.
+fn is_one_factor(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-4 * b.abs()
+}
+
+/// The factor that all have in common.
+fn one_factor<'a>(own: impl Iterator<Item = &'a Judged>) -> Option<f64> {
+    let mut factors = own.map(|one| one.result.divergence().and_then(|own| own.factor));
+    let first = factors.next()??;
+    factors.all(|other| other.is_some_and(|other| is_one_factor(other, first))).then_some(first)
 }
 
 fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]) -> Group {
@@ -258,9 +314,6 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
     let worst = own.iter().max_by(|a, b| excess(a).total_cmp(&excess(b))).expect("not empty");
     let divergence = worst.result.divergence().expect("it diverges");
     let parameters: Vec<&str> = parameters.into_iter().filter(|name| !name.is_empty()).collect();
-    let factors: Vec<f64> = own.iter().filter_map(|one| one.result.divergence()?.factor).collect();
-    let is_one = factors.len() == own.len()
-        && factors.iter().all(|factor| (factor - factors[0]).abs() <= 1e-4 * factors[0].abs());
     let at = |(index, captured, reference): &(Vec<u64>, f64, f64)| {
         (worst.parameter.clone(), index.clone(), *captured, *reference)
     };
@@ -273,7 +326,7 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
         parameters: parameters.into_iter().map(str::to_string).collect(),
         ranks: ranks.into_iter().collect(),
         reading,
-        factor: is_one.then(|| factors[0]),
+        factor: one_factor(own.iter().copied()),
         reason: divergence.reason.clone(),
         error: divergence.error,
         floor: divergence.floor,
@@ -284,7 +337,7 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
 fn unchecked(judged: &[Judged], names: &[&str]) -> Vec<Unchecked> {
     let mut reasons: BTreeMap<(Stage, &str), BTreeSet<&str>> = BTreeMap::new();
     for one in judged {
-        let Outcome::Unchecked { why } = &one.result else { continue };
+        let Outcome::Unchecked { why, .. } = &one.result else { continue };
         let name = if one.parameter.is_empty() { &one.tensor } else { &one.parameter };
         reasons.entry((one.stage, why)).or_default().insert(name);
     }

@@ -181,7 +181,7 @@ fn told(one: &Judged) -> Fate {
             fate.cause = divergence.reading.as_ref().map(|reading| reading.cause);
             fate.why = Some(divergence.reason.clone());
         }
-        Outcome::Unchecked { why } => fate.why = Some(why.clone()),
+        Outcome::Unchecked { why, .. } => fate.why = Some(why.clone()),
     }
     fate
 }
@@ -223,7 +223,7 @@ mod tests {
     #[test]
     fn the_line_of_a_parameter_tells_the_gravest_of_its_ranks() {
         let agreed = Outcome::Agreed { seen_from: Some(1e-6), error: 5e-8, floor: 1e-7 };
-        let unchecked = Outcome::Unchecked { why: "not recorded".into() };
+        let unchecked = Outcome::unchecked("not recorded".into());
         let all = [
             judged(0, agreed),
             judged(1, diverged(1.0)),

@@ -31,7 +31,7 @@ use buffer::Buffer;
 
 pub use buffer::ALIGNMENT;
 pub use error::{AssembleError, Incomplete};
-pub(crate) use region::{extract, intersect, pieces, run};
+pub(crate) use region::{extract, intersect, pieces, pieces_of, run};
 pub use tensor::{Row, Tensor};
 
 /// Assembles a whole tensor that the ranks hold as values, not as addends.

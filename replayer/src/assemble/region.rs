@@ -14,20 +14,24 @@ const PIECE_BYTES: u64 = 1 << 20;
 
 /// Cuts a box into consecutive contiguous pieces of about a MiB.
 pub(crate) fn pieces(place: &IndexBox, width: usize) -> Vec<IndexBox> {
+    pieces_of(place, PIECE_BYTES / width as u64)
+}
+
+/// The same in pieces of at most so many elements.
+pub(crate) fn pieces_of(place: &IndexBox, most: u64) -> Vec<IndexBox> {
     let mut pieces = Vec::new();
-    cut(place.clone(), 0, width as u64, &mut pieces);
+    cut(place.clone(), 0, most, &mut pieces);
     pieces
 }
 
-fn cut(place: IndexBox, dim: usize, width: u64, pieces: &mut Vec<IndexBox>) {
+fn cut(place: IndexBox, dim: usize, most: u64, pieces: &mut Vec<IndexBox>) {
     let inner = |from: usize| place.0[from..].iter().map(|(lo, hi)| hi - lo).product::<u64>();
-    if dim == place.0.len() || inner(dim) * width <= PIECE_BYTES {
+    if dim == place.0.len() || inner(dim) <= most {
         pieces.push(place);
         return;
     }
     let (lo, hi) = place.0[dim];
-    let row = inner(dim + 1) * width;
-    let rows = (PIECE_BYTES / row).max(1);
+    let rows = (most / inner(dim + 1)).max(1);
     let mut start = lo;
     while start < hi {
         let end = hi.min(start.saturating_add(rows));
@@ -35,7 +39,7 @@ fn cut(place: IndexBox, dim: usize, width: u64, pieces: &mut Vec<IndexBox>) {
         piece.0[dim] = (start, end);
         // A row that is too large on its own is cut along the next dimension.
         match end - start == 1 {
-            true => cut(piece, dim + 1, width, pieces),
+            true => cut(piece, dim + 1, most, pieces),
             false => pieces.push(piece),
         }
         start = end;

@@ -32,6 +32,7 @@ impl Report {
             let what = "no stage of the step could be judged";
             self.reasons.push(Reason::incomplete(what));
         }
+        self.reasons.extend(algebra.lacks.iter().map(Reason::incomplete));
         if let Some(first) = algebra.first() {
             self.reasons.push(Reason::diverged(format!("{}: {}", first.stage.name(), said(first))));
             let first = self.first_of_step(first);

@@ -9,9 +9,9 @@ use serde::Serialize;
 use super::align::Pair;
 use super::outcome::At;
 use super::side::Side;
+use crate::algebra::counters::counter;
 use crate::algebra::declaration::{Declaration, Hyper, Norm, Optimizer, ReduceOp};
 use crate::algebra::names::pattern;
-use crate::algebra::optimizer::COUNTERS;
 use crate::algebra::rules::Rule;
 use crate::number::plural;
 
@@ -47,7 +47,7 @@ pub(super) fn of_pair(pair: &Pair, ours: &Side<'_>, theirs: &Side<'_>) -> Vec<Fo
     }
     let count = |side: &Side<'_>, name: &str| {
         let declared = declaring(side, name)?.parameters.get(name)?;
-        COUNTERS.iter().find_map(|counter| declared.scalar_before(counter))
+        declared.scalar_before(counter(declared)?)
     };
     // A first step has no state, and counts nothing before it.
     let (x, y) = (count(ours, a).unwrap_or(0.0), count(theirs, b).unwrap_or(0.0));

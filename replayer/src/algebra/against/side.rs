@@ -234,7 +234,7 @@ impl<'a> Side<'a> {
             return Own::Wrong(wrong);
         }
         let why = all.iter().find_map(|one| match &one.result {
-            Outcome::Unchecked { why } => Some(why.as_str()),
+            Outcome::Unchecked { why, .. } => Some(why.as_str()),
             _ => None,
         });
         match (why, all.is_empty()) {

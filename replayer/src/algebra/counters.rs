@@ -1,0 +1,144 @@
+//! The counters of steps in an optimizer's state.
+
+use backtape::identity::Rank;
+use backtape::part::Part;
+
+use super::causes;
+use super::declaration::ParameterDeclaration;
+use super::inventory::Inventory;
+use super::judge::Judge;
+use super::optimizer::RESET;
+use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::rules::Rule;
+
+/// Counters of steps in the state of optimizers, as frameworks call them.
+const COUNTERS: [&str; 2] = ["step", "count"];
+
+/// The counter of steps in a parameter's state: by its name, or the only whole number in it.
+pub(super) fn counter(declared: &ParameterDeclaration) -> Option<&str> {
+    if let Some(known) = COUNTERS.into_iter().find(|name| declared.scalars.contains_key(*name)) {
+        return Some(known);
+    }
+    let is_whole =
+        |name: &&String| declared.scalar_after(name).is_some_and(|x| x >= 0.0 && x.fract() == 0.0);
+    let mut whole = declared.scalars.keys().filter(is_whole);
+    let first = whole.next()?;
+    whole.next().is_none().then_some(first)
+}
+
+/// A counter of steps before a step and after it.
+struct Count<'a> {
+    name: &'a str,
+    before: f64,
+    after: f64,
+}
+
+impl Judge<'_> {
+    /// The counters of a parameter, which count one more each, and only steps that left a moment.
+    pub(super) fn counters(&self, parameter: &str) -> Vec<Judged> {
+        let inventory = self.inventory;
+        let Some(after) = inventory.key(parameter, &Part::After) else { return Vec::new() };
+        let mut judged = Vec::new();
+        for piece in inventory.pieces(after, &|_| ()) {
+            let rank = piece.ranks[0];
+            let declared = inventory.declared_of(rank, parameter);
+            let declared = declared.filter(|_| !self.is_untouched(rank, parameter));
+            let count = declared.and_then(|declared| {
+                let name =
+                    counter(declared).filter(|name| self.is_counter(rank, parameter, name))?;
+                let before = declared.scalar_before(name).unwrap_or(0.0);
+                Some(Count { name, before, after: declared.scalar_after(name)? })
+            });
+            let Some(count) = count else { continue };
+            let wrong = count.not_one_more(self.microbatches_of(rank));
+            let Some(divergence) = wrong.or_else(|| count.without_moments(inventory)) else {
+                continue;
+            };
+            let result = Ok(Outcome::Diverged(Box::new(divergence)));
+            judged.push(self.judged(Stage::State, parameter, (after, &piece), result));
+        }
+        judged
+    }
+}
+
+impl Judge<'_> {
+    /// Whether a number of the state counts steps: by its name, or as the rule needs a counter.
+    fn is_counter(&self, rank: Rank, parameter: &str, name: &str) -> bool {
+        let declared = self.inventory.declared.get(&rank);
+        let of = declared.and_then(|declared| declared.optimizer_of(parameter));
+        let rule = of.and_then(|(optimizer, hyper)| Rule::of(optimizer, hyper, 1.0));
+        COUNTERS.contains(&name) || rule.is_some_and(|rule| rule.names().counts_steps)
+    }
+}
+
+impl Count<'_> {
+    /// A count that is not that of one step more.
+    fn not_one_more(&self, microbatches: Option<f64>) -> Option<Divergence> {
+        let Count { name, before, after } = self;
+        if *after == before + 1.0 {
+            return None;
+        }
+        let more = match (after - before, microbatches) {
+            (0.0, _) => ": this step is not counted",
+            (by, Some(microbatches)) if by == microbatches => ": microbatches are counted",
+            _ => "",
+        };
+        let words = format!("{name} was {before} before the step and is {after} after it{more}");
+        let mut readings = vec![causes::STEP_COUNTER.reads(words.clone())];
+        if *after <= 1.0 && *before > 1.0 {
+            readings.insert(0, causes::STATE_RESET.reads(RESET));
+        }
+        let error = (after - before - 1.0).abs() / (before + 1.0);
+        Some(diverged(words, error, readings))
+    }
+
+    /// A count of steps none of which had a gradient: what makes the state before a checkpoint is
+    /// loaded into it is often such a step, and the corrections of bias are then those of a later one.
+    fn without_moments(&self, inventory: &Inventory<'_>) -> Option<Divergence> {
+        let Count { name, before, .. } = self;
+        if *before < 1.0 || !inventory.has_counted_nothing() {
+            return None;
+        }
+        let words = format!(
+            "{name} was {before} before the step, and the moments of all parameters were zero: steps \
+             without a gradient are counted"
+        );
+        Some(diverged(
+            words.clone(),
+            before / (before + 1.0),
+            vec![causes::STEP_COUNTER.reads(words)],
+        ))
+    }
+}
+
+fn diverged(reason: String, error: f64, readings: Vec<Reading>) -> Divergence {
+    Divergence { reason, factor: None, error, floor: 0.0, worst: None, reading: None, readings }
+}
+
+impl Inventory<'_> {
+    /// Whether steps are counted before this one although every moment of every parameter is zero.
+    /// One parameter's may be zero, as those of a layer that was not used yet.
+    fn has_counted_nothing(&self) -> bool {
+        *self.counted_nothing.get_or_init(|| {
+            let mut moments = 0;
+            for (name, parameter) in &self.parameters {
+                let states = parameter.tensors.iter().filter(|((part, _), _)| {
+                    matches!(part, Part::StateBefore(state) if Rule::is_state(state))
+                });
+                for (_, key) in states {
+                    moments += 1;
+                    // Of a sample nobody knows what the rest is.
+                    let is_whole = self.samples.of_parameter(name).is_none();
+                    let mut shards = self.dump.tensors()[key].shards.iter();
+                    let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
+                    if !is_whole
+                        || !shards.all(|shard| self.dump.intact_bytes(shard).is_some_and(is_zero))
+                    {
+                        return false;
+                    }
+                }
+            }
+            moments > 0
+        })
+    }
+}

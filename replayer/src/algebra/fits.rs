@@ -1,0 +1,141 @@
+//! Numbers that fit a recorded step of an optimizer best, by least squares. They decide nothing by
+//! themselves: a supposition with them is judged like any other.
+
+use backtape::shard::TensorKey;
+
+use super::inventory::Piece;
+use super::judge::{Judge, Operand, arithmetic};
+use super::optimizer::{Supposed, Tensors, hyper_numbers};
+
+/// What fits the change of a parameter.
+pub(super) struct Fit {
+    /// The factor of the whole change, its weight decay included.
+    pub factor: f64,
+    /// The weight decay, where the rest of the change is as the rule gives it.
+    pub weight_decay: f64,
+    /// The factor of the change without its weight decay, and the weight decay beside it.
+    pub apart: Option<(f64, f64)>,
+}
+
+/// Sums of products of two directions x and y with each other and with a vector z.
+#[derive(Default)]
+struct Plane {
+    xx: f64,
+    xy: f64,
+    yy: f64,
+    xz: f64,
+    yz: f64,
+    zz: f64,
+}
+
+impl Plane {
+    fn add(&mut self, x: f64, y: f64, z: f64) {
+        self.xx += x * x;
+        self.xy += x * y;
+        self.yy += y * y;
+        self.xz += x * z;
+        self.yz += y * z;
+        self.zz += z * z;
+    }
+
+    /// The coefficients of z by both directions, where these are two.
+    fn solved(&self) -> Option<(f64, f64)> {
+        let determinant = self.xx * self.yy - self.xy * self.xy;
+        // Directions that are one but for rounding.
+        let is_two = determinant > 1e-9 * self.xx * self.yy;
+        is_two.then(|| {
+            let x = (self.xz * self.yy - self.yz * self.xy) / determinant;
+            (x, (self.yz * self.xx - self.xz * self.xy) / determinant)
+        })
+    }
+
+    /// The share of z, in its norm, that both directions leave.
+    fn left(&self, (x, y): (f64, f64)) -> f64 {
+        let left = self.zz - x * self.xz - y * self.yz;
+        (left.max(0.0) / self.zz.max(f64::MIN_POSITIVE)).sqrt()
+    }
+}
+
+impl Judge<'_> {
+    /// The numbers that fit the change of a parameter best.
+    pub(super) fn fitted(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Option<Fit> {
+        let declared = arithmetic(self.inventory.precision(tensors.after), None);
+        let still = Supposed { weight_decay: Some(0.0), ..supposed.clone() };
+        let (mut whole, mut apart) = (Plane::default(), Plane::default());
+        let wholes = self.wholes(tensors, piece, supposed).ok()?;
+        for part in crate::assemble::pieces(&piece.place, 8) {
+            let operands = self.operands(tensors, supposed, &wholes, &part).ok()?;
+            let rule = supposed.rule.stage(&operands, &declared, "update").ok()?;
+            let alone = self.operands(tensors, &still, &wholes, &part).ok()?;
+            let alone = supposed.rule.stage(&alone, &declared, "update").ok()?;
+            let (before, after) = (widened(&operands, "before")?, widened(&operands, "after")?);
+            for (at, (p, a)) in before.iter().zip(&after).enumerate() {
+                whole.add(rule[at], *p, a - p);
+                apart.add(alone[at], *p, a - p);
+            }
+        }
+        let lr = self.learning_rate(supposed)?;
+        let numbers = hyper_numbers(supposed).ok()?;
+        let decay = numbers.iter().find(|(name, _)| *name == "weight_decay")?.1;
+        // With the rule's change as it is, what is left is a multiple of the parameter.
+        let along = (whole.yz - whole.xy) / whole.yy;
+        let of_apart = |(factor, along): (f64, f64)| (factor, -along / (lr * factor));
+        (whole.xx > 0.0 && whole.yy > 0.0 && lr != 0.0).then(|| Fit {
+            factor: whole.xz / whole.xx,
+            weight_decay: decay - along / lr,
+            apart: apart.solved().map(of_apart).filter(|(factor, _)| *factor != 0.0),
+        })
+    }
+
+    /// What a tensor of the state is of the state before and of the gradient, or its square, where
+    /// it is a combination of the two, in words. `explained`: the relative error of rounding.
+    pub(super) fn combination(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+        (name, key, explained): (&str, &TensorKey, f64),
+    ) -> Option<String> {
+        let state = supposed.rule.names().states.iter().find(|state| state.after == name)?;
+        let declared = arithmetic(self.inventory.precision(tensors.after), None);
+        let wholes = self.wholes(tensors, piece, supposed).ok()?;
+        let mut planes = [(); 4].map(|()| Plane::default());
+        for part in crate::assemble::pieces(&piece.place, 8) {
+            let operands = self.operands(tensors, supposed, &wholes, &part).ok()?;
+            let right = supposed.rule.stage(&without(operands, name), &declared, name).ok()?;
+            let operands = self.operands(tensors, supposed, &wholes, &part).ok()?;
+            let (before, grad) = (widened(&operands, state.before)?, widened(&operands, "grad")?);
+            let captured = self.inventory.read_box(key, tensors.rank, &part).ok()?;
+            for (at, g) in grad.iter().enumerate() {
+                planes[0].add(before[at], *g, captured[at]);
+                planes[1].add(before[at], *g, right[at]);
+                planes[2].add(before[at], g * g, captured[at]);
+                planes[3].add(before[at], g * g, right[at]);
+            }
+        }
+        [(0, "the gradient"), (2, "the square of the gradient")].into_iter().find_map(|(at, of)| {
+            let is_made = |at: usize| {
+                let solved = planes[at].solved()?;
+                (planes[at].left(solved) <= 4.0 * explained).then_some(solved)
+            };
+            let ((a, b), (x, y)) = (is_made(at)?, is_made(at + 1)?);
+            Some(format!(
+                "it is {a:.4} x the state before and {b:.4} x {of}, and should be {x:.4} x and {y:.4} x"
+            ))
+        })
+    }
+}
+
+/// The operands without a stage, so that it is computed and not read.
+fn without<'a>(operands: Vec<Operand<'a>>, name: &str) -> Vec<Operand<'a>> {
+    operands.into_iter().filter(|operand| operand.name != name).collect()
+}
+
+fn widened(operands: &[Operand<'_>], name: &str) -> Option<Vec<f64>> {
+    Some(operands.iter().find(|operand| operand.name == name)?.values.clone().widened())
+}

@@ -1,0 +1,62 @@
+//! What keeps a step from being agreed although nothing of it diverges.
+
+use std::collections::BTreeSet;
+
+use backtape::part::Part;
+
+use super::declaration::{Declaration, Optimizer};
+use super::inventory::Inventory;
+use super::names::pattern;
+use super::outcome::{Judged, Outcome, Stage};
+use super::summary::StageSummary;
+
+/// Sentences, each of which makes the verdict incomplete.
+pub(super) fn lacks(
+    inventory: &Inventory<'_>,
+    stages: &[StageSummary],
+    judged: &[Judged],
+) -> Vec<String> {
+    let mut lacks: Vec<String> =
+        stages.iter().filter_map(|stage| not_judged(stage, judged)).collect();
+    lacks.extend(not_stepped(inventory));
+    lacks
+}
+
+/// A stage of which nothing was judged. Local gradients alone may lack: a compiled step sums and
+/// reduces them where nobody can look, and says so.
+fn not_judged(stage: &StageSummary, judged: &[Judged]) -> Option<String> {
+    if stage.stage == Stage::Accumulate || stage.agreed + stage.diverged > 0 {
+        return None;
+    }
+    let why =
+        judged.iter().filter(|one| one.stage == stage.stage).find_map(|one| match &one.result {
+            Outcome::Unchecked { why, is_meant: false } => Some(why),
+            _ => None,
+        })?;
+    Some(format!("nothing of the stage {} could be judged: {why}", stage.stage.name()))
+}
+
+/// Parameters with a gradient whose optimizer was not called, where another one was.
+fn not_stepped(inventory: &Inventory<'_>) -> Option<String> {
+    let has_gradient = |name: &&str| inventory.key(name, &Part::Reduced).is_some();
+    let waiting = |declared: &Declaration| {
+        let is_idle = |own: &Optimizer| own.steps == Some(0) && !own.skipped;
+        let idle = |own: &Optimizer| {
+            is_idle(own) && declared.optimizers.iter().any(Optimizer::has_stepped)
+        };
+        let of = |optimizer: Option<usize>| declared.optimizers.get(optimizer?);
+        let own = declared.parameters.iter();
+        let own = own.filter(|(_, own)| of(own.optimizer).is_some_and(idle));
+        own.map(|(name, _)| name.clone()).collect::<Vec<_>>()
+    };
+    let waiting: BTreeSet<String> = inventory.declared.values().flat_map(waiting).collect();
+    let waiting: Vec<&str> = waiting.iter().map(String::as_str).filter(has_gradient).collect();
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    (!waiting.is_empty()).then(|| {
+        format!(
+            "the optimizer of {} took no step, though there is a gradient and another optimizer \
+             took one",
+            pattern(&waiting, &all)
+        )
+    })
+}

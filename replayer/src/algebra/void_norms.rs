@@ -1,0 +1,61 @@
+//! Norms that clip nothing: those of no gradient, and those that come after the optimizer's step.
+
+use backtape::shard::TensorKey;
+
+use super::causes;
+use super::declaration::{Declaration, Norm};
+use super::judge::Judge;
+use super::outcome::{Divergence, Judged, Outcome, Stage};
+
+impl Judge<'_> {
+    /// Whether every rank gave the function that computes this norm no gradient at all.
+    pub(super) fn is_of_nothing(&self, at: usize) -> bool {
+        let mut norms = self.inventory.declared.values().filter_map(|own| own.norms.get(at));
+        norms.all(|norm| norm.of_nothing) && self.inventory.has_gradients()
+    }
+
+    /// A gradient that the job clips after its optimizer has taken it.
+    pub(super) fn clipped_late(&self, parameter: &str, key: &TensorKey) -> Option<Judged> {
+        let late = |declared: &Declaration| {
+            let own = declared.norms.iter().filter(|norm| norm.after_step && norm.is_of(parameter));
+            let mut limits = own.filter_map(Norm::limit);
+            limits.find(|limit| limit.coefficient() < 1.0)
+        };
+        let declared = self.inventory.declared.iter();
+        let mut of = declared.filter_map(|(rank, own)| Some((*rank, late(own)?)));
+        let (rank, limit) = of.next()?;
+        let coefficient = limit.coefficient();
+        let words = format!(
+            "the job clips it after the optimizer took its step, which took the gradient unclipped: \
+             the coefficient would be {coefficient:.6}"
+        );
+        let divergence = Divergence {
+            reason: words.clone(),
+            factor: Some(1.0 / coefficient),
+            error: 1.0 / coefficient - 1.0,
+            floor: 0.0,
+            worst: None,
+            reading: None,
+            readings: vec![causes::NOT_CLIPPED.reads(words)],
+        };
+        let pieces = self.inventory.pieces(key, &|_| ());
+        let piece = pieces.into_iter().find(|piece| piece.ranks.contains(&rank))?;
+        let result = Ok(Outcome::Diverged(Box::new(divergence)));
+        Some(self.judged(Stage::Clip, parameter, (key, &piece), result))
+    }
+}
+
+/// What a norm of no gradient is.
+pub(super) fn of_nothing(norm: &Norm) -> Divergence {
+    let words = "no gradient was given to the function that computes it, and there are gradients: an \
+                 iterator that was used up gives none";
+    Divergence {
+        reason: words.into(),
+        factor: norm.value.filter(|value| *value == 0.0),
+        error: 1.0,
+        floor: 0.0,
+        worst: None,
+        reading: None,
+        readings: vec![causes::NORM_MISSES.reads(words)],
+    }
+}
