@@ -43,7 +43,7 @@ def declaration(capture: Capture) -> dict[str, Any]:
         "microbatches": max(capture.microbatches, default=0),
         "loss_scale": as_json(capture.loss_scale),
         "skipped": any(step.skipped for step in steps),
-        "norms": [_norm(entry) for entry in capture.norms],
+        "norms": [_norm(entry) for entry in capture.norms if not is_later(entry)],
         "clip_value": as_json(capture.clip_value),
         "parameters": {
             part.name: _parameter(part, named, reductions.get(part.name, []))
@@ -66,10 +66,14 @@ def _norm(entry: dict[str, Any]) -> dict[str, Any]:
             norm[name] = as_json(entry[name])
     if not (entry["parameters"] or entry["others"]):
         norm["of_nothing"] = True
-    # Of an optimizer that stepped again it is of the next step.
-    if entry["after"] and all(step.count <= 1 for step in entry["after"]):
+    if entry["after"]:
         norm["after_step"] = True
     return norm
+
+
+def is_later(entry: dict[str, Any]) -> bool:
+    """Whether a norm is that of a later step: one that was computed between two steps of an optimizer."""
+    return any(step.count > 1 for step in entry["after"])
 
 
 def _parameter(

@@ -74,7 +74,7 @@ causes! {
         "what each rank divides its loss by: ranks with fewer tokens must not weigh more";
     SCALED = "gradient-scaled",
         "the gradient is multiplied by a number that is no size of the job",
-        "what multiplies this gradient between the backward and here";
+        "what multiplies this gradient between the backward and here; clipping by code of the job's own is declared by `.norm()`";
     SCALE_LEFT = "loss-scale-left-in",
         "the loss scale was not taken out",
         "where the loss scale is taken out: it must happen once, before the norm";

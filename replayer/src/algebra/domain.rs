@@ -196,7 +196,10 @@ impl Inventory<'_> {
                 addends.push(Addend::new(rank, microbatch, key));
             }
         }
+        // A compiled step that reduces the gradient of each microbatch has none before that.
+        let is_reduced = !addends.is_empty() && self.grads_are_reduced(parameter);
         let absent = self.declared_of(rank, parameter).and_then(|own| own.absent.get("grad"));
+        let absent = absent.filter(|_| !is_reduced);
         match (addends.is_empty(), absent) {
             (_, Some(why)) => Err(format!("rank {rank} did not record its gradient: {why}")),
             (true, None) => {

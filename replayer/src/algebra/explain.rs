@@ -140,6 +140,7 @@ impl Judge<'_> {
             domain,
             inventory: self.inventory,
             parameter: &candidates.parameter,
+            key: of.key,
             rank: of.rank,
             is_unique: weights.is_unique,
             microbatches: self.microbatches(of),

@@ -73,10 +73,15 @@ impl Judge<'_> {
             let rule = supposed.rule.stage(&operands, &declared, "update").ok()?;
             let alone = self.operands(tensors, &still, &wholes, &part).ok()?;
             let alone = supposed.rule.stage(&alone, &declared, "update").ok()?;
-            let (before, after) = (widened(&operands, "before")?, widened(&operands, "after")?);
-            for (at, (p, a)) in before.iter().zip(&after).enumerate() {
-                whole.add(rule[at], *p, a - p);
-                apart.add(alone[at], *p, a - p);
+            let before = widened(&operands, "before")?;
+            // Of a parameter that is large beside its change the difference is coarse.
+            let change = widened(&operands, "update").or_else(|| {
+                let after = widened(&operands, "after")?;
+                Some(after.iter().zip(&before).map(|(after, before)| after - before).collect())
+            })?;
+            for (at, (p, change)) in before.iter().zip(&change).enumerate() {
+                whole.add(rule[at], *p, *change);
+                apart.add(alone[at], *p, *change);
             }
         }
         let lr = self.learning_rate(supposed)?;

@@ -52,6 +52,23 @@ op! {
     }
 }
 
+/// The same by two norms, one after the other.
+struct ClippedTwice;
+
+op! {
+    ClippedTwice = "clipped_twice";
+    inputs {
+        gradient: Plane, "the gradient before";
+        first: Rows, "the first coefficient";
+        second: Rows, "the second coefficient";
+    }
+    stages {
+        clipped: Plane Forward Each
+            |_op, gradient, first, second| (gradient.scaled(first) * second.scalar()).step(),
+            "the gradient times both coefficients";
+    }
+}
+
 impl Judge<'_> {
     /// The stages of the gradient of a parameter. A loss scale is meant to grow until a gradient
     /// overflows, and the step is then left out: in such a step what is not finite is right where
@@ -59,6 +76,7 @@ impl Judge<'_> {
     pub(crate) fn gradient(&self, parameter: &str) -> Vec<Judged> {
         let judge = Judge { nan_is_meant: self.inventory.is_left_out(), ..*self };
         let mut judged = judge.accumulated(parameter);
+        judged.extend(judge.lost(parameter));
         judged.extend(judge.accumulated_by_devices(parameter));
         judged.extend(judge.reduced(parameter));
         judged.extend(judge.unscaled(parameter));
@@ -267,6 +285,9 @@ impl Judge<'_> {
                 return Ok(self.outcome(&tally, &piece.place, read));
             }
             ([limit], _) => *limit,
+            ([first, second], None) => {
+                return self.clipped_twice((before, key), piece, [*first, *second]);
+            }
             _ => {
                 return Err(format!(
                     "it is clipped to {} norms, one after the other",
@@ -300,6 +321,31 @@ impl Judge<'_> {
             ])
         };
         let compared = self.compare(&ClippedToNorm, &declared, &piece.place, &operands)?;
+        Ok(self.outcome(&only(compared)?, &piece.place, read))
+    }
+
+    /// A gradient that two norms clip, one after the other.
+    fn clipped_twice(
+        &self,
+        (before, key): (&TensorKey, &TensorKey),
+        piece: &Piece,
+        limits: [Limit; 2],
+    ) -> Result<Outcome, String> {
+        let (inventory, rank) = (self.inventory, piece.ranks[0]);
+        let stored = inventory.precision(key);
+        let declared = arithmetic(stored, None);
+        let used = Some(stored.unwrap_or(declared.compute));
+        let [first, second] = limits.map(|limit| limit.coefficient());
+        let operands = |part: &IndexBox| {
+            Ok(vec![
+                Operand::part("gradient", inventory.elements(before, rank, part)?, None),
+                Operand::row("first", vec![first], used),
+                Operand::row("second", vec![second], used),
+                Operand::part("clipped", inventory.elements(key, rank, part)?, stored),
+            ])
+        };
+        let compared = self.compare(&ClippedTwice, &declared, &piece.place, &operands)?;
+        let read = |factor: Factor| clipping(factor, first * second);
         Ok(self.outcome(&only(compared)?, &piece.place, read))
     }
 

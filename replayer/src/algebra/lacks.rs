@@ -6,6 +6,7 @@ use backtape::part::Part;
 
 use super::declaration::{Declaration, Optimizer};
 use super::inventory::Inventory;
+use super::lost::LOST;
 use super::names::pattern;
 use super::outcome::{Judged, Outcome, Stage};
 use super::summary::StageSummary;
@@ -19,7 +20,16 @@ pub(super) fn lacks(
     let mut lacks: Vec<String> =
         stages.iter().filter_map(|stage| not_judged(stage, judged)).collect();
     lacks.extend(not_stepped(inventory));
+    lacks.extend(lost(inventory));
     lacks
+}
+
+/// Parameters that lost their gradient, where others have theirs.
+fn lost(inventory: &Inventory<'_>) -> Option<String> {
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let is_lost = |name: &&str| inventory.has_gradients() && inventory.lost(name).is_some();
+    let lost: Vec<&str> = all.iter().copied().filter(is_lost).collect();
+    (!lost.is_empty()).then(|| format!("{}: {LOST}", pattern(&lost, &all)))
 }
 
 /// A stage of which nothing was judged. Local gradients alone may lack: a compiled step sums and

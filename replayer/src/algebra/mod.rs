@@ -21,6 +21,7 @@ mod held;
 mod inventory;
 mod judge;
 mod lacks;
+mod lost;
 mod names;
 mod norm;
 mod norm_gap;

@@ -136,7 +136,14 @@ impl Judge<'_> {
     /// Which step of the optimizer this is, from 1, as its state counts.
     pub(super) fn step_of(&self, rank: Rank, parameter: &str) -> Option<f64> {
         let declared = self.inventory.declared_of(rank, parameter)?;
-        declared.scalar_after(counter(declared)?)
+        let of_state = counter(declared).and_then(|name| declared.scalar_after(name));
+        // Some keep it in the group, where it is that of before the step.
+        let of_group = || {
+            let declared = self.inventory.declared.get(&rank)?;
+            let (_, hyper) = declared.optimizer_of(parameter)?;
+            Some(hyper.number("step")? + 1.0)
+        };
+        of_state.or_else(of_group)
     }
 
     pub(super) fn microbatches_of(&self, rank: Rank) -> Option<f64> {
@@ -205,7 +212,10 @@ impl Judge<'_> {
         };
         if counted.is_none() && rule.names().counts_steps {
             let name = rule.names().words;
-            return unchecked(format!("{name} counts its steps, and the count was not recorded"));
+            return unchecked(format!(
+                "{name} counts its steps, and neither its state nor its group has a counter: a number \
+                 named step, or the only whole number of the state"
+            ));
         }
         let gradient = OF_GRADIENT.iter().rev().find_map(|part| inventory.key(parameter, part));
         let Some(gradient) = gradient else {
@@ -224,6 +234,7 @@ impl Judge<'_> {
             is_local: false,
             computed_in: None,
         };
+        let supposed = self.of_its_form(tensors, piece, supposed);
         match self.stages(tensors, piece, &supposed) {
             Ok(mut compared) => {
                 self.in_format_of_state(tensors, piece, &supposed, &mut compared);
@@ -233,6 +244,29 @@ impl Judge<'_> {
             }
             Err(why) => unchecked(why),
         }
+    }
+
+    /// The form of the rule that the job follows, where several are published.
+    fn of_its_form<'s>(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: Supposed<'s>,
+    ) -> Supposed<'s> {
+        let forms = supposed.rule.forms();
+        if forms.is_empty() || self.agrees(tensors, piece, &supposed) {
+            return supposed;
+        }
+        let with = |rule: Rule| Supposed { rule, ..supposed.clone() };
+        let forms: Vec<Supposed<'s>> = forms.into_iter().map(with).collect();
+        let right = forms.iter().find(|form| self.agrees(tensors, piece, form));
+        // Where none is right, it is the form that is wrong in one known way.
+        let is_known = |form: &&Supposed<'_>| {
+            let wrong = |rule| self.agrees(tensors, piece, &Supposed { rule, ..(*form).clone() });
+            form.rule.variations().into_iter().any(|variation| wrong(variation.rule))
+        };
+        let own = std::iter::once(&supposed).chain(&forms);
+        right.or_else(|| own.into_iter().find(is_known)).cloned().unwrap_or(supposed)
     }
 
     /// Compares a state that is kept in few bits once more where it is not what the rule gives in
@@ -469,6 +503,11 @@ pub(super) const RESET: &str = "the state before this step is not in the state a
 fn unknown_rule(optimizer: &Optimizer) -> String {
     let known = Rule::known().join(", ");
     match &optimizer.name {
+        Some(name) if Rule::known().contains(&name.as_str()) => format!(
+            "{name} of {} has settings or a form of its own, which the published rule of that name \
+             has not: what it does is not known",
+            optimizer.module
+        ),
         Some(name) => format!("no rule is known of the optimizer {name}: known are {known}"),
         None => format!("the job has not said which optimizer it is: known are {known}"),
     }

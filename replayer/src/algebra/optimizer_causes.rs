@@ -123,9 +123,10 @@ impl Judge<'_> {
         if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
             let lr = self.learning_rate(supposed)?;
             let words = format!(
-                "the change is {lr_factor:.4} x that of the declared learning rate {lr:e}: it \
-                     is that of {:e}{}",
-                lr * lr_factor,
+                "the change is {} x that of the declared learning rate {}: it is that of {}{}",
+                short(lr_factor),
+                short(lr),
+                short(lr * lr_factor),
                 self.sizes_of(tensors.rank, lr_factor)
             );
             return Some(causes::LR_SCALED.reads(words));
@@ -159,6 +160,22 @@ impl Judge<'_> {
     ) -> Option<Reading> {
         let declared = supposed.hyper.number("weight_decay").unwrap_or(0.0);
         let (factor, decay) = fit.apart.filter(|(factor, _)| !is_near(*factor, 1.0))?;
+        let lr = self.learning_rate(supposed)?;
+        let held = decay * factor;
+        // What decays after the change takes its share of the change too.
+        if is_near(factor, 1.0 - held * lr) {
+            let late =
+                Supposed { lr_factor: factor, weight_decay: Some(decay), ..supposed.clone() };
+            return self.agrees(tensors, piece, &late).then(|| {
+                let is_declared = is_near(held, declared);
+                let other = match is_declared {
+                    true => String::new(),
+                    false => format!(" by {}, and {} is declared", short(held), short(declared)),
+                };
+                let words = format!("the parameter decays{other} after the rest of its change");
+                causes::DECAY_OTHER.reads(words)
+            });
+        }
         // The decay by the declared learning rate, and by the one that fits.
         let decays = [declared / factor, decay].into_iter().map(Some);
         let mut tried = decays.map(|weight_decay| Supposed {

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::shard::TensorKey;
 
 use super::causes::{self, Cause};
 use super::declaration::ReduceOp;
@@ -29,6 +30,8 @@ pub(crate) struct Solved<'a> {
     pub inventory: &'a Inventory<'a>,
     /// Whose gradient it is.
     pub parameter: &'a str,
+    /// Its tensor.
+    pub key: &'a TensorKey,
     /// Whose sum it is.
     pub rank: Rank,
     /// Whether each addend can be told from the others.
@@ -47,6 +50,18 @@ pub(crate) fn named(solved: &Solved<'_>) -> Reading {
         .or_else(|| solved.nothing())
         .or_else(|| solved.unequal_ranks())
         .unwrap_or_else(|| causes::UNKNOWN.reads(format!("it is the sum of {}", solved.terms())))
+}
+
+/// Who computed an addend: a rank, or one of its devices.
+fn unit(addend: &Addend) -> (Rank, Option<u64>) {
+    (addend.rank, addend.index)
+}
+
+fn unit_words(addend: &Addend) -> String {
+    match addend.index {
+        Some(index) => format!("device {index}"),
+        None => format!("rank {}", addend.rank),
+    }
 }
 
 impl Solved<'_> {
@@ -74,7 +89,9 @@ impl Solved<'_> {
     fn not_cleared(&self) -> Option<Reading> {
         let is_right = self.own().iter().all(|(_, ratio)| is_near(*ratio, 1.0));
         (self.has_stale_once() && is_right && self.is_of_domain_alone()).then(|| {
-            causes::NOT_CLEARED.reads("the gradient that was there before the step is still in it")
+            let words = "the gradient that was there before the step is still in it (where one step \
+                         of the optimizer is several tapes, that is meant: make it one)";
+            causes::NOT_CLEARED.reads(words)
         })
     }
 
@@ -242,6 +259,9 @@ impl Solved<'_> {
 
     /// Other ranks than the declared ones.
     fn group(&self) -> Option<Reading> {
+        if self.addends.iter().any(|addend| addend.index.is_some()) {
+            return self.devices();
+        }
         let taken: BTreeSet<Rank> = self
             .ratios()
             .filter(|(_, ratio)| *ratio != 0.0)
@@ -273,14 +293,51 @@ impl Solved<'_> {
         Some(cause.reads(words))
     }
 
-    /// The axes over which it was not reduced, where that gives these ranks.
+    /// Some devices of one process alone.
+    fn devices(&self) -> Option<Reading> {
+        let by = |is_in: bool| -> BTreeSet<Option<u64>> {
+            let those = self.ratios().filter(|(_, ratio)| (*ratio != 0.0) == is_in);
+            those.map(|(addend, _)| addend.index).collect()
+        };
+        let (taken, left) = (by(true), by(false));
+        let mut ratios = self.ratios().map(|(_, ratio)| ratio).filter(|ratio| *ratio != 0.0);
+        let first = ratios.next()?;
+        let is_one = ratios.all(|ratio| is_near(ratio, first));
+        if !is_one || left.is_empty() || !taken.is_disjoint(&left) || self.has_stale() {
+            return None;
+        }
+        let named = |of: &BTreeSet<Option<u64>>| {
+            let named: Vec<String> = of.iter().flatten().map(u64::to_string).collect();
+            format!("{} {}", if named.len() == 1 { "device" } else { "devices" }, named.join(", "))
+        };
+        let words =
+            format!("it holds the gradients of {}, and not of {}", named(&taken), named(&left));
+        // A device that keeps its own gradient does not divide it by the size of the group.
+        let is_own = taken.len() == 1 && is_near(first * self.domain.scale, 1.0);
+        let cause = if is_own { causes::NOT_REDUCED } else { causes::RANK_LEFT_OUT };
+        Some(cause.reads(words))
+    }
+
+    /// The ranks that hold the same sum.
+    fn alike(&self) -> BTreeSet<Rank> {
+        let pieces = self.inventory.pieces(self.key, &|_| ()).into_iter();
+        pieces
+            .filter(|piece| piece.ranks.contains(&self.rank))
+            .flat_map(|piece| piece.ranks)
+            .collect()
+    }
+
+    /// The axes over which it was not reduced, where that gives these ranks to all that hold it.
     fn axes_without(&self, taken: &BTreeSet<Rank>) -> Option<Vec<&str>> {
+        let alike = self.alike();
         let names: Vec<&str> = self.domain.axes.iter().map(|axis| axis.name.as_str()).collect();
         let each = names.iter().map(|name| vec![*name]);
         let mut left_out = each.chain([names.clone()]);
         left_out.find(|axes| {
-            let domain = Domain::without(self.inventory, self.rank, self.parameter, axes);
-            domain.ranks.iter().copied().collect::<BTreeSet<_>>() == *taken
+            alike.iter().all(|rank| {
+                let domain = Domain::without(self.inventory, *rank, self.parameter, axes);
+                domain.ranks.iter().copied().collect::<BTreeSet<_>>() == *taken
+            })
         })
     }
 
@@ -288,7 +345,7 @@ impl Solved<'_> {
     fn unequal_ranks(&self) -> Option<Reading> {
         let own = self.own();
         let alike =
-            |a: &(&Addend, f64), b: &(&Addend, f64)| a.0.rank != b.0.rank || is_near(a.1, b.1);
+            |a: &(&Addend, f64), b: &(&Addend, f64)| unit(a.0) != unit(b.0) || is_near(a.1, b.1);
         let by_rank = own.iter().all(|a| own.iter().all(|b| alike(a, b)));
         let differ = own.iter().any(|a| !is_near(a.1, own[0].1));
         (by_rank && differ && self.is_unique).then(|| {
@@ -320,9 +377,9 @@ impl Solved<'_> {
         let terms = self.ratios().filter(|(_, ratio)| *ratio != 0.0);
         let term = |(addend, ratio): (&Addend, f64)| match addend.microbatch {
             Some(microbatch) => {
-                format!("{ratio:.4} of rank {} microbatch {microbatch}", addend.rank)
+                format!("{ratio:.4} of {} microbatch {microbatch}", unit_words(addend))
             }
-            None => format!("{ratio:.4} of rank {}", addend.rank),
+            None => format!("{ratio:.4} of {}", unit_words(addend)),
         };
         let mut terms: Vec<String> = terms.map(term).collect();
         let more = terms.len().saturating_sub(SHOWN);

@@ -131,7 +131,10 @@ impl StepReport {
             stages,
             norm: NormGap::of(inventory, &judged, &names),
             diverged: groups(&judged, &names),
-            unchecked: unchecked(&judged, &names),
+            unchecked: unchecked(&judged, &names)
+                .into_iter()
+                .chain(later_steps(inventory, &names))
+                .collect(),
             faults: inventory.faults.clone(),
             table,
             judged,
@@ -332,6 +335,22 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
         floor: divergence.floor,
         worst: divergence.worst.as_ref().map(at),
     }
+}
+
+/// Parameters whose optimizer stepped several times within the tape.
+fn later_steps(inventory: &Inventory<'_>, names: &[&str]) -> Option<Unchecked> {
+    let is_of = |name: &&str| {
+        let mut declared = inventory.declared.values().filter_map(|own| own.parameters.get(*name));
+        declared.any(|own| own.absent.contains_key("later_steps"))
+    };
+    let own: Vec<&str> = names.iter().copied().filter(is_of).collect();
+    (!own.is_empty()).then(|| Unchecked {
+        stage: Stage::Update,
+        what: pattern(&own, names),
+        why:
+            "the optimizer stepped several times while the tape was open: the first step is judged"
+                .into(),
+    })
 }
 
 fn unchecked(judged: &[Judged], names: &[&str]) -> Vec<Unchecked> {

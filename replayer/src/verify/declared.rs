@@ -113,7 +113,9 @@ pub(super) fn tensor(dump: &StepDump, key: &TensorKey, info: &TensorInfo) -> Vec
     let absent = absent_ranks(dump, info);
     // What a rank declares of its step is its own.
     let is_of_one = Part::declaring_rank(key.tensor.as_str()).is_some();
-    if !absent.is_empty() && !is_of_one {
+    // Ranks that share the elements of a parameter may hold none of a small one; docs/step.md.
+    let is_part = Part::of_tensor(key.tensor.as_str()).is_some();
+    if !absent.is_empty() && !is_of_one && !is_part {
         let sentence = format!("{key}: {} hold no shard of it", name_ranks(&absent));
         let sentence = match absent.len() {
             1 => sentence.replace(" hold ", " holds "),

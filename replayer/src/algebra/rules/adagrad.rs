@@ -41,6 +41,7 @@ impl Adagrad {
             descent: Descent {
                 maximize: hyper.is_on("maximize"),
                 decoupled: hyper.is_on("adagrad_w_mode"),
+                late: false,
             },
             eps_inside: is_optax(optimizer),
             forgets: false,

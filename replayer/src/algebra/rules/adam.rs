@@ -1,7 +1,9 @@
 //! Adam (Kingma and Ba 2015) and AdamW (Loshchilov and Hutter 2019), with AMSGrad (Reddi, Kale and
 //! Kumar 2018).
 
-use super::formulas::{Descent, class, corrected, correction, divided, moving, root, square};
+use super::formulas::{
+    Descent, class, corrected, correction, divided, is_own_code, moving, root, square,
+};
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
 use super::{
     BETA1, BETA2, EPS, EPS_ROOT, FIRST_MOMENT, LR, Names, Rule, SECOND_MOMENT, State, Variation,
@@ -44,6 +46,11 @@ pub(crate) struct Adam {
     pub corrections: [u32; 2],
     /// Whether ε is added to the second moment, and not to its root.
     pub eps_inside: bool,
+    /// Whether ε is added to the root of the second moment before that is corrected (section 2 of
+    /// the paper).
+    pub eps_hat: bool,
+    /// Whether it is none of the frameworks' own, and may follow another published form.
+    pub is_own_code: bool,
 }
 
 impl Adam {
@@ -56,11 +63,26 @@ impl Adam {
                 decoupled: name.eq_ignore_ascii_case("adamw")
                     || hyper.is_on("decoupled_weight_decay")
                     || hyper.is_on("adam_w_mode"),
+                late: false,
             },
             amsgrad: hyper.is_on("amsgrad"),
             corrections: [1, 1],
             eps_inside: false,
+            eps_hat: false,
+            is_own_code: is_own_code(optimizer),
         })
+    }
+
+    /// Other forms that are published under the same name: the ε of the paper's second form, and a
+    /// decay of the parameter after it moved. Code of a job's own may follow either.
+    pub(super) fn forms(&self) -> Vec<Adam> {
+        if !self.is_own_code {
+            return Vec::new();
+        }
+        let late = Descent { late: self.descent.decoupled, ..self.descent };
+        let all = [(late, false), (self.descent, true), (late, true)];
+        let all = all.map(|(descent, eps_hat)| Adam { descent, eps_hat, ..self.clone() });
+        all.into_iter().filter(|form| form != self).collect()
     }
 
     pub(super) fn variations(&self) -> Vec<Variation> {
@@ -110,9 +132,13 @@ op! {
         update: Plane Forward Each
             |op, before, exp_avg, max_exp_avg_sq, lr, beta1, beta2, eps, eps_root, weight_decay| {
                 let first = corrected(exp_avg, correction(beta1, op.step), op.corrections[0]);
-                let second = correction(beta2, op.step);
-                let second = corrected(max_exp_avg_sq, second, op.corrections[1]) + eps_root;
-                let moved = divided(first, root(second, eps, op.eps_inside));
+                let second = correction(beta2.clone(), op.step);
+                let second = corrected(max_exp_avg_sq.clone(), second, op.corrections[1]) + eps_root;
+                let root = match op.eps_hat {
+                    true => (root(max_exp_avg_sq, eps, false) / correction(beta2, op.step).sqrt().scalar()).step_alike(),
+                    false => root(second, eps, op.eps_inside),
+                };
+                let moved = divided(first, root);
                 op.descent.update(moved, before, weight_decay, lr)
             },
             "what is added to the parameter";

@@ -42,7 +42,11 @@ impl Adamax {
         let name = class(optimizer)?;
         CLASSES.contains(&name).then(|| Adamax {
             step,
-            descent: Descent { maximize: hyper.is_on("maximize"), decoupled: name == "adamaxw" },
+            descent: Descent {
+                maximize: hyper.is_on("maximize"),
+                decoupled: name == "adamaxw",
+                late: false,
+            },
             corrections: 1,
             eps_divides: false,
         })

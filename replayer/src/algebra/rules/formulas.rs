@@ -17,6 +17,13 @@ pub(crate) fn is_optax(optimizer: &Optimizer) -> bool {
     class(optimizer).is_some_and(|name| name.starts_with(|first: char| first.is_lowercase()))
 }
 
+/// Whether an optimizer is code of the job, and none of a framework's.
+pub(crate) fn is_own_code(optimizer: &Optimizer) -> bool {
+    let frameworks = ["torch.", "apex.", "deepspeed.", "transformer_engine.", "optax"];
+    let is_of = |module: &str| frameworks.iter().any(|own| module.starts_with(own));
+    !optimizer.module.is_empty() && !is_of(&optimizer.module) && !is_optax(optimizer)
+}
+
 /// How weight decay and the sign of the gradient enter a rule.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Descent {
@@ -24,6 +31,8 @@ pub(crate) struct Descent {
     pub maximize: bool,
     /// Whether the parameter decays by itself, and not through the gradient.
     pub decoupled: bool,
+    /// Whether it is the parameter after the rest of the change that decays by itself.
+    pub late: bool,
 }
 
 impl Descent {
@@ -41,6 +50,7 @@ impl Descent {
     /// What is added to a parameter from which `moved` is subtracted.
     pub(crate) fn subtracted<N: Number>(&self, moved: N, before: N, weight_decay: N, lr: N) -> N {
         let still = moved.times(-1.0);
+        let before = if self.late { (before + still.clone()).step() } else { before };
         match self.decoupled {
             true => still - ((before * weight_decay.scalar()).step() * lr).step(),
             false => still,

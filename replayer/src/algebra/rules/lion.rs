@@ -51,7 +51,7 @@ impl Lion {
         // optax has other modes, which are smooth in place of the sign.
         let is_hard = hyper.0.get("mode").is_none_or(|mode| mode == "hard");
         (CLASSES.contains(&class(optimizer)?) && is_hard).then(|| Lion {
-            descent: Descent { maximize: hyper.is_on("maximize"), decoupled: true },
+            descent: Descent { maximize: hyper.is_on("maximize"), decoupled: true, late: false },
             direction: Direction::Published,
         })
     }

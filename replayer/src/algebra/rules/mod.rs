@@ -117,6 +117,14 @@ impl Rule {
         states.chain([("before", "after")]).collect()
     }
 
+    /// Other forms of the rule that are right too.
+    pub(crate) fn forms(&self) -> Vec<Rule> {
+        match self {
+            Rule::Adam(rule) => rule.forms().into_iter().map(Rule::Adam).collect(),
+            _ => Vec::new(),
+        }
+    }
+
     /// Whether it takes a norm or a matrix of the whole parameter.
     pub(crate) fn takes_wholes(&self) -> bool {
         !self.names().wholes.is_empty()

@@ -165,7 +165,7 @@ impl Muon {
     }
 
     fn descent() -> Descent {
-        Descent { maximize: false, decoupled: true }
+        Descent { maximize: false, decoupled: true, late: false }
     }
 }
 

@@ -60,6 +60,7 @@ impl Nadam {
             descent: Descent {
                 maximize: hyper.is_on("maximize"),
                 decoupled: name == "nadamw" || hyper.is_on("decoupled_weight_decay"),
+                late: false,
             },
             momentum_decay: (!is_optax(optimizer)).then_some(decay),
             factors: [1.0; 3],

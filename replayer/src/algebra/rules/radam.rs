@@ -64,6 +64,7 @@ impl Radam {
             descent: Descent {
                 maximize: hyper.is_on("maximize"),
                 decoupled: hyper.is_on("decoupled_weight_decay"),
+                late: false,
             },
             beta2,
             threshold: hyper.number("threshold").unwrap_or(5.0),

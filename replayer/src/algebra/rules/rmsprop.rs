@@ -69,7 +69,7 @@ impl Rmsprop {
         };
         CLASSES.contains(&class(optimizer)?).then(|| Rmsprop {
             step,
-            descent: Descent { maximize: hyper.is_on("maximize"), decoupled: false },
+            descent: Descent { maximize: hyper.is_on("maximize"), decoupled: false, late: false },
             centered: hyper.is_on("centered"),
             has_momentum: hyper.number("momentum").is_some_and(|momentum| momentum != 0.0),
             nesterov: hyper.is_on("nesterov"),

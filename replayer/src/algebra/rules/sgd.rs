@@ -49,7 +49,7 @@ impl Sgd {
             is_first: step <= 1.0,
             has_momentum: momentum.is_some_and(|momentum| momentum != 0.0),
             nesterov: hyper.is_on("nesterov"),
-            descent: Descent { maximize: hyper.is_on("maximize"), decoupled: false },
+            descent: Descent { maximize: hyper.is_on("maximize"), decoupled: false, late: false },
         })
     }
 
