@@ -216,7 +216,7 @@ pub(crate) enum ReduceOp {
 }
 
 /// An optimizer of the job.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 pub(crate) struct Optimizer {
     /// Its class; `None` where the job has not said it.
     #[serde(default)]

@@ -13,6 +13,9 @@ use super::optimizer::{RESET, Supposed, Tensors};
 use super::outcome::Reading;
 use crate::number::short;
 
+/// A factor of a change that is nothing but rounding, where the change of which it is one agrees.
+const NOTHING: f64 = 1e-4;
+
 impl Judge<'_> {
     /// The captured change over that of the rule, where it is one number: that of a parameter is
     /// none of its change.
@@ -192,6 +195,10 @@ impl Judge<'_> {
                 format!("the weight decay is that of {held}, and {} is declared", short(declared))
             }
         };
+        if factor.abs() < NOTHING {
+            let words = format!("nothing of its change but the weight decay reached it; {beside}");
+            return Some(causes::NO_OP.reads(words));
+        }
         if is_near(factor, -1.0) {
             return Some(causes::ASCENDS.reads(format!("the update has the wrong sign; {beside}")));
         }

@@ -13,9 +13,6 @@ use super::gradient::is_near;
 use super::inventory::Inventory;
 use super::outcome::Reading;
 
-/// How the words of a sum begin that is right but for a factor.
-pub(super) const OF_FACTOR: &str = "captured = ";
-
 /// A sum, solved.
 pub(crate) struct Solved<'a> {
     /// Every gradient that may be part of it.
@@ -119,7 +116,7 @@ impl Solved<'_> {
             true => String::new(),
             false => format!(", which is {}", explanations.join(", or ")),
         };
-        Some(cause.reads(format!("{OF_FACTOR}{factor:.7} x reference on every element{equals}")))
+        Some(cause.reads(format!("captured = {factor:.7} x reference on every element{equals}")))
     }
 
     /// The products of sizes that a factor equals.

@@ -12,7 +12,6 @@ use super::lacks::lacks;
 use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
-use super::sum_causes::OF_FACTOR;
 use super::table::{Row, table};
 use crate::dump::sampled::Sample;
 
@@ -211,6 +210,12 @@ fn settle(judged: &mut [Judged]) {
         // parameters errs by more than that, it is something else.
         if unexplained.contains(&stage) {
             divergence.readings.retain(|own| own.cause != causes::LOW_PRECISION.name);
+            // So is a factor that was fitted, where another parameter is no multiple of the rule.
+            for own in &mut divergence.readings {
+                if own.cause == causes::LR_SCALED.name {
+                    *own = causes::UNKNOWN.reads(own.words.clone());
+                }
+            }
         }
         let count = |reading: &Reading| counts[&(stage, reading.cause)].len();
         // The first of equally frequent ones is the simplest.
@@ -270,10 +275,14 @@ fn groups(judged: &[Judged], names: &[&str]) -> Vec<Group> {
         .collect()
 }
 
+/// Relative distance of factors of several parameters that are told as one: what is printed of them
+/// has four digits.
+const SAME: f64 = 1e-3;
+
 /// A group in the making.
 type Alike<'a> = (Stage, Option<Reading>, Vec<&'a Judged>);
 
-/// Groups whose words differ by the rounding of their factor alone are one.
+/// Groups that differ by the rounding of a factor alone are one.
 fn joined<'a>(
     groups: BTreeMap<(Stage, Option<Reading>, String), Vec<&'a Judged>>,
 ) -> Vec<Alike<'a>> {
@@ -281,11 +290,15 @@ fn joined<'a>(
     let mut joined: Vec<Alike<'a>> = Vec::new();
     for ((stage, reading, _), own) in groups {
         let is_same = |other: &&mut Alike<'a>| {
-            let cause = |of: &Option<Reading>| of.as_ref().map(|own| own.cause);
-            let factors = (factor(&other.2), factor(&own));
-            let is_near = matches!(factors, (Some(a), Some(b)) if is_one_factor(a, b));
-            let is_factor = reading.as_ref().is_none_or(|own| own.words.starts_with(OF_FACTOR));
-            other.0 == stage && cause(&other.1) == cause(&reading) && is_near && is_factor
+            let is_same = match (&other.1, &reading) {
+                (None, None) => {
+                    let factors = (factor(&other.2), factor(&own));
+                    matches!(factors, (Some(a), Some(b)) if is_one_factor(a, b))
+                }
+                (Some(a), Some(b)) => a.cause == b.cause && are_one(&a.words, &b.words),
+                _ => false,
+            };
+            other.0 == stage && is_same
         };
         match joined.iter_mut().find(is_same) {
             Some(other) => other.2.extend(own),
@@ -295,9 +308,18 @@ fn joined<'a>(
     joined
 }
 
+/// Whether words are the same but for the rounding of the numbers in them.
+fn are_one(a: &str, b: &str) -> bool {
+    let number = |word: &str| word.trim_end_matches([',', ';', ':', '.']).parse::<f64>().ok();
+    let is_one = |(a, b): (&str, &str)| {
+        a == b || matches!((number(a), number(b)), (Some(a), Some(b)) if is_one_factor(a, b))
+    };
+    a.split(' ').count() == b.split(' ').count() && a.split(' ').zip(b.split(' ')).all(is_one)
+}
+
 /// Whether two factors are the same but for rounding.
 fn is_one_factor(a: f64, b: f64) -> bool {
-    (a - b).abs() <= 1e-4 * b.abs()
+    (a - b).abs() <= SAME * b.abs()
 }
 
 /// The factor that all have in common.

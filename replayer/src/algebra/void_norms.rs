@@ -47,8 +47,8 @@ impl Judge<'_> {
 
 /// What a norm of no gradient is.
 pub(super) fn of_nothing(norm: &Norm) -> Divergence {
-    let words = "no gradient was given to the function that computes it, and there are gradients: an \
-                 iterator that was used up gives none";
+    let words = "no parameter with a gradient was given to the function that computes it: an \
+                 iterator that was used up gives none, and parameters that the model had before are none";
     Divergence {
         reason: words.into(),
         factor: norm.value.filter(|value| *value == 0.0),

@@ -303,6 +303,7 @@ mod tests {
                 what: names[0].clone(),
                 why: HOSTILE.into(),
             }],
+            lacks: Vec::new(),
             faults: vec![HOSTILE.into()],
             table,
             judged: Vec::new(),

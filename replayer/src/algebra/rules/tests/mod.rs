@@ -56,7 +56,7 @@ fn declared(job: &Job) -> (Optimizer, Hyper) {
     let (name, module) = (Some(job.class.to_string()), String::new());
     let hyper = Hyper(hyper);
     let groups = vec![hyper.clone()];
-    (Optimizer { name, module, skipped: false, groups, foreign: Vec::new() }, hyper)
+    (Optimizer { name, module, groups, ..Optimizer::default() }, hyper)
 }
 
 /// What a rule takes of a step.
@@ -324,7 +324,7 @@ fn unknown_modes_of_known_optimizers_are_unknown() {
         let hyper: Hyper = serde_json::from_value(hyper).unwrap();
         let (name, module) = (Some(name.to_string()), String::new());
         let groups = vec![hyper.clone()];
-        let optimizer = Optimizer { name, module, skipped: false, groups, foreign: Vec::new() };
+        let optimizer = Optimizer { name, module, groups, ..Optimizer::default() };
         Rule::of(&optimizer, &hyper, 2.0)
     };
     // Other variants of these take other norms: of all gradients, or of a clamped parameter.
