@@ -19,6 +19,10 @@ from backtape.step_torch.parts import Part, local
 from backtape.torch_parameters import in_backward
 
 TWICE = "its gradient came in several pieces in one backward pass: only the first is recorded"
+EARLY = (
+    "a norm was taken, or the gradient was clipped, before this backward pass: what was recorded as the "
+    "reduced gradient is not all of it"
+)
 UNSEEN = "its gradient came without a backward pass that reaches its hook"
 
 
@@ -94,6 +98,8 @@ def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tenso
             index = passes.microbatch(part.model)
             if index is None:
                 return
+            if "reduced" in part.taken:
+                part.leave_out("reduced", EARLY)
             if index not in part.passes and was_spent(capture, part):
                 part.passes.clear()
                 part.first_pass = index

@@ -52,6 +52,7 @@ class Capture:
         self.norms: list[dict[str, Any]] = []
         self.clip_value: float | None = None
         self.loss_scale: float | None = None
+        self.divisor = 1.0  # of the sum over microbatches
         self.steps: list[Any] = []  # of optimizers.Step, by optimizer
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
         self.unknown: list[str] = []  # why an optimizer's step cannot be recorded

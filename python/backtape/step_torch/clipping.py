@@ -42,6 +42,10 @@ def start(capture: Capture) -> None:
     if fsdp is not None and any(part.flat for part in capture.parts):
         kind = fsdp.FullyShardedDataParallel
         capture.patches.attribute(kind, "clip_grad_norm_", _by_fsdp1(capture))
+    stage = frameworks.imported("torch.distributed.pipelining.stage")
+    for kind in vars(stage).values() if stage is not None else ():
+        if isinstance(kind, type) and "scale_grads" in vars(kind):
+            capture.patches.attribute(kind, "scale_grads", _averaged(capture))
     tensor = frameworks.imported("torch.distributed.tensor")
     if tensor is not None:
         capture.patches.attribute(tensor.DTensor, "full_tensor", _gathered(capture))
@@ -133,6 +137,15 @@ def _by_value(capture: Capture) -> Any:
     return observe
 
 
+def _averaged(capture: Capture) -> Any:
+    def observe(_: Any, factor: Any, *__: Any, **___: Any) -> Generator[None, Any, None]:
+        # torch's pipelines divide what is summed over microbatches by their number.
+        capture.divisor = float(factor)
+        yield
+
+    return observe
+
+
 def _gathered(capture: Capture) -> Any:
     def observe(tensor: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
         result = yield
@@ -204,10 +217,13 @@ def stage_of(parts: list[Part]) -> str:
 
 
 def _same_norm(capture: Capture, value: Any, parts: list[Part]) -> dict[str, Any] | None:
-    """The norm that was computed just before, if the job clips by it."""
-    last = _last_norm(capture, parts)
-    same = last is not None and last["max_norm"] is None and last["source"] is value
-    return last if same else None
+    """The norm that the job clips by, if it is one that was computed before: of these parameters, or of
+    more, which the job clips in several calls."""
+    names = {part.name for part in parts}
+    for entry in reversed(capture.norms):
+        if entry["source"] is value and names <= set(entry["parameters"]):
+            return entry
+    return None
 
 
 def _last_kind(capture: Capture, parts: list[Part]) -> float | None:

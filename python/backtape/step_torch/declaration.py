@@ -42,6 +42,7 @@ def declaration(capture: Capture) -> dict[str, Any]:
         "framework": f"torch {torch.__version__}",
         "microbatches": max(capture.microbatches, default=0),
         "loss_scale": as_json(capture.loss_scale),
+        **({"accumulation": "mean"} if capture.divisor != 1.0 else {}),
         "skipped": any(step.skipped for step in steps),
         "norms": [_norm(entry) for entry in capture.norms if not is_later(entry)],
         "clip_value": as_json(capture.clip_value),

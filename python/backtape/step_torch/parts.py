@@ -91,7 +91,14 @@ def parts_of(models: list[torch.nn.Module]) -> list[Part]:
                 part.name = f"model{index}.{part.name}"
                 if part.same_as is not None:
                     part.same_as = f"model{index}.{part.same_as}"
-    return [part for parts in listed for part in parts]
+    parts = [part for parts in listed for part in parts]
+    first: dict[int, str] = {}
+    for part in parts:
+        if part.same_as is None and part.sharded is None and part.flat is None:
+            name = first.setdefault(id(part.holder()), part.name)
+            # A module that two models share.
+            part.same_as = None if name == part.name else name
+    return parts
 
 
 def of_model(index: int, model: torch.nn.Module) -> Iterator[Part]:

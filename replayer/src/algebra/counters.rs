@@ -14,6 +14,9 @@ use super::rules::Rule;
 /// Counters of steps in the state of optimizers, as frameworks call them.
 const COUNTERS: [&str; 2] = ["step", "count"];
 
+/// Tensors of the state that are zero before the first step; a few others begin with a number.
+const MOMENTS: [&str; 5] = ["exp_avg", "mu", "m", "momentum_buffer", "trace"];
+
 /// The counter of steps in a parameter's state: by its name, or the only whole number in it.
 pub(super) fn counter(declared: &ParameterDeclaration) -> Option<&str> {
     if let Some(known) = COUNTERS.into_iter().find(|name| declared.scalars.contains_key(*name)) {
@@ -51,9 +54,9 @@ impl Judge<'_> {
             });
             let Some(count) = count else { continue };
             let wrong = count.not_one_more(self.microbatches_of(rank));
-            let Some(divergence) = wrong.or_else(|| count.without_moments(inventory)) else {
-                continue;
-            };
+            let wrong = wrong.or_else(|| count.without_moments(inventory));
+            let wrong = wrong.or_else(|| count.of_moments(inventory, parameter));
+            let Some(divergence) = wrong else { continue };
             let result = Ok(Outcome::Diverged(Box::new(divergence)));
             judged.push(self.judged(Stage::State, parameter, (after, &piece), result));
         }
@@ -111,11 +114,35 @@ impl Count<'_> {
     }
 }
 
+impl Count<'_> {
+    /// A count that begins anew beside moments of steps before.
+    fn of_moments(&self, inventory: &Inventory<'_>, parameter: &str) -> Option<Divergence> {
+        let Count { name, before, .. } = self;
+        if *before != 0.0 || !inventory.has_moments(parameter) {
+            return None;
+        }
+        let words =
+            format!("{name} was 0 before the step, and the moments were not zero: it was lost");
+        Some(diverged(words.clone(), 1.0, vec![causes::STEP_COUNTER.reads(words)]))
+    }
+}
+
 fn diverged(reason: String, error: f64, readings: Vec<Reading>) -> Divergence {
     Divergence { reason, factor: None, error, floor: 0.0, worst: None, reading: None, readings }
 }
 
 impl Inventory<'_> {
+    /// Whether some moment of a parameter was not zero before the step.
+    fn has_moments(&self, parameter: &str) -> bool {
+        let tensors = &self.parameters[parameter].tensors;
+        let moments = tensors.iter().filter(|((part, _), _)| {
+            matches!(part, Part::StateBefore(state) if MOMENTS.contains(&state.as_str()))
+        });
+        let mut shards = moments.flat_map(|(_, key)| &self.dump.tensors()[key].shards);
+        let is_some = |bytes: &[u8]| bytes.iter().any(|byte| *byte != 0);
+        shards.any(|shard| self.dump.intact_bytes(shard).is_some_and(is_some))
+    }
+
     /// Whether steps are counted before this one although every moment of every parameter is zero.
     /// One parameter's may be zero, as those of a layer that was not used yet.
     fn has_counted_nothing(&self) -> bool {

@@ -269,6 +269,46 @@ impl Hyper {
         number_of(self.0.get(list)?.get(index.parse::<usize>().ok()?)?)
     }
 
+    /// The name of a number that another group has otherwise.
+    pub(crate) fn difference(&self, other: &Hyper) -> Option<&str> {
+        let is_other = |name: &&String| {
+            let (own, other) = (self.number(name), other.number(name));
+            own.is_some() && other.is_some() && own != other
+        };
+        self.0.keys().find(is_other).map(String::as_str)
+    }
+
+    /// A switch that is on and that no rule knows.
+    pub(crate) fn other_switch(&self) -> Option<&str> {
+        const KNOWN: [&str; 21] = [
+            "adam_w_mode",
+            "amsgrad",
+            "bias_correction",
+            "capturable",
+            "centered",
+            "debias",
+            "decoupled_weight_decay",
+            "differentiable",
+            "foreach",
+            "fused",
+            "initialised",
+            "is_paged",
+            "maximize",
+            "multiply_by_parameter_scale",
+            "nesterov",
+            "normuon",
+            "scale_parameter",
+            "trainable",
+            "use_muon",
+            "weight_decay_mask",
+            "momentum",
+        ];
+        let is_other = |(name, value): &(&String, &Value)| {
+            **value == Value::Bool(true) && !KNOWN.contains(&name.as_str())
+        };
+        self.0.iter().find(is_other).map(|(name, _)| name.as_str())
+    }
+
     /// Whether a switch is on; a number is on where it is not 0.
     pub(crate) fn is_on(&self, name: &str) -> bool {
         match self.0.get(name) {

@@ -35,6 +35,16 @@ impl Judge<'_> {
         let Some(mut divergence) = self.divergence(&tally, of.place, &bound) else {
             return Ok((Outcome::agreed(&tally, &bound), energies));
         };
+        if tally.nonfinite > 0 && !self.nan_is_meant {
+            // What is not finite because an addend is not is no fault of the sum.
+            let meant = Judge { nan_is_meant: true, ..*self };
+            if meant.sum(of)?.excess(&meant.bound(of.place)).is_none() {
+                return Err(
+                    "gradients that it is the sum of are not finite: see how they were computed"
+                        .into(),
+                );
+            }
+        }
         if tally.nonfinite == 0 {
             divergence.readings = self.read_sum(of, (parameter, domain), &divergence)?;
         }

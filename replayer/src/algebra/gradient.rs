@@ -138,6 +138,18 @@ impl Judge<'_> {
     /// The gradient after communication.
     fn reduced(&self, parameter: &str) -> Vec<Judged> {
         let inventory = self.inventory;
+        if let Some(why) = inventory.withdrawn.get(parameter) {
+            let grads = inventory.parameters[parameter].tensors.iter();
+            let grad =
+                grads.filter(|((part, _), _)| *part == Part::Grad).map(|(_, key)| key).next();
+            let pieces = grad.map(|key| (key, inventory.pieces(key, &|_| ())));
+            let (key, pieces) = pieces.unzip();
+            let piece = pieces.and_then(|pieces| pieces.into_iter().next());
+            let told = |(key, piece)| {
+                self.judged(Stage::Reduce, parameter, (key, &piece), Err(why.clone()))
+            };
+            return key.zip(piece).map(told).into_iter().collect();
+        }
         let Some(key) = inventory.key(parameter, &Part::Reduced) else { return Vec::new() };
         let mut domains: BTreeMap<Rank, Domain> = BTreeMap::new();
         for rank in inventory.holders(key) {

@@ -30,6 +30,8 @@ pub(crate) struct Inventory<'a> {
     pub samples: Samples,
     /// Declarations that cannot be used, in sentences.
     pub faults: Vec<String>,
+    /// Parameters whose reduced gradient was recorded too early, and why.
+    pub withdrawn: BTreeMap<String, String>,
     /// What `has_counted_nothing` has found.
     pub counted_nothing: OnceLock<bool>,
 }
@@ -62,6 +64,7 @@ impl<'a> Inventory<'a> {
             declared: BTreeMap::new(),
             parameters: BTreeMap::new(),
             faults: samples.faults.clone(),
+            withdrawn: BTreeMap::new(),
             counted_nothing: OnceLock::new(),
             samples,
         };
@@ -73,6 +76,7 @@ impl<'a> Inventory<'a> {
                 parameter.tensors.insert((part, key.microbatch), key.clone());
             }
         }
+        inventory.withdraw();
         let is_there = !inventory.parameters.is_empty() || !inventory.declared.is_empty();
         is_there.then_some(inventory)
     }
@@ -99,6 +103,25 @@ impl<'a> Inventory<'a> {
                 "what rank {rank} declares of its step is not used: {why}; its parameters are \
                  judged by what other ranks declare"
             )),
+        }
+    }
+
+    /// Takes away what a rank says itself that it is not: a reduced gradient that was recorded before
+    /// the last microbatch.
+    fn withdraw(&mut self) {
+        let Inventory { dump, parameters, declared, withdrawn, .. } = self;
+        for (name, parameter) in parameters {
+            let Some(key) = parameter.tensors.get(&(Part::Reduced, None)) else { continue };
+            // A rank that holds nothing of it says so too, and has recorded none.
+            let shards = dump.tensors()[key].shards.iter();
+            let ranks: BTreeSet<Rank> = shards.map(|shard| dump.record(shard).rank).collect();
+            let of = |rank: &Rank| {
+                Some(declared.get(rank)?.parameters.get(name)?.absent.get("reduced")?)
+            };
+            if let Some(why) = ranks.iter().find_map(of) {
+                withdrawn.insert(name.clone(), why.clone());
+                parameter.tensors.remove(&(Part::Reduced, None));
+            }
         }
     }
 

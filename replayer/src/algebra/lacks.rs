@@ -1,10 +1,11 @@
 //! What keeps a step from being agreed although nothing of it diverges.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
+use backtape::identity::Rank;
 use backtape::part::Part;
 
-use super::declaration::{Declaration, Optimizer};
+use super::declaration::{Declaration, Hyper, Optimizer};
 use super::inventory::Inventory;
 use super::lost::LOST;
 use super::names::pattern;
@@ -21,7 +22,26 @@ pub(super) fn lacks(
         stages.iter().filter_map(|stage| not_judged(stage, judged)).collect();
     lacks.extend(not_stepped(inventory));
     lacks.extend(lost(inventory));
+    lacks.extend(other_settings(inventory));
     lacks
+}
+
+/// A parameter for which ranks declare other settings of its optimizer.
+fn other_settings(inventory: &Inventory<'_>) -> Option<String> {
+    let mut told: BTreeMap<&str, (Rank, &Hyper)> = BTreeMap::new();
+    for (rank, declared) in &inventory.declared {
+        for name in declared.parameters.keys() {
+            let Some((_, hyper)) = declared.optimizer_of(name) else { continue };
+            let (first, other) = told.entry(name).or_insert((*rank, hyper));
+            if let Some(setting) = hyper.difference(other) {
+                return Some(format!(
+                    "ranks {first} and {rank} declare another {setting} for {name}: each steps its copy \
+                     by its own"
+                ));
+            }
+        }
+    }
+    None
 }
 
 /// Parameters that lost their gradient, where others have theirs.

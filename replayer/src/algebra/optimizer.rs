@@ -10,7 +10,7 @@ use backtape::shard::TensorKey;
 
 use super::causes;
 use super::counters::counter;
-use super::declaration::{Hyper, Optimizer};
+use super::declaration::{Hyper, Optimizer, ParameterDeclaration};
 use super::elements::Elements;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic, is_refuted};
@@ -128,9 +128,15 @@ impl Judge<'_> {
             && inventory
                 .declared_of(rank, parameter)
                 .is_some_and(|declared| declared.absent.contains_key("clipped"));
-        let declared = inventory.declared.get(&rank).filter(|_| is_lacking);
-        let limit = declared.and_then(|declared| declared.limit_of(parameter));
-        limit.map_or(1.0, |limit| limit.coefficient().min(1.0))
+        let declared = inventory.declared.get(&rank);
+        let limit = declared.filter(|_| is_lacking).and_then(|own| own.limit_of(parameter));
+        // A fused optimizer takes the loss scale out itself.
+        let is_scaled = inventory.key(parameter, &Part::Unscaled).is_none()
+            && inventory
+                .declared_of(rank, parameter)
+                .is_some_and(|declared| declared.absent.contains_key("unscaled"));
+        let scale = declared.filter(|_| is_scaled).and_then(|own| own.loss_scale);
+        limit.map_or(1.0, |limit| limit.coefficient().min(1.0)) / scale.unwrap_or(1.0)
     }
 
     /// Which step of the optimizer this is, from 1, as its state counts.
@@ -195,6 +201,16 @@ impl Judge<'_> {
                  accumulated over several steps)"
             )));
         }
+        // Of copies that share the optimizer's work, one rank's has the state and is judged.
+        let is_kept = |declared: &ParameterDeclaration| declared.absent.contains_key("state");
+        if inventory.declared_of(rank, parameter).is_some_and(is_kept)
+            && inventory.parameters[parameter]
+                .tensors
+                .keys()
+                .any(|key| matches!(key.0, Part::StateAfter(_)))
+        {
+            return Vec::new();
+        }
         let has_gradient = OF_GRADIENT.iter().any(|part| inventory.key(parameter, part).is_some());
         if !has_gradient && self.is_changed(rank, parameter) == Some(false) {
             return without(Outcome::not_done("it had no gradient, and did not change".into()));
@@ -204,6 +220,9 @@ impl Judge<'_> {
         let Some(rule) = Rule::of(optimizer, hyper, step) else {
             return unchecked(unknown_rule(optimizer));
         };
+        if let Some(why) = self.not_of_rule(rank, parameter, hyper) {
+            return unchecked(why);
+        }
         let shape = &inventory.dump.tensors()[tensors.after].shape;
         let stored = inventory.precision(tensors.after);
         let rule = match rule.of_parameter(shape, stored, self.is_factored(parameter)) {
@@ -244,6 +263,29 @@ impl Judge<'_> {
             }
             Err(why) => unchecked(why),
         }
+    }
+
+    /// Why the step of a parameter is not that of its rule alone.
+    fn not_of_rule(&self, rank: Rank, parameter: &str, hyper: &Hyper) -> Option<String> {
+        if let Some(switch) = hyper.other_switch() {
+            return Some(format!(
+                "the optimizer's switch {switch} is on, and no rule here knows it"
+            ));
+        }
+        let inventory = self.inventory;
+        let accumulated = Part::StateBefore("acc_grads".into());
+        let is_clipped = inventory.key(parameter, &Part::Clipped).is_some();
+        if !is_clipped && inventory.key(parameter, &accumulated).is_some() {
+            return Some(
+                "MultiSteps averages gradients of several calls: give what it takes as clipped="
+                    .into(),
+            );
+        }
+        let declared = inventory.declared.get(&rank)?;
+        let is_lacking = declared.parameters.get(parameter)?.absent.contains_key("clipped");
+        (declared.clip_value.is_some() && is_lacking && !is_clipped).then(|| {
+            "the gradient is clipped by value, and the clipped one was not recorded: give clipped=".into()
+        })
     }
 
     /// The form of the rule that the job follows, where several are published.
