@@ -31,6 +31,7 @@ mod summary;
 mod sums;
 mod swaps;
 mod table;
+mod unchecked;
 mod wholes;
 
 use backtape::part::Part;

@@ -11,6 +11,7 @@ use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
 use super::table::{Row, table};
+use super::unchecked::unchecked;
 use crate::dump::sampled::Sample;
 
 /// Everything that was found of a step.
@@ -279,18 +280,4 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
         floor: divergence.floor,
         worst: divergence.worst.as_ref().map(at),
     }
-}
-
-fn unchecked(judged: &[Judged], names: &[&str]) -> Vec<Unchecked> {
-    let mut reasons: BTreeMap<(Stage, &str), BTreeSet<&str>> = BTreeMap::new();
-    for one in judged {
-        let Outcome::Unchecked { why } = &one.result else { continue };
-        let name = if one.parameter.is_empty() { &one.tensor } else { &one.parameter };
-        reasons.entry((one.stage, why)).or_default().insert(name);
-    }
-    let told = |((stage, why), own): ((Stage, &str), BTreeSet<&str>)| {
-        let own: Vec<&str> = own.into_iter().collect();
-        Unchecked { stage, what: pattern(&own, names), why: why.to_string() }
-    };
-    reasons.into_iter().map(told).collect()
 }

@@ -252,6 +252,7 @@ pub(super) mod tests {
             captured: 3.0,
             right: f64::NAN,
             estimated: false,
+            apart: 1e-6,
             shares: vec![(names[0].clone(), 1.2), ("others".into(), -0.2)],
         };
         StepReport {
