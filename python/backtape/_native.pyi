@@ -131,6 +131,7 @@ def replay(
     step: int | None = None,
     compare: list[str] | None = None,
     against: str | None = None,
+    mapping: str | None = None,
     report: str | None = None,
     draws: bool = False,
     device: str | None = None,

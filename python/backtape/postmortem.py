@@ -3,7 +3,8 @@ judged."""
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from backtape import _native
 from backtape.report import Report, shows_itself
@@ -32,6 +33,7 @@ def replay(
     step: int | None = None,
     compare: list[str] | None = None,
     against: Place | None = None,
+    map: Place | Mapping[str, str] | Sequence[str] | None = None,
     run: str | None = None,
     attempt: int | None = None,
     variants: Mapping[str, Function] | None = None,
@@ -45,6 +47,9 @@ def replay(
     compare: roles to compare, with every stage that leads to them, and "step" for what became of
         the gradients after the backward; all by default.
     against: another run of the same step.
+    map: which parameters of the two runs are the same where their names differ (docs/step.md): a file of
+        lines `THIS RUN = OTHER RUN`, a list of such lines, or a dict {this run: other run}, as
+        {"model.*": "*", "qkv.weight": "cat(q.weight, k.weight, v.weight; dim 0)"}.
     variants: functions of your own for stages of the head, by name (see backtape.variants): each is
         compared with the reference (is it right?) and with what was captured (is it what the job
         did?), and takes part in the search for the cause. Not together with against.
@@ -57,8 +62,11 @@ def replay(
         what was not tried.
 
     Raises RuntimeError with one sentence where no verdict can be given at all, ValueError for
-    compare=, device= or causes= that cannot be read, or variants= together with against=.
+    compare=, map=, device= or causes= that cannot be read, variants= together with against=, or map=
+    without against=.
     """
+    if map is not None and against is None:
+        raise ValueError("map= says which parameters of two runs are the same: give the other run by against=")
     where = os.fspath(path)
     other = None if against is None else os.fspath(against)
     page = None if report is None else os.fspath(report)
@@ -69,11 +77,27 @@ def replay(
         given = call((where, run, attempt), step, variants)
         found = _native.replay_varied(where, given, run, attempt, step, compare, page, draws, device, causes)
     else:
-        found = _native.replay(where, run, attempt, step, compare, other, page, draws, device, causes)
+        found = _native.replay(where, run, attempt, step, compare, other, _lines(map), page, draws, device, causes)
     made = Report(found)
     if why := (made.json.get("device") or {}).get("fallback"):
         warnings.warn(f"{why}; the CPU computed the reference in its place", RuntimeWarning, stacklevel=2)
     return made
+
+
+def _lines(of: Place | Mapping[str, str] | Sequence[str] | None) -> str | None:
+    """The text of a mapping."""
+    if of is None:
+        return None
+    if isinstance(of, (str, os.PathLike)):
+        try:
+            return Path(of).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"map={os.fspath(of)!r} cannot be read: name a text file ({error})") from error
+    lines = [f"{ours} = {theirs}" for ours, theirs in of.items()] if isinstance(of, Mapping) else list(of)
+    # Errors name the number of a line, which is that of the entry.
+    if wrong := [line for line in lines if not isinstance(line, str) or len(line.splitlines()) > 1]:
+        raise ValueError(f"map= has {wrong[0]!r}: each entry is one line THIS RUN = OTHER RUN")
+    return "\n".join(lines)
 
 
 def checks(

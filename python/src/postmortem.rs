@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use backtape::identity::Rank;
 use backtape::shard::{TensorKey, When};
+use backtape_replayer::algebra::against::Mapping;
 use backtape_replayer::assemble::AssembleError;
 use backtape_replayer::diagnose::Causes;
 use backtape_replayer::dump::{self, FindError, Selection};
@@ -187,11 +188,12 @@ pub(crate) fn report_and_page(
     Ok(safely(py, made)?.map_err(failed)?.into())
 }
 
-/// The report of a replay, schema `backtape.report/1`; `report` is the file of its page.
+/// The report of a replay, schema `backtape.report/1`; `mapping` is the text of a mapping, `report`
+/// the file of the page.
 #[pyfunction]
 #[pyo3(signature = (
-    path, run=None, attempt=None, step=None, compare=None, against=None, report=None, draws=false,
-    device=None, causes="quick"
+    path, run=None, attempt=None, step=None, compare=None, against=None, mapping=None, report=None,
+    draws=false, device=None, causes="quick"
 ))]
 #[allow(clippy::too_many_arguments)] // Python's own, by name.
 pub(crate) fn replay(
@@ -202,6 +204,7 @@ pub(crate) fn replay(
     step: Option<u64>,
     compare: Option<Vec<String>>,
     against: Option<PathBuf>,
+    mapping: Option<&str>,
     report: Option<PathBuf>,
     draws: bool,
     device: Option<&str>,
@@ -210,9 +213,12 @@ pub(crate) fn replay(
     let wrong = |error: PatternError| PyValueError::new_err(error.to_string());
     let compare = Asked::parse(compare.unwrap_or_default()).map_err(wrong)?;
     let selection = Selection { run, attempt, step };
+    let mapping = mapping.map(Mapping::read).transpose();
+    let mapping = mapping.map_err(|error| PyValueError::new_err(format!("map=: {error}")))?;
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
     report_and_page(py, (report, draws), |draws| {
-        let extras = Extras { draws, causes, device: device.as_ref(), ..Extras::default() };
+        let (device, mapping) = (device.as_ref(), mapping.as_ref());
+        let extras = Extras { draws, causes, device, mapping, ..Extras::default() };
         postmortem::full_report(&path, &selection, compare, against.as_deref(), extras)
     })
 }

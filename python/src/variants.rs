@@ -94,7 +94,7 @@ pub(crate) fn replay_varied(
     let (device, causes) = (asked_device(device)?, asked_causes(causes)?);
     report_and_page(py, (report, draws), |draws| {
         let device = device.as_ref();
-        let extras = Extras { variants: &variants, draws, device, causes, mapping: None };
+        let extras = Extras { variants: &variants, draws, device, causes, ..Extras::default() };
         postmortem::full_report(&path, &selection, compare, None, extras)
     })
 }

@@ -150,6 +150,23 @@ def test_the_parameters_of_a_fault_and_the_share_of_the_norm_are_told(tmp_path):
     assert "captured = 2.0000000 x reference" in str(report)
 
 
+def test_wrong_sums_that_cancel_in_the_norm_have_no_shares_of_what_rounding_leaves(tmp_path):
+    """Two layers hold each other's gradients, so the norm is right but for its rounding."""
+    transform = optax.adam(1e-3)
+    step = taken(transform)
+    layers = step["grads"]["params"]
+    swapped = {"params": layers | {"layer_0": layers["layer_1"], "layer_1": layers["layer_0"]}}
+    clipped = jax.tree.map(lambda g: g * jnp.minimum(1, 0.05 / step["norm"]), swapped)
+    wrong = stepped(step | {"grads": swapped, "clipped": clipped}, transform, "clipped")
+    report = replayed(tmp_path / "run", wrong, optimizer={"name": "adam", "lr": 1e-3})
+    gap = report.json["algebra"]["norm"]
+    assert first(report)[0] == "accumulate" and gap["shares"] == []
+    assert abs(gap["captured"] ** 2 - gap["right"] ** 2) <= gap["apart"] < 1e-4 * gap["right"] ** 2
+    assert "roundings explain the difference, so it has no shares" in " ".join(str(report).split())
+    assert "Shares of the difference" not in report._repr_html_()
+
+
+
 def test_an_optimizer_that_nobody_knows_is_unchecked_and_the_rest_is_judged(tmp_path):
     step = taken(optax.adam(1e-3))
     report = replayed(tmp_path / "run", step, optimizer={"name": "mine", "lr": 1e-3})

@@ -172,6 +172,40 @@ def test_a_fused_projection_is_compared_with_the_three_that_make_it(runs, mappin
     assert found.row("state")["equal"] + found.row("state")["explained"] == 5
 
 
+JOINED = {f"qkv.{kind}": f"cat(q.{kind}, k.{kind}, v.{kind}; dim 0)" for kind in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("how", ["file", "dict", "lines"])
+def test_python_takes_a_mapping_as_a_file_a_dict_or_lines(runs, tmp_path, how):
+    (tmp_path / "names").write_text(FUSED)
+    given = {"file": tmp_path / "names", "dict": JOINED, "lines": FUSED.splitlines()}[how]
+    report = backtape.replay(runs / "fused", step=0, compare=["step"], against=runs / "plain", map=given)
+    step = report.json["against"]["step"]
+    assert report.verdict == "agreed" and step["pairs"] == 5
+    assert step["found"] == [f"{ours} = {theirs}, by the mapping" for ours, theirs in JOINED.items()]
+    of_weight = [one for one in step["compared"] if one["parameter"] == "qkv.weight"]
+    assert {one["other"] for one in of_weight} == {JOINED["qkv.weight"]}
+
+
+@pytest.mark.parametrize(("given", "error", "why"), [
+    ({"out.weight": "q.weight"}, RuntimeError, "line 1 of the mapping, .*has the shape"),
+    ({"q.weight": ""}, ValueError, "map=: line 1 of the mapping, .*is no name"),
+    (["# names", "q.weight"], ValueError, "map=: line 2 of the mapping, .*it has no ="),
+    ("no such file", ValueError, "map='no such file' cannot be read: name a text file"),
+    (["a = b\nc = d"], ValueError, "each entry is one line"),
+    ([3], ValueError, "map= has 3: each entry is one line"),
+])  # fmt: skip
+def test_python_refuses_a_mapping_in_one_sentence(runs, given, error, why):
+    with pytest.raises(error, match=why) as raised:
+        backtape.replay(runs / "plain", step=0, compare=["step"], against=runs / "ddp", map=given)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_mapping_needs_the_other_run(runs):
+    with pytest.raises(ValueError, match="give the other run by against="):
+        backtape.replay(runs / "plain", step=0, map=JOINED)
+
+
 def test_a_fault_is_told_of_the_fused_parameter(runs):
     """The names of a pair are those of this run, in whatever way the other holds it."""
     found = Compared(runs, "plain", "fused", "cat(q.*, k.*, v.*; dim 0) = qkv.*")

@@ -58,14 +58,33 @@ pub fn bytes(n: u64) -> String {
     }
 }
 
-/// A count with its noun: `1 row`, `2 rows`.
+/// A count with its noun: `1 row`, `2 rows`, `3 batches`, `4 copies`.
 pub fn plural(n: u64, noun: &str) -> String {
-    format!("{} {noun}{}", count(n), if n == 1 { "" } else { "s" })
+    let hisses = ["s", "x", "z", "ch", "sh"].iter().any(|end| noun.ends_with(end));
+    let stem = noun.strip_suffix('y').filter(|stem| !stem.ends_with(['a', 'e', 'i', 'o', 'u']));
+    let noun = match (n, stem) {
+        (1, _) => noun.to_string(),
+        (_, Some(stem)) => format!("{stem}ies"),
+        _ if hisses => format!("{noun}es"),
+        _ => format!("{noun}s"),
+    };
+    format!("{} {noun}", count(n))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_noun_of_many_is_spelt_as_it_is_spoken() {
+        assert_eq!(
+            (plural(1, "microbatch"), plural(0, "row")),
+            ("1 microbatch".into(), "0 rows".into())
+        );
+        assert_eq!(plural(2, "microbatch"), "2 microbatches");
+        assert_eq!(plural(1000, "box"), "1,000 boxes");
+        assert_eq!((plural(3, "copy"), plural(3, "array")), ("3 copies".into(), "3 arrays".into()));
+    }
 
     #[test]
     fn numbers_keep_their_digits_and_fit_their_columns() {

@@ -201,7 +201,7 @@ impl Inventory<'_> {
         let absent = self.declared_of(rank, parameter).and_then(|own| own.absent.get("grad"));
         let absent = absent.filter(|_| !is_reduced);
         match (addends.is_empty(), absent) {
-            (_, Some(why)) => Err(format!("rank {rank} did not record its gradient: {why}")),
+            (_, Some(why)) => Err(format!("rank {rank} did not record the gradient: {why}")),
             (true, None) => {
                 Err(format!("rank {rank} recorded no gradient of it before communication"))
             }

@@ -31,7 +31,7 @@ impl Judge<'_> {
         let tally = self.sum(of)?;
         let bound = self.bound(of.place);
         let (captured, right) = (tally.captured_energy, tally.reference_energy);
-        let energies = Energies { captured, right };
+        let energies = Energies { captured, right, apart: tally.squares_apart(&bound) };
         let Some(mut divergence) = self.divergence(&tally, of.place, &bound) else {
             return Ok((Outcome::agreed(&tally, &bound), energies));
         };

@@ -36,6 +36,7 @@ mod summary;
 mod sums;
 mod swaps;
 mod table;
+mod unchecked;
 mod void_norms;
 mod wholes;
 

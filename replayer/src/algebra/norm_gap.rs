@@ -24,8 +24,10 @@ pub struct NormGap {
     /// it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub estimated: bool,
+    /// How far apart rounding may bring the squares of the last two.
+    pub apart: f64,
     /// Parameters with one cause, and their share of the difference of the squares. The shares add
-    /// up to 1.
+    /// up to 1; there are none where rounding explains the difference, or it is no number.
     pub shares: Vec<(String, f64)>,
 }
 
@@ -56,25 +58,46 @@ impl NormGap {
             let weight = samples.get(one.parameter.as_str()).copied().unwrap_or(1.0);
             whole.captured += weight * energies.captured;
             whole.right += weight * energies.right;
+            whole.apart += weight * energies.apart;
             if let Some(divergence) = one.result.divergence() {
                 let group = groups.entry(divergence.reading.as_ref()).or_default();
                 group.0.insert(&one.parameter);
                 group.1 += weight * (energies.captured - energies.right);
             }
         }
-        let gap: f64 = groups.values().map(|(_, gap)| gap).sum();
-        let share = |(own, part): (BTreeSet<&str>, f64)| {
-            (pattern(&own.into_iter().collect::<Vec<_>>(), names), part / gap)
-        };
+        let parts = groups.into_values();
+        let parts = parts.map(|(own, part)| (pattern(&Vec::from_iter(own), names), part)).collect();
+        // The sums of several boxes are added in f64 too.
+        let added = sums.len() as f64 * f64::EPSILON / 2.0 * (whole.captured + whole.right);
+        let apart = whole.apart + added;
         let mut declared = inventory.declared.values().flat_map(|own| &own.norms);
         Some(NormGap {
             reported: declared.next().and_then(|norm| norm.value),
             captured: whole.captured.sqrt(),
             right: whole.right.sqrt(),
             estimated: !samples.is_empty(),
-            shares: groups.into_values().map(share).collect(),
+            shares: shares(parts, apart),
+            apart,
         })
     }
+}
+
+/// The shares of the sum of these parts; none where rounding explains it, as where wrong parts cancel:
+/// a share of what is left says nothing. Ranks may hold boxes of the same parameters that are wrong in
+/// several ways, which are told as one.
+fn shares(parts: Vec<(String, f64)>, apart: f64) -> Vec<(String, f64)> {
+    let gap: f64 = parts.iter().map(|(_, part)| part).sum();
+    if !(gap.abs() > apart && gap.is_finite()) {
+        return Vec::new();
+    }
+    let mut shares: Vec<(String, f64)> = Vec::new();
+    for (what, part) in parts {
+        match shares.iter_mut().find(|(known, _)| *known == what) {
+            Some((_, share)) => *share += part / gap,
+            None => shares.push((what, part / gap)),
+        }
+    }
+    shares
 }
 
 /// By sampled parameter, how often the sum of the squares of its sample goes into that of all of it. A
@@ -94,4 +117,32 @@ fn weights<'a>(
         Some((name, if sample > 0.0 { whole / sample } else { 1.0 }))
     };
     sampled.into_iter().filter_map(weight).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parts(of: &[(&str, f64)]) -> Vec<(String, f64)> {
+        of.iter().map(|(what, part)| (what.to_string(), *part)).collect()
+    }
+
+    #[test]
+    fn parts_with_one_name_are_one_share() {
+        let told = shares(parts(&[("w", 1.0), ("b", -1.0), ("w", 4.0)]), 1e-6);
+        assert_eq!(told, parts(&[("w", 1.25), ("b", -0.25)]));
+    }
+
+    /// Goal: no share is told of what rounding leaves. Method: parts that cancel but for a rounding,
+    /// beside the same that leave more; then parts that are no numbers.
+    #[test]
+    fn what_rounding_explains_and_what_is_no_number_have_no_shares() {
+        let cancelling = |left: f64| parts(&[("w", 3.0), ("b", -3.0 + left)]);
+        assert!(shares(cancelling(2f64.powi(-50)), 1e-6).is_empty());
+        assert_eq!(shares(cancelling(0.5), 1e-6), parts(&[("w", 6.0), ("b", -5.0)]));
+        for wrong in [f64::NAN, f64::INFINITY] {
+            assert!(shares(parts(&[("w", wrong), ("b", 1.0)]), 1e-6).is_empty());
+        }
+        assert!(shares(parts(&[("w", 1.0)]), f64::NAN).is_empty());
+    }
 }

@@ -89,6 +89,8 @@ pub struct Energies {
     pub captured: f64,
     /// Of what they should be.
     pub right: f64,
+    /// How far apart rounding may bring the two.
+    pub apart: f64,
 }
 
 /// How a stage came out.

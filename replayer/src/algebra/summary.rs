@@ -13,6 +13,7 @@ use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
 use super::table::{Row, table};
+use super::unchecked::unchecked;
 use crate::dump::sampled::Sample;
 
 /// Everything that was found of a step.
@@ -373,18 +374,4 @@ fn later_steps(inventory: &Inventory<'_>, names: &[&str]) -> Option<Unchecked> {
             "the optimizer stepped several times while the tape was open: the first step is judged"
                 .into(),
     })
-}
-
-fn unchecked(judged: &[Judged], names: &[&str]) -> Vec<Unchecked> {
-    let mut reasons: BTreeMap<(Stage, &str), BTreeSet<&str>> = BTreeMap::new();
-    for one in judged {
-        let Outcome::Unchecked { why, .. } = &one.result else { continue };
-        let name = if one.parameter.is_empty() { &one.tensor } else { &one.parameter };
-        reasons.entry((one.stage, why)).or_default().insert(name);
-    }
-    let told = |((stage, why), own): ((Stage, &str), BTreeSet<&str>)| {
-        let own: Vec<&str> = own.into_iter().collect();
-        Unchecked { stage, what: pattern(&own, names), why: why.to_string() }
-    };
-    reasons.into_iter().map(told).collect()
 }

@@ -225,7 +225,7 @@ fn report_batches(
     }
     let evidence = format!(
         "{name}: {repeats} of {} repeat another: {}; a batch has at least {least:.0} bits that its peers do not foretell",
-        plural(batches.len() as u64, "batch").replace("batchs", "batches"),
+        plural(batches.len() as u64, "batch"),
         shown.join("; "),
     );
     let again = whole.iter().flat_map(|(class, _)| class.iter().skip(1));

@@ -360,6 +360,16 @@ impl Tally {
         }
     }
 
+    /// How far apart rounding may bring the squares of the norms of captured and reference:
+    /// `‖c‖² - ‖r‖² = 2⟨c - r, r⟩ + ‖c - r‖²`, of which the slope bounds the first term and the energy
+    /// the second. Both squares are summed in f64, which errs by one rounding an addend at most.
+    pub fn squares_apart(&self, bound: &Bound) -> f64 {
+        let slope = 2.0 * self.slope_with_storing(bound) * self.reference_energy;
+        let summed = self.elements as f64 * f64::EPSILON / 2.0;
+        let summing = summed * (self.captured_energy + self.reference_energy);
+        slope + self.budget.energy(bound.stage) + summing
+    }
+
     /// The tally of one row that was compared block by block.
     pub(crate) fn of_row(row: Row, index: u64, bound: &Bound) -> Tally {
         let (row, columns, storing) = row.done();

@@ -140,8 +140,7 @@ fn summary(
             word(&head.denominator),
             head.scope,
             match microbatches {
-                Some(1) => "1 microbatch".into(),
-                Some(n) => format!("{n} microbatches"),
+                Some(n) => plural(n as u64, "microbatch"),
                 None => "not replayed".into(),
             },
         ),

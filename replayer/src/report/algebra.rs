@@ -144,13 +144,18 @@ pub(super) fn gap(norm: &NormGap) -> String {
     let share = |(what, share): &(String, f64)| format!("{:.1} % from {what}", 100.0 * share);
     let shares: Vec<String> = norm.shares.iter().map(share).collect();
     let estimated = if norm.estimated { " (by the ratios in the samples)" } else { "" };
+    let difference = match norm.shares.is_empty() {
+        false => format!("of the difference of the squares {}", shares.join(", ")),
+        true if (norm.captured - norm.right).is_finite() => {
+            "roundings explain the difference, so it has no shares".into()
+        }
+        true => "their difference is no finite number, so it has no shares".into(),
+    };
     format!(
-        "{}{} of the captured gradients, {} had every sum been right{estimated}; of the difference of \
-         the squares {}",
+        "{}{} of the captured gradients, {} had every sum been right{estimated}; {difference}",
         reported.unwrap_or_default(),
         short(norm.captured),
         short(norm.right),
-        shares.join(", ")
     )
 }
 

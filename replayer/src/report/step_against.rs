@@ -3,7 +3,9 @@
 use std::fmt::Write;
 
 use super::text::wrap;
-use crate::algebra::against::{GapOfRuns, GroupApart, Setting, Status, StepsApart, distance};
+use crate::algebra::against::{
+    GapOfRuns, GapShare, GroupApart, Setting, Status, StepsApart, distance,
+};
 use crate::number::{error, short};
 
 /// Groups shown one by one.
@@ -56,39 +58,52 @@ pub(super) fn render(out: &mut String, apart: &StepsApart) {
     out.push('\n');
 }
 
-fn parted(out: &mut String, group: &GroupApart) {
-    let whose = match group.status {
+/// What a difference that comes in means.
+pub(super) fn whose(status: Status) -> &'static str {
+    match status {
         Status::ThisIsWrong => "this run is wrong",
         Status::OtherIsWrong => "the other run is wrong",
         Status::BothAreWrong => "both runs are wrong",
         Status::Declared => "the runs declare it differently",
         _ => "the runs differ",
-    };
+    }
+}
+
+/// What parts the runs at a group of parameters, in one sentence.
+pub(super) fn said(group: &GroupApart) -> String {
     let cause = group.cause.as_ref().map(|cause| format!("; {cause}")).unwrap_or_default();
+    format!("{}: {}{cause}", group.what, distance(group))
+}
+
+/// The element of a group that is furthest apart.
+pub(super) fn worst(group: &GroupApart) -> Option<String> {
+    let (parameter, worst) = group.worst.as_ref()?;
+    let (this, other) = (short(worst.this), short(worst.other));
+    Some(format!("{parameter} {:?} is {this} here and {other} there", worst.index))
+}
+
+fn parted(out: &mut String, group: &GroupApart) {
     let label = format!("{:<13}", group.at.name());
-    wrap(out, &label, &format!("{whose}: {}: {}{cause}", group.what, distance(group)));
-    if let Some((parameter, worst)) = &group.worst {
-        let text = format!(
-            "worst: {parameter} {:?} is {} here and {} there",
-            worst.index,
-            short(worst.this),
-            short(worst.other)
-        );
-        wrap(out, "             ", &text);
+    wrap(out, &label, &format!("{}: {}", whose(group.status), said(group)));
+    if let Some(worst) = worst(group) {
+        wrap(out, "             ", &format!("worst: {worst}"));
     }
 }
 
 /// The two norms, and where their difference comes from, in one sentence.
-fn gap(norm: &GapOfRuns) -> String {
+pub(super) fn gap(norm: &GapOfRuns) -> String {
     let both = format!("{} here, {} there", short(norm.this), short(norm.other));
     if norm.shares.is_empty() {
         return format!("{both}: roundings explain the difference");
     }
     let told = norm.shares.iter().filter(|share| share.share.abs() >= TOLD);
-    let shares = told.map(|share| {
-        let whose = if share.run == "both" { String::new() } else { format!(" of {}", share.run) };
-        format!("{:.1} % from {} at {}{whose}", 100.0 * share.share, share.what, share.at)
-    });
+    let shares = told.map(|share| format!("{:.1} % from {}", 100.0 * share.share, origin(share)));
     let shares: Vec<String> = shares.collect();
     format!("{both}; of the difference of the squares {}", shares.join(", "))
+}
+
+/// Where a share comes from.
+pub(super) fn origin(share: &GapShare) -> String {
+    let whose = if share.run == "both" { String::new() } else { format!(" of {}", share.run) };
+    format!("{} at {}{whose}", share.what, share.at)
 }

@@ -69,8 +69,8 @@ pub(super) fn align(
     for name in left.ours.intersection(&left.theirs) {
         let shape = |side: &Side<'_>| side.shape(name).unwrap_or_default();
         aligned.open.push(format!(
-            "{name} has the shape {:?} in this run and {:?} in the other: say in a file for --map \
-             how they fit, as in {name} = {name}.T",
+            "{name} has the shape {:?} in this run and {:?} in the other: say in a mapping \
+             (--map, map= in Python) how they fit, as in {name} = {name}.T",
             shape(ours),
             shape(theirs)
         ));

@@ -210,6 +210,7 @@ mod tests {
     fn compared(parameter: &str, at: At, status: Status, difference: f64) -> Compared {
         Compared {
             parameter: parameter.into(),
+            other: None,
             at,
             part: at.name().into(),
             status,

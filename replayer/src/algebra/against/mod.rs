@@ -30,7 +30,6 @@ use rayon::prelude::*;
 use super::inventory::Inventory;
 use super::summary::StepReport;
 use crate::dump::StepDump;
-use outcome::Compared;
 use pair::Tensors;
 use settings::Found;
 use side::Side;
@@ -40,7 +39,7 @@ pub use apart::Worst;
 pub(crate) use conclusion::distance;
 pub use mapping::{Mapping, MappingError};
 pub use norm::{GapOfRuns, GapShare};
-pub use outcome::{At, GroupApart, Row, Status, StepsApart};
+pub use outcome::{At, Compared, GroupApart, Row, Status, StepsApart};
 pub use settings::Setting;
 
 /// A run whose step was judged.

@@ -104,6 +104,9 @@ impl Status {
 pub struct Compared {
     /// The parameter, as this run calls it.
     pub parameter: String,
+    /// What it is in the other run, where that is another name or view.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub other: Option<String>,
     /// Which of its tensors.
     pub at: At,
     /// The part, as it is recorded: `state_after.exp_avg`.

@@ -149,7 +149,7 @@ fn by_value(
                 Some(pair) => pairs.push((pair.clone(), false)),
                 None => aligned.open.push(format!(
                     "{name} may be any of {} of the other run, which have the same values before \
-                     the step: say in a file for --map which",
+                     the step: say in a mapping (--map, map= in Python) which",
                     several
                         .iter()
                         .map(|pair| pair.theirs.to_string())

@@ -170,10 +170,8 @@ pub(super) fn sizes(side: &Side<'_>) -> BTreeMap<String, f64> {
 pub(super) fn split(side: &Side<'_>) -> String {
     let sizes = sizes(side);
     let ranks = plural(sizes["ranks"] as u64, "rank");
-    let microbatches = sizes.get("microbatches").map(|count| match *count as u64 {
-        1 => ", 1 microbatch".to_string(),
-        count => format!(", {count} microbatches"),
-    });
+    let microbatches = sizes.get("microbatches");
+    let microbatches = microbatches.map(|n| format!(", {}", plural(*n as u64, "microbatch")));
     let declared = side.inventory.declared.values();
     let all = declared.flat_map(|own| own.parameters.values()).flat_map(|own| &own.reduce);
     let word = |op| if op == ReduceOp::Mean { "mean" } else { "sum" };

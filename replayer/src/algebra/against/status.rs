@@ -126,11 +126,14 @@ impl Judged<'_> {
     /// Every tensor of the parameter with what its difference means.
     pub(super) fn all(&self) -> Vec<Compared> {
         let mut compared: Vec<Compared> = Vec::new();
+        let is_renamed = self.pair.ours != self.pair.theirs;
+        let other = is_renamed.then(|| self.pair.theirs.to_string());
         for raw in &self.own.rows {
             let floor = self.floor(raw);
             let (status, cause) = self.status(raw, floor, &compared);
             compared.push(Compared {
                 parameter: self.pair.name(),
+                other: other.clone(),
                 at: raw.at,
                 part: raw.part.clone(),
                 status,

@@ -47,8 +47,18 @@ struct Named<'a> {
 }
 
 impl Page<'_> {
+    /// Whether the two runs have a section of their own: steps have theirs.
+    pub(super) fn has_pair(&self) -> bool {
+        self.report.against.as_ref().is_some_and(|against| {
+            let compared = against.differences.len() + against.tensors.len();
+            compared + against.stages.len() > 0 || against.step.is_none()
+        })
+    }
+
     pub(super) fn against(&self) -> Markup {
-        let Some(against) = &self.report.against else { return Safe(String::new()) };
+        let Some(against) = self.report.against.as_ref().filter(|_| self.has_pair()) else {
+            return Safe(String::new());
+        };
         let all = &against.tensors;
         let differ: Vec<_> =
             all.iter().filter(|difference| difference.status != Status::Pass).collect();

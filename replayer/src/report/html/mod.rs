@@ -18,6 +18,8 @@ mod rest;
 mod stages;
 mod step;
 mod step_map;
+mod step_norm;
+mod step_pair;
 mod step_table;
 mod top;
 
@@ -33,7 +35,7 @@ pub const MAX_BYTES: usize = 3_000_000;
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 /// SHA-256 of the script in base 64: the one script that the page's policy lets run.
-const SCRIPT_HASH: &str = "sha256-QZnpanivlJ6M8pIxU3b3mMDYzLwbVFJURSfxCUAYgwA=";
+const SCRIPT_HASH: &str = "sha256-77aB3qwNf12qKv5MdJy34JTpfpD7M7Vky6JQwP7IBqI=";
 
 /// HTML that stands in a page as it is: made by a template, or by us of numbers and escaped text.
 type Markup = Safe<String>;
@@ -95,8 +97,9 @@ struct Article<'a> {
     top: Markup,
     /// Whether anything but the step was replayed.
     has_head: bool,
-    /// What becomes of every parameter, and whether that comes before the head.
-    step: Option<Markup>,
+    /// What becomes of every parameter: in both runs against each other, in this run and in the other;
+    /// and whether that comes before the head.
+    steps: Vec<Markup>,
     step_leads: bool,
     graph: Markup,
     causes: Markup,
@@ -153,7 +156,10 @@ impl Page<'_> {
             script: Safe(SCRIPT),
             top: self.top(),
             has_head: !self.has_no_head(),
-            step: self.step(),
+            steps: [self.step_pair(), self.step(), self.other_step()]
+                .into_iter()
+                .flatten()
+                .collect(),
             step_leads: self.step_leads(),
             graph: self.graph(),
             causes: self.causes(),
@@ -193,7 +199,7 @@ mod tests {
             script: Safe(SCRIPT),
             top: nothing(),
             has_head: true,
-            step: None,
+            steps: Vec::new(),
             step_leads: false,
             graph: nothing(),
             causes: nothing(),

@@ -131,10 +131,10 @@
     return (name) => pattern.test(name);
   };
 
-  const MARKS = ["–", "✓", "?", "✕"];
+  const MARKS = ["–", "✓", "?", "≠", "✕"];
   // How a cell is sorted: by its mark, and of the same mark by its number.
   const weight = (text) => {
-    const mark = MARKS.indexOf(text[0]), number = Number(text.replace(/[✓✕?–,\s]/g, "").replace("inf", "Infinity"));
+    const mark = MARKS.indexOf(text[0]), number = Number(text.replace(/[✓✕≠?–,\s]/g, "").replace("inf", "Infinity"));
     return [mark, Number.isNaN(number) ? Infinity : number];
   };
   const compare = (a, b) => a[0] - b[0] || (a[1] === b[1] ? 0 : a[1] - b[1]);
@@ -145,6 +145,8 @@
     if (!table || !filter) return null;
     const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
     const words = heads.map((head) => head.textContent);
+    // Columns before the stages; the third of them is a number.
+    const lead = Number(table.dataset.lead), isText = (column) => column < lead && column !== 2;
     const rows = [...body.rows].map((row, at) => ({
       row, at, kind: row.dataset.kind, name: row.cells[0].textContent.toLowerCase(),
       cells: [...row.cells].map((cell) => cell.textContent),
@@ -158,9 +160,9 @@
       const part = asked(name.value), column = words.indexOf(stage.value), mark = status.value;
       // Without a stage: any that fails or is unchecked, but only what passes at every stage passes.
       const has = ({row, cells}) => {
-        if (column > 0) return mark ? cells[column][0] === mark : cells[column] !== "–";
+        if (column >= lead) return mark ? cells[column][0] === mark : cells[column] !== "–";
         if (mark === "✓") return row.className === "bt-pass";
-        return !mark || cells.slice(4).some((text) => text[0] === mark);
+        return !mark || cells.slice(lead).some((text) => text[0] === mark);
       };
       const exact = picked && picked.name === name.value;
       const fits = (one) => exact ? one.kind === picked.kind : part(one.name);
@@ -182,10 +184,10 @@
     const sort = (column) => {
       const before = heads[column].getAttribute("aria-sort");
       const turn = {descending: "ascending", ascending: null}[before];
-      const next = before ? turn : column < 2 ? "ascending" : "descending";
+      const next = before ? turn : isText(column) ? "ascending" : "descending";
       heads.forEach((head) => head.removeAttribute("aria-sort"));
       const by = new Intl.Collator("en", {numeric: true});
-      const order = column < 2 || column === 3 ? (a, b) => by.compare(a.cells[column], b.cells[column])
+      const order = isText(column) ? (a, b) => by.compare(a.cells[column], b.cells[column])
         : (a, b) => compare(a.weight, b.weight);
       rows.forEach((one) => { one.weight = weight(one.cells[column]); });
       const sign = next === "descending" ? -1 : 1;
@@ -270,7 +272,7 @@
     if (!data) continue;
     root.dataset.ready = "yes";
     theme(root);
-    kinds(root, parameters(root));
+    for (const step of root.querySelectorAll(".bt-step")) kinds(step, parameters(step));
     JSON.parse(data.textContent).maps.forEach(start);
   }
 })();

@@ -4,23 +4,18 @@
 
 use askama::Template;
 
-use super::bars::{Bar, Widths, draw};
-use super::step_map::{KindRow, kind_rows, legend};
+use super::step_map::{KindRow, kind_rows, legend, lines};
 use super::step_table::{ParameterRow, parameter_rows};
 use super::{Markup, Page, markup};
-use crate::algebra::{Group, NormGap, Stage, StageSummary, StepReport};
+use crate::algebra::{Group, Stage, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
-use crate::report::algebra::{gap, held, said, sample, worst};
-use crate::report::norm::percent;
-
-/// Letters of a label that are shown, and the pixels that one takes.
-const LABEL: usize = 56;
-const LETTER: i32 = 8;
+use crate::report::algebra::{held, said, sample, worst};
 
 #[derive(Template)]
 #[template(path = "step.html")]
 struct Step<'a> {
     id: &'a str,
+    title: &'a str,
     /// How many parameters and elements there are.
     size: String,
     /// What was sampled, and what that does not see.
@@ -29,8 +24,11 @@ struct Step<'a> {
     all_groups: usize,
     /// Items of a list that are shown.
     items: usize,
-    norm: Option<NormShown>,
+    norm: Option<Markup>,
     stages: Vec<StageShown<'a>>,
+    /// Their names, as columns.
+    names: Vec<&'static str>,
+    map_id: String,
     legend: Vec<String>,
     kinds: Vec<KindRow>,
     all_kinds: usize,
@@ -49,13 +47,6 @@ struct GroupShown<'a> {
     worst: String,
 }
 
-/// The norm as it is and as it would have been.
-struct NormShown {
-    words: String,
-    norms: Markup,
-    shares: Markup,
-}
-
 struct StageShown<'a> {
     stage: &'a StageSummary,
     class: &'static str,
@@ -66,15 +57,31 @@ struct StageShown<'a> {
 impl Page<'_> {
     /// The section of the step; `None` where none was judged.
     pub(super) fn step(&self) -> Option<Markup> {
-        let step = self.report.algebra.as_ref()?;
+        let title = match self.report.against.as_ref().is_some_and(|own| own.algebra.is_some()) {
+            true => "The step of this run: from local gradients to new parameters",
+            false => "The step: from local gradients to new parameters",
+        };
+        Some(self.step_of(self.report.algebra.as_ref()?, &self.id, title))
+    }
+
+    /// The same of the run that it is compared with.
+    pub(super) fn other_step(&self) -> Option<Markup> {
+        let step = self.report.against.as_ref()?.algebra.as_ref()?;
+        let title = "The step of the other run: from local gradients to new parameters";
+        Some(self.step_of(step, &format!("{}-other", self.id), title))
+    }
+
+    fn step_of(&self, step: &StepReport, id: &str, title: &str) -> Markup {
         let columns: Vec<Stage> = step.stages.iter().map(|own| own.stage).collect();
-        let kinds = kind_rows(&step.table, &columns);
+        let names: Vec<&'static str> = columns.iter().map(|stage| stage.name()).collect();
+        let kinds = kind_rows(&lines(&step.table, &columns), &names);
         let (kind_of, rows) = (kinds.kind_of, &step.table);
         let rows = parameter_rows((rows, &kind_of), &columns, &self.detail);
         let right = rows.iter().filter(|row| row.class == "bt-pass").count();
         let elements = count(step.elements);
-        Some(markup(&Step {
-            id: &self.id,
+        markup(&Step {
+            id,
+            title,
             size: format!("{}, {elements} elements", plural(step.parameters as u64, "parameter")),
             sampled: step.sampled.as_ref().map(sample),
             groups: self.shown(&step.diverged).iter().map(group).collect(),
@@ -82,13 +89,15 @@ impl Page<'_> {
             items: self.detail.items,
             norm: step.norm.as_ref().map(|norm| self.step_norm(norm)),
             stages: step.stages.iter().map(stage).collect(),
+            names,
+            map_id: format!("{id}-step"),
             legend: legend(),
             all_kinds: kinds.all,
             kinds: kinds.rows,
             right,
             rows,
             all_rows: step.table.len(),
-        }))
+        })
     }
 
     /// Whether the step is what the page is about first: nothing else was replayed, or it diverges
@@ -103,53 +112,6 @@ impl Page<'_> {
     /// Whether a step is all that was replayed.
     pub(super) fn has_no_head(&self) -> bool {
         self.report.stages.is_empty() && self.report.algebra.is_some()
-    }
-
-    fn step_norm(&self, norm: &NormGap) -> NormShown {
-        let known = |label: &str, value: f64| (label.to_string(), value);
-        let norms: Vec<(String, f64)> = [
-            norm.reported.map(|value| known("as reported", value)),
-            Some(known("of the captured gradients", norm.captured)),
-            Some(known("had every sum been right", norm.right)),
-        ]
-        .into_iter()
-        .flatten()
-        .collect();
-        let most = norms.iter().map(|(_, value)| *value).filter(|x| x.is_finite());
-        let most = most.fold(f64::MIN_POSITIVE, f64::max);
-        let bar = |(label, value): &(String, f64)| Bar {
-            label: label.clone(),
-            from: 0.0,
-            to: if value.is_finite() { value / most } else { 1.0 },
-            class: "bt-total",
-            mark: None,
-            value: short(*value),
-        };
-        let largest = norm.shares.iter().map(|(_, share)| share.abs()).filter(|x| x.is_finite());
-        let largest = largest.fold(f64::MIN_POSITIVE, f64::max);
-        // As wide as the longest label, within what a window has room for.
-        let label = |what: &str| match what.char_indices().nth(LABEL) {
-            Some((at, _)) => format!("{}…", &what[..at]),
-            None => what.to_string(),
-        };
-        let longest = norm.shares.iter().map(|(what, _)| label(what).chars().count()).max();
-        let room = 16 + LETTER * longest.unwrap_or(0) as i32;
-        let share = |(what, share): &(String, f64)| Bar {
-            label: label(what),
-            from: 0.0,
-            to: if share.is_finite() { share.abs() / largest } else { 1.0 },
-            class: if *share < 0.0 { "bt-down" } else { "bt-up" },
-            mark: None,
-            value: format!("{} %", percent(*share)),
-        };
-        let of_norms = "grad_norm as it is and as it would have been".to_string();
-        let of_shares = "shares of the difference of the squared norms".to_string();
-        let shares = self.shown(&norm.shares).iter().map(share).collect();
-        NormShown {
-            words: gap(norm),
-            norms: draw(of_norms, norms.iter().map(bar).collect(), &Widths(190, 190, 90)).bars,
-            shares: draw(of_shares, shares, &Widths(room, 190, 90)).bars,
-        }
     }
 }
 
@@ -181,9 +143,9 @@ fn stage(stage: &StageSummary) -> StageShown<'_> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::{MAX_BYTES, fragment, page};
-    use crate::algebra::{Fate, Reading, Row, Status, Unchecked};
+    use crate::algebra::{Fate, NormGap, Reading, Row, Status, Unchecked};
     use crate::checks::Checked;
     use crate::replay::outcome::GradNorm;
     use crate::report::schema::{DumpSummary, Report, SCHEMA, Verdict};
@@ -191,10 +153,11 @@ mod tests {
     use super::*;
 
     /// What a page may not hold but as text.
-    const HOSTILE: &str = "</table><img src=x onerror=\"alert('1')\">&\u{202e}";
+    pub(in super::super) const HOSTILE: &str =
+        "</table><img src=x onerror=\"alert('1')\">&\u{202e}";
 
     /// A report of a dump in which nothing but the step was replayed.
-    fn report(algebra: Option<StepReport>) -> Report {
+    pub(in super::super) fn report(algebra: Option<StepReport>) -> Report {
         let dump = DumpSummary {
             path: "runs/a".into(),
             run: "a".into(),
@@ -238,7 +201,7 @@ mod tests {
     }
 
     /// A step of these parameters, of which every fifth fails at the reduction.
-    fn step(names: &[String]) -> StepReport {
+    pub(in super::super) fn step(names: &[String]) -> StepReport {
         let fate = |stage, diverges: bool| Fate {
             stage,
             status: if diverges { Status::Diverged } else { Status::Agreed },
@@ -289,6 +252,7 @@ mod tests {
             captured: 3.0,
             right: f64::NAN,
             estimated: false,
+            apart: 1e-6,
             shares: vec![(names[0].clone(), 1.2), ("others".into(), -0.2)],
         };
         StepReport {
@@ -312,7 +276,7 @@ mod tests {
 
     /// The tags that are still open after each other, read as a browser reads them; a wrong end is a
     /// failure.
-    fn assert_well_formed(page: &str) {
+    pub(in super::super) fn assert_well_formed(page: &str) {
         let mut open: Vec<&str> = Vec::new();
         let mut rest = page;
         while let Some((_, after)) = rest.split_once('<') {
@@ -372,6 +336,6 @@ mod tests {
     #[test]
     fn a_page_without_a_step_has_no_section_of_it() {
         let page = page(&report(None));
-        assert!(!page.contains("bt-step\"") && page.contains("Stage graph"));
+        assert!(!page.contains("id=\"bt-step\"") && page.contains("Stage graph"));
     }
 }

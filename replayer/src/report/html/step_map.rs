@@ -5,6 +5,7 @@
 //! of their modules are one row: where all layers of a kind fail, and where one layer does, both are
 //! seen.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -25,6 +26,71 @@ const WIDEST: usize = 96;
 /// Upper ends of the classes of error over what rounding explains; as many as the other maps have
 /// colours.
 const ENDS: [f64; CLASSES - 2] = [1.0, 2.0, 4.0, 16.0, 100.0, 1e4, 1e6];
+
+/// How a parameter fares at one stage: a block of the map.
+pub(super) trait Fares {
+    /// What is said where none of a kind has the stage.
+    const ABSENT: &'static str;
+
+    /// What is told of it.
+    fn status(&self) -> Status;
+    /// How many times what rounding explains it is off; what is no number is furthest.
+    fn off(&self) -> f64;
+    /// The mark of one that fails.
+    fn mark(&self) -> &'static str;
+    /// All that is known of it, in a clause.
+    fn numbers(&self) -> String;
+
+    /// Whether it is graver than another, and where it is as grave, further off.
+    fn compare(&self, other: &Self) -> Ordering {
+        self.status().cmp(&other.status()).then(self.off().total_cmp(&other.off()))
+    }
+}
+
+impl Fares for Fate {
+    const ABSENT: &'static str = "not recorded";
+
+    fn status(&self) -> Status {
+        self.status
+    }
+
+    fn off(&self) -> f64 {
+        Fate::off(self)
+    }
+
+    fn mark(&self) -> &'static str {
+        "✕"
+    }
+
+    fn numbers(&self) -> String {
+        numbers(self)
+    }
+}
+
+/// A parameter, and how it fares at each stage.
+pub(super) struct Line<'a, F> {
+    pub(super) name: &'a str,
+    /// Whether it has a row of its own, whatever its name.
+    pub(super) is_alone: bool,
+    pub(super) at: Vec<Option<&'a F>>,
+}
+
+impl<F: Fares> Line<'_, F> {
+    fn gravest(&self) -> Option<Status> {
+        self.at.iter().flatten().map(|own| own.status()).max()
+    }
+}
+
+/// The parameters of a step, as the map has them.
+pub(super) fn lines<'a>(table: &'a [Row], columns: &[Stage]) -> Vec<Line<'a, Fate>> {
+    let line = |row: &'a Row| Line {
+        name: &row.name,
+        // Norms are told apart by their number.
+        is_alone: row.elements == 0,
+        at: columns.iter().map(|stage| row.fate(*stage)).collect(),
+    };
+    table.iter().map(line).collect()
+}
 
 /// The rows of the map.
 pub(super) struct Kinds {
@@ -83,23 +149,22 @@ fn class(over: f64) -> usize {
 }
 
 /// The kinds of parameters in the order of the model; of too many those that fail first.
-pub(super) fn kind_rows(table: &[Row], columns: &[Stage]) -> Kinds {
+pub(super) fn kind_rows<F: Fares>(lines: &[Line<'_, F>], columns: &[&'static str]) -> Kinds {
     let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
-    let mut kinds: Vec<(String, Vec<&Row>)> = Vec::new();
-    let mut kind_of = Vec::with_capacity(table.len());
-    for row in table {
-        // Norms are told apart by their number.
-        let is_alone = table.len() <= ROWS || row.elements == 0;
-        let name = if is_alone { row.name.clone() } else { kind(&row.name) };
+    let mut kinds: Vec<(String, Vec<&Line<'_, F>>)> = Vec::new();
+    let mut kind_of = Vec::with_capacity(lines.len());
+    for line in lines {
+        let is_alone = lines.len() <= ROWS || line.is_alone;
+        let name = if is_alone { line.name.to_string() } else { kind(line.name) };
         let number = *numbers.entry(name.clone()).or_insert(kinds.len());
         kind_of.push(number);
         if number == kinds.len() {
             kinds.push((name, Vec::new()));
         }
-        kinds[number].1.push(row);
+        kinds[number].1.push(line);
     }
     let all = kinds.len();
-    let gravest = |members: &[&Row]| members.iter().filter_map(|row| row.status()).max();
+    let gravest = |members: &[&Line<'_, F>]| members.iter().filter_map(|line| line.gravest()).max();
     let mut numbered: Vec<_> = kinds.into_iter().enumerate().collect();
     if all > ROWS {
         // The sort is stable: among as grave ones the order of the model stays.
@@ -107,38 +172,39 @@ pub(super) fn kind_rows(table: &[Row], columns: &[Stage]) -> Kinds {
         numbered.truncate(ROWS);
         numbered.sort_by_key(|(number, _)| *number);
     }
-    let row = |(number, (name, members)): (usize, (String, Vec<&Row>))| KindRow {
-        cells: columns.iter().map(|stage| cell(&members, *stage)).collect(),
-        count: members.len(),
-        number,
-        name,
+    let row = |(number, (name, members)): (usize, (String, Vec<&Line<'_, F>>))| {
+        let cell = |(at, stage): (usize, &&'static str)| cell(&members, at, stage);
+        let cells = columns.iter().enumerate().map(cell).collect();
+        KindRow { cells, count: members.len(), number, name }
     };
     Kinds { rows: numbered.into_iter().map(row).collect(), all, kind_of }
 }
 
-fn cell(members: &[&Row], stage: Stage) -> Cell {
-    let fates: Vec<Option<&Fate>> = members.iter().map(|row| row.fate(stage)).collect();
-    let with = |status: Status| fates.iter().flatten().filter(move |fate| fate.status == status);
-    let (diverged, unchecked) = (with(Status::Diverged).count(), with(Status::Unchecked).count());
+fn cell<F: Fares>(members: &[&Line<'_, F>], at: usize, stage: &'static str) -> Cell {
+    let fates: Vec<Option<&F>> = members.iter().map(|line| line.at[at]).collect();
+    let count =
+        |status: Status| fates.iter().flatten().filter(|own| own.status() == status).count();
+    let (diverged, unchecked) = (count(Status::Diverged), count(Status::Unchecked));
     let there = fates.iter().flatten().count();
     let of = |n: usize| {
         if n == members.len() { format!("{n}") } else { format!("{n} of {}", members.len()) }
     };
+    let worst = members.iter().zip(&fates).filter_map(|(line, own)| Some((line, (*own)?)));
+    let worst = worst.max_by(|(_, a), (_, b)| a.compare(b));
+    let mark = worst.map_or("", |(_, own)| own.mark());
     let (class, label) = match (diverged, unchecked, there) {
-        (1.., 1.., _) => ("bt-fail", format!("✕ {diverged}, ? {}", of(unchecked))),
-        (1.., ..) => ("bt-fail", format!("✕ {}", of(diverged))),
+        (1.., 1.., _) => ("bt-fail", format!("{mark} {diverged}, ? {}", of(unchecked))),
+        (1.., ..) => ("bt-fail", format!("{mark} {}", of(diverged))),
         (_, 1.., _) => ("bt-warn", format!("? {}", of(unchecked))),
         (.., 0) => ("bt-skip", "–".into()),
         _ => ("bt-pass", format!("✓ {}", of(there))),
     };
-    let worst = members.iter().zip(&fates).filter_map(|(row, fate)| Some((row, (*fate)?)));
-    let worst = worst.max_by(|(_, a), (_, b)| a.compare(b));
     let about = match worst {
-        Some((row, fate)) => format!("furthest off: {}: {}", row.name, numbers(fate)),
-        None => "not recorded".into(),
+        Some((line, own)) => format!("furthest off: {}: {}", line.name, own.numbers()),
+        None => F::ABSENT.into(),
     };
     let strip = Safe(if there > 0 { strip(&fates) } else { String::new() });
-    Cell { stage: stage.name(), class, strip, label, about }
+    Cell { stage, class, strip, label, about }
 }
 
 /// What is known of one stage of one parameter, in a clause.
@@ -176,12 +242,12 @@ pub(super) fn over(fate: &Fate) -> String {
 }
 
 /// The blocks as paths by their colour, so that they print and keep it in either theme.
-fn strip(fates: &[Option<&Fate>]) -> String {
+fn strip<F: Fares>(fates: &[Option<&F>]) -> String {
     let blocks = fates.len().min(BLOCKS);
-    let mut shown: Vec<Option<&Fate>> = vec![None; blocks];
+    let mut shown: Vec<Option<&F>> = vec![None; blocks];
     for (at, fate) in fates.iter().enumerate() {
         let block = &mut shown[at * blocks / fates.len()];
-        let is_worse = |fate: &&Fate| block.is_none_or(|held: &Fate| fate.compare(held).is_gt());
+        let is_worse = |fate: &&F| block.is_none_or(|held: &F| fate.compare(held).is_gt());
         if let Some(fate) = fate.filter(|fate| is_worse(fate)) {
             *block = Some(fate);
         }
@@ -190,11 +256,11 @@ fn strip(fates: &[Option<&Fate>]) -> String {
         (Default::default(), String::new(), String::new());
     for (x, fate) in shown.iter().enumerate() {
         let Some(fate) = fate else { continue };
-        match fate.status {
+        match fate.status() {
             Status::Unchecked => drop(write!(open, "M{x} .5h1")),
             _ => drop(write!(paths[class(fate.off().max(0.0))], "M{x} .5h1")),
         }
-        if fate.status == Status::Diverged {
+        if fate.status() == Status::Diverged {
             let _ = write!(dots, "M{x}.5 .5h0");
         }
     }
@@ -252,7 +318,8 @@ mod tests {
             |layer: usize, name: &str| row(format!("layers.{layer}.{name}"), of(layer, name));
         let table: Vec<Row> =
             (0..5000).flat_map(|layer| ["w", "b"].map(|name| named(layer, name))).collect();
-        let kinds = kind_rows(&table, &[Stage::Reduce, Stage::Clip]);
+        let columns = [Stage::Reduce, Stage::Clip];
+        let kinds = kind_rows(&lines(&table, &columns), &columns.map(Stage::name));
         let [w, b] = &kinds.rows[..] else { panic!("{} rows", kinds.rows.len()) };
         assert_eq!((w.name.as_str(), w.count), ("layers.*.w", 5000));
         assert_eq!((w.cells[0].class, w.cells[0].label.as_str()), ("bt-fail", "✕ 1, ? 1 of 5000"));
@@ -271,7 +338,7 @@ mod tests {
         let of = |at: usize| fate(if at == 900 { Status::Diverged } else { Status::Agreed }, 2.0);
         let table: Vec<Row> =
             (0..1000).map(|at| row(format!("word{}.w{at}", at % 7), vec![of(at)])).collect();
-        let kinds = kind_rows(&table, &[Stage::Reduce]);
+        let kinds = kind_rows(&lines(&table, &[Stage::Reduce]), &["reduce"]);
         assert_eq!((kinds.all, kinds.rows.len()), (1000, ROWS));
         assert!(kinds.rows.iter().any(|kind| kind.cells[0].class == "bt-fail"));
     }

@@ -54,20 +54,20 @@ impl Page<'_> {
     pub(super) fn top(&self) -> Markup {
         let report = self.report;
         let mut facts = facts("run", &report.dump);
-        let step = ("step", "Step");
+        let steps = self.step_parts();
         let mut parts = Vec::new();
-        parts.extend((report.algebra.is_some() && self.step_leads()).then_some(step));
+        parts.extend(steps.iter().filter(|_| self.step_leads()));
         if !self.has_no_head() {
             parts.extend([("graph", "Graph"), ("causes", "Cause"), ("stages", "Stages")]);
         }
         if let Some(against) = &report.against {
             facts.extend(self::facts("against", &against.dump));
-            parts.push(("against", "Both runs"));
+            parts.extend(self.has_pair().then_some(("against", "Both runs")));
         }
         if !self.has_no_head() {
             parts.extend([("maps", "Heat maps"), ("norm", "grad_norm")]);
         }
-        parts.extend((report.algebra.is_some() && !self.step_leads()).then_some(step));
+        parts.extend(steps.iter().filter(|_| !self.step_leads()));
         parts.extend([("ranks", "Ranks"), ("unchecked", "Not checked")]);
         let other = report.other_declaration.as_ref();
         markup(&Top {
@@ -88,6 +88,19 @@ impl Page<'_> {
             facts,
             parts,
         })
+    }
+}
+
+impl Page<'_> {
+    /// The sections of the step.
+    fn step_parts(&self) -> Vec<(&'static str, &'static str)> {
+        let against = self.report.against.as_ref();
+        let parts = [
+            (against.is_some_and(|own| own.step.is_some()), ("both-steps", "Steps of both runs")),
+            (self.report.algebra.is_some(), ("step", "Step")),
+            (against.is_some_and(|own| own.algebra.is_some()), ("other-step", "Other run's step")),
+        ];
+        parts.into_iter().filter_map(|(is_there, part)| is_there.then_some(part)).collect()
     }
 }
 
