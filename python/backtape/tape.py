@@ -205,10 +205,16 @@ class Tape:
         """Notes that the gradient has come."""
         self._arrived.add((name, index_or_none(microbatch)))
 
-    def guarded(self, what: str, subject: object) -> AbstractContextManager[None]:
+    def guarded(
+        self,
+        what: str,
+        subject: object,
+        omit: Callable[[str], None] | None = None,
+        counted: tuple[type[BaseException], ...] = (),
+    ) -> AbstractContextManager[None]:
         """A context for a part of backtape that handles many tensors: what it raises is logged and
-        kept from the job, unless the recorder is strict."""
-        return self._faults.guard(what, subject)
+        kept from the job, unless the recorder is strict. `omit` and `counted` as of `Faults.guard`."""
+        return self._faults.guard(what, subject, omit, counted)
 
     @property
     def rank(self) -> int:
