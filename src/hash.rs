@@ -65,8 +65,12 @@ macro_rules! as_hex {
         }
         impl std::fmt::Display for $name {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                let digit = |half: u8| char::from(b"0123456789abcdef"[usize::from(half)]);
                 let bytes = $into(self.0);
-                bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+                // A step has thousands of hashes, and each is written several times.
+                let mut text = String::with_capacity(2 * bytes.len());
+                bytes.iter().for_each(|byte| text.extend([digit(byte >> 4), digit(byte & 15)]));
+                f.write_str(&text)
             }
         }
         impl std::fmt::Debug for $name {

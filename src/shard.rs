@@ -11,6 +11,7 @@ use crate::index_box::IndexBox;
 use crate::placement::{Placements, Reduction};
 use crate::role::Role;
 
+pub(crate) use record::SortedRecord;
 pub use record::{FingerprintSource, RecordError, ShardRecord};
 
 /// Most dimensions a tensor may have; numpy's own limit is 64.

@@ -152,13 +152,13 @@ impl Client {
     pub(crate) async fn report_files(
         &self,
         step: u64,
-        files: &[FileRecord],
+        files: &[&FileRecord],
         deadline: &Deadline,
     ) -> Vec<Result<u64, CallError>> {
         let request = proto::ReportFilesRequest {
             member: Some(self.member.clone()),
             step,
-            files: files.iter().map(claim).collect(),
+            files: files.iter().map(|file| claim(file)).collect(),
         };
         let answer = retry(deadline, || async {
             let mut rpc = self.rpc.clone();

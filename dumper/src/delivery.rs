@@ -78,33 +78,36 @@ pub(crate) struct Delivery<'a> {
 type Outcome = Result<u64, CallError>;
 
 impl Delivery<'_> {
-    /// Puts files in their places and reports them together, or sends them. Returns the outcome of
-    /// each, in their order.
-    pub(crate) async fn deliver(&self, files: Vec<FinishedFile>) -> Vec<Outcome> {
-        let mut placed: Vec<Result<FileRecord, Outcome>> = Vec::new();
+    /// Puts files in their places and reports them together, or sends them. Returns the record and
+    /// the outcome of each, in their order.
+    pub(crate) async fn deliver(&self, files: Vec<FinishedFile>) -> Vec<(FileRecord, Outcome)> {
+        let mut placed: Vec<(FileRecord, Option<Outcome>)> = Vec::new();
         for file in files {
             placed.push(self.place(file).await);
         }
-        let named: Vec<FileRecord> =
-            placed.iter().filter_map(|p| p.as_ref().ok()).cloned().collect();
+        let named: Vec<&FileRecord> = placed
+            .iter()
+            .filter_map(|(record, outcome)| outcome.is_none().then_some(record))
+            .collect();
         let reported = match named.is_empty() {
             true => Vec::new(),
             false => self.client.report_files(self.step, &named, &self.deadline).await,
         };
         let mut reported = reported.into_iter();
         let mut settled = Vec::new();
-        for place in placed {
-            settled.push(match place.map(|record| (record, reported.next())) {
-                Err(outcome) => outcome,
-                Ok((record, Some(Err(CallError::NotThere(_))))) if self.may_send_again() => {
+        for (record, outcome) in placed {
+            let was_reported = outcome.is_none();
+            let outcome = match outcome.or_else(|| reported.next()) {
+                Some(Err(CallError::NotThere(_))) if was_reported && self.may_send_again() => {
                     // This rank's directory looked like the coordinator's and is another one: the
                     // file is sent instead.
                     let path = self.directory.join(record.name.as_str());
                     self.send(&record, &path).await
                 }
-                Ok((_, Some(outcome))) => outcome,
-                Ok((_, None)) => Err(CallError::Unreachable("no outcome came for it".into())),
-            });
+                Some(outcome) => outcome,
+                None => Err(CallError::Unreachable("no outcome came for it".into())),
+            };
+            settled.push((record, outcome));
         }
         settled
     }
@@ -118,28 +121,31 @@ impl Delivery<'_> {
         self.client.upload_file(self.step, record, (path, self.moved), &self.deadline).await
     }
 
-    /// Puts a file in its place in the store, to be reported; or, as an error, the outcome of a
-    /// file that is not to be reported: it was sent, or has no place.
-    async fn place(&self, file: FinishedFile) -> Result<FileRecord, Outcome> {
+    /// Puts a file in its place in the store; beside its record the outcome where it is not to be
+    /// reported: it was sent, or has no place.
+    async fn place(&self, mut file: FinishedFile) -> (FileRecord, Option<Outcome>) {
         match self.way {
-            Way::Stream(_) => Err(self.send(&file.record, file.scratch()).await),
+            Way::Stream(_) => {
+                let outcome = self.send(&file.record, file.scratch()).await;
+                (file.take_record(), Some(outcome))
+            }
             Way::Bucket(backend, _) => self.put(backend, file).await,
-            Way::Direct => match file.publish() {
-                Ok((record, _)) => {
+            Way::Direct => match file.name() {
+                Ok(_) => {
                     self.deadline.progressed();
-                    Ok(record)
+                    (file.take_record(), None)
                 }
                 Err(error) => {
                     let directory = self.directory.display();
                     let why = format!("no file could be named in {directory}: {error}");
-                    Err(Err(CallError::Refused(why)))
+                    (file.take_record(), Some(Err(CallError::Refused(why))))
                 }
             },
         }
     }
 
     /// Puts a file into the bucket; one that cannot be put is sent instead.
-    async fn put(&self, backend: &Backend, file: FinishedFile) -> Result<FileRecord, Outcome> {
+    async fn put(&self, backend: &Backend, file: FinishedFile) -> (FileRecord, Option<Outcome>) {
         let file = Arc::new(file);
         let (putting, backend, directory) = (file.clone(), backend.clone(), self.directory.clone());
         let moved = self.moved.clone();
@@ -147,17 +153,19 @@ impl Delivery<'_> {
         let why = match self.deadline.moving().bound(put).await {
             Some(Ok(Ok(_))) => {
                 self.deadline.progressed();
-                return Ok(file.record.clone());
+                return (file.record.clone(), None);
             }
             Some(Ok(Err(error))) => error.to_string(),
             Some(Err(panicked)) => panicked.to_string(),
             None => "nothing of it was taken any more".into(),
         };
         if self.may_stream && file.scratch().exists() {
-            return Err(self.send(&file.record, file.scratch()).await);
+            let outcome = self.send(&file.record, file.scratch()).await;
+            return (file.record.clone(), Some(outcome));
         }
         let (name, directory) = (&file.record.name, self.directory.display());
-        Err(Err(CallError::Refused(format!("{name} could not be put in {directory}: {why}"))))
+        let why = format!("{name} could not be put in {directory}: {why}");
+        (file.record.clone(), Some(Err(CallError::Refused(why))))
     }
 }
 

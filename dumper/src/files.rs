@@ -75,8 +75,9 @@ impl StepFiles {
     /// Writes one shard. An error is the reason why it is not in the file.
     pub(crate) fn write(&mut self, plan: &Plan, capture: Capture) -> Result<(), String> {
         let measured = read_and_measured(&capture)?;
-        let hash = measured.hash;
-        let record = self.record(plan, &capture, measured);
+        let (hash, length) = (measured.hash, capture.length());
+        let Capture { key, shard, payload, .. } = capture;
+        let record = self.record(plan, (key, shard), length, measured);
         let Shard { place, partial, replica, .. } = &record.shard;
         let identity = (record.key.clone(), place.clone(), *partial, *replica);
         let file = self.file(plan, record.key.microbatch)?;
@@ -90,7 +91,7 @@ impl StepFiles {
             None => {}
         }
         let written = catch_unwind(AssertUnwindSafe(|| {
-            let bytes = capture.payload.bytes().map_err(std::io::Error::other)?;
+            let bytes = payload.bytes().map_err(std::io::Error::other)?;
             file.writer.append(record, bytes)
         }));
         match written {
@@ -105,16 +106,22 @@ impl StepFiles {
 
     /// What the dump will say of a shard: the job's description, and beside it who held the bytes
     /// and what they were measured to be.
-    fn record(&self, plan: &Plan, capture: &Capture, measured: Measured) -> ShardRecord {
+    fn record(
+        &self,
+        plan: &Plan,
+        (key, shard): (TensorKey, Shard),
+        length: u64,
+        measured: Measured,
+    ) -> ShardRecord {
         ShardRecord {
-            key: capture.key.clone(),
-            shard: capture.shard.clone(),
+            key,
+            shard,
             rank: Rank(plan.settings.rank),
             host: plan.host.clone(),
             attempt: Attempt(self.attempt),
             mesh: plan.settings.coordinates.clone(),
             hash: measured.hash,
-            length: capture.length(),
+            length,
             fingerprint: measured.fingerprint,
             fingerprint_source: measured.source,
             // The writer chooses the entry's name.

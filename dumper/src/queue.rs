@@ -114,23 +114,46 @@ impl Queue {
         lock(&self.state)
     }
 
-    /// Queues a capture; waits for room, but never longer than `patience`.
-    pub(crate) fn push_capture(
+    /// Queues captures and takes them out of the list, one that is refused too; waits for room for
+    /// each, but never longer than `patience`.
+    pub(crate) fn push_captures(
         &self,
+        step: u64,
+        captures: &mut VecDeque<Capture>,
+        patience: Duration,
+    ) -> Result<(), Refused> {
+        let mut state = self.lock();
+        let (is_first, mut pushed) = (state.commands.is_empty(), Ok(()));
+        while let Some(capture) = captures.pop_front() {
+            (state, pushed) = self.push(state, step, capture, patience);
+            if pushed.is_err() {
+                break;
+            }
+        }
+        state.last = Some(Instant::now());
+        // Otherwise the recorder's thread looks by itself, after the pause.
+        if is_first || state.pause(self.limit_bytes).is_none() {
+            self.ready.notify_one();
+        }
+        pushed
+    }
+
+    fn push<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
         step: u64,
         capture: Capture,
         patience: Duration,
-    ) -> Result<(), Refused> {
+    ) -> (MutexGuard<'a, State>, Result<(), Refused>) {
         let (limit, length) = (self.limit_bytes, capture.length());
         let cost = length.saturating_add(CAPTURE_OVERHEAD_BYTES);
         if cost > limit {
-            return Err(Refused::Unfit(format!(
-                "its {length} bytes do not fit the queue of {limit} bytes: raise queue_bytes"
-            )));
+            let why = "bytes do not fit the queue of";
+            let why = format!("its {length} {why} {limit} bytes: raise queue_bytes");
+            return (state, Err(Refused::Unfit(why)));
         }
         let unbounded = faults::seeded("unbounded-queue");
         let full = |state: &State| !unbounded && state.bytes.saturating_add(cost) > limit;
-        let mut state = self.lock();
         if full(&state) && !state.stalled && !state.closing && state.dead.is_none() {
             let wait = |state: &mut State| full(state) && !state.closing && state.dead.is_none();
             state.waits = true;
@@ -140,38 +163,28 @@ impl Queue {
             state.stalled = full(&state);
             state.waits = false;
         }
-        if state.closing {
-            return Err(Refused::Closed);
-        }
-        if let Some(reason) = &state.dead {
-            return Err(Refused::Full(reason.clone()));
+        if let Some(refused) = state.refuses() {
+            return (state, Err(refused));
         }
         if full(&state) {
             let queued = state.bytes;
-            return Err(Refused::Full(format!(
+            let why = format!(
                 "the queue holds {queued} of {limit} bytes and its {length} bytes did not fit \
                  within {} ms: raise queue_bytes, or record fewer tensors",
                 patience.as_millis()
-            )));
+            );
+            return (state, Err(Refused::Full(why)));
         }
         state.bytes += cost;
         state.commands.push_back(Command::Capture(step, Box::new(capture)));
-        state.last = Some(Instant::now());
-        // Otherwise the recorder's thread looks by itself, after the pause.
-        if state.commands.len() == 1 || state.pause(limit).is_none() {
-            self.ready.notify_one();
-        }
-        Ok(())
+        (state, Ok(()))
     }
 
     /// Queues the end of a step. Never waits: there is at most one for each step.
     pub(crate) fn push_end(&self, command: Command) -> Result<(), Refused> {
         let mut state = self.lock();
-        if state.closing {
-            return Err(Refused::Closed);
-        }
-        if let Some(reason) = &state.dead {
-            return Err(Refused::Full(reason.clone()));
+        if let Some(refused) = state.refuses() {
+            return Err(refused);
         }
         state.push_end(command);
         self.ready.notify_one();
@@ -271,6 +284,15 @@ impl Queue {
 }
 
 impl State {
+    /// Why nothing is taken any more; none where it is.
+    fn refuses(&self) -> Option<Refused> {
+        match &self.dead {
+            _ if self.closing => Some(Refused::Closed),
+            Some(reason) => Some(Refused::Full(reason.clone())),
+            None => None,
+        }
+    }
+
     fn push_end(&mut self, command: Command) {
         self.ends += 1;
         self.commands.push_back(command);
@@ -311,7 +333,8 @@ mod tests {
     }
 
     fn push(queue: &Queue, bytes: usize) {
-        assert!(queue.push_capture(0, capture(bytes), PAUSE).is_ok());
+        let mut captures = VecDeque::from([capture(bytes)]);
+        assert!(queue.push_captures(0, &mut captures, PAUSE).is_ok());
     }
 
     /// Whether the background would take something now.

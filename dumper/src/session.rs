@@ -71,14 +71,15 @@ impl Session {
     }
 
     fn files(&mut self, step: u64) -> &mut StepFiles {
-        let directory = match self.way.spool() {
-            Some(spool) => spool.join(format!("step-{step:08}")),
-            None => self.attempt.step(Step(step)).path,
-        };
-        let (attempt, spooled) = (self.attempt.attempt.0, self.way.spool().is_some());
-        let moved = &self.recording.patience.moved;
-        let new = || StepFiles::new((attempt, step), directory, spooled, moved.clone());
-        self.open.entry(step).or_insert_with(new)
+        self.open.entry(step).or_insert_with(|| {
+            let directory = match self.way.spool() {
+                Some(spool) => spool.join(format!("step-{step:08}")),
+                None => self.attempt.step(Step(step)).path,
+            };
+            let (attempt, spooled) = (self.attempt.attempt.0, self.way.spool().is_some());
+            let moved = self.recording.patience.moved.clone();
+            StepFiles::new((attempt, step), directory, spooled, moved)
+        })
     }
 
     /// Writes one capture; one that cannot be written is named.
@@ -192,15 +193,13 @@ impl Session {
         let mut finished = finished.into_iter().peekable();
         while finished.peek().is_some() {
             let some: Vec<FinishedFile> = finished.by_ref().take(self.way.at_a_time()).collect();
-            let records: Vec<FileRecord> = some.iter().map(|file| file.record.clone()).collect();
-            let outcomes = delivery.deliver(some).await;
-            for (record, outcome) in records.iter().zip(outcomes) {
+            for (record, outcome) in delivery.deliver(some).await {
                 match outcome {
                     Ok(shards) => {
                         acknowledged += 1;
                         let mut summary = self.recording.summary();
                         summary.shards += shards;
-                        summary.bytes += payload_bytes(record);
+                        summary.bytes += payload_bytes(&record);
                     }
                     Err(CallError::Unreachable(why)) => {
                         let name = &record.name;

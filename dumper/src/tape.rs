@@ -1,7 +1,7 @@
 //! The tape of one step, which is recorded or kept in the ring: what the training thread hands
 //! shards to.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use backtape::head::HeadDeclaration;
@@ -80,25 +80,53 @@ impl Tape {
         }
     }
 
-    /// Hands one shard to the recorder's thread. An error means that the shard is not in the dump;
-    /// the step's close reports it with its reason. What was not asked for is passed over.
+    /// Hands one shard to the recorder's thread, as [`Tape::record_all`] does.
     pub fn record(&self, capture: Capture) -> Result<(), RecorderError> {
-        let (name, microbatch) = named(&capture.key);
-        if !self.wants(name, capture.shard.role.map(Role::name), microbatch) {
+        self.record_all(vec![capture])
+    }
+
+    /// Hands shards of one tensor, which have one key and role, to the recorder's thread. An error
+    /// means that one of them is not in the dump, nor those after it; the step's close reports them
+    /// with the reason. What was not asked for is passed over.
+    pub fn record_all(&self, captures: Vec<Capture>) -> Result<(), RecorderError> {
+        let Some(first) = captures.first() else { return Ok(()) };
+        let (key, role) = (first.key.clone(), first.shard.role.map(Role::name));
+        let (name, microbatch) = named(&key);
+        if !self.wants(name, role, microbatch) {
             return Ok(());
         }
-        let key = capture.key.clone();
-        let handed = match capture.checked().map_err(Refused::Unfit) {
-            Ok(capture) if !self.fits(&capture) => Ok(()),
-            Ok(capture) => self.hand_over(capture),
-            Err(refused) => Err(refused),
+        let all = captures.len();
+        let mut refused = None;
+        let mut checked = VecDeque::with_capacity(all);
+        for capture in captures {
+            match capture.checked() {
+                Ok(capture) => checked.push_back(capture),
+                Err(reason) => {
+                    refused = Some(Refused::Unfit(reason));
+                    break;
+                }
+            }
+        }
+        let left = all - checked.len();
+        if checked.front().is_some_and(|capture| !self.fits(capture)) {
+            return self.recording.strict_check();
+        }
+        let (left, refused) = match self.hand_over(&key, &mut checked) {
+            Err(refused) => (left + checked.len() + 1, Some(refused)),
+            Ok(()) => (left, refused),
         };
-        match handed {
-            Ok(()) => self.recording.strict_check(),
-            Err(Refused::Closed) => Err(self.closed()),
-            Err(Refused::Full(reason) | Refused::Unfit(reason)) => {
-                let (name, microbatch) = named(&key);
-                Err(self.omitted(name, microbatch, reason))
+        match refused {
+            None => self.recording.strict_check(),
+            Some(Refused::Closed) => Err(self.closed()),
+            Some(Refused::Full(reason) | Refused::Unfit(reason)) => {
+                let refused = self.omitted(name, microbatch, reason);
+                // Each of the others could wait for room as long as this one did.
+                if left > 1 {
+                    let rest = left - 1;
+                    let why = format!("{rest} more shards were not tried after one was refused");
+                    self.omit(name, microbatch, why);
+                }
+                Err(refused)
             }
         }
     }
@@ -125,22 +153,28 @@ impl Tape {
         RecorderError::Omitted { tensor: tensor.into(), step, rank, reason }
     }
 
-    fn hand_over(&self, capture: Capture) -> Result<(), Refused> {
+    /// Takes shards of one tensor out of the list as the queue, or the ring, takes them; one that
+    /// is refused is out of it too.
+    fn hand_over(&self, key: &TensorKey, captures: &mut VecDeque<Capture>) -> Result<(), Refused> {
         if self.in_ring {
-            self.recording.ring.push(self.step, capture);
+            captures.drain(..).for_each(|capture| self.recording.ring.push(self.step, capture));
+            return Ok(());
+        }
+        if captures.is_empty() {
             return Ok(());
         }
         // All that follows a refused capture is left out too. Otherwise it would depend on the
         // speed of the disk which captures get in, and a step with scattered gaps proves nothing.
         if let Some(first) = &lock(&self.state).gap {
+            captures.pop_front();
             return Err(Refused::Full(format!(
                 "the rest of the step is left out after {first} was refused"
             )));
         }
-        let (cap, key) = (self.recording.plan.settings.call_cap, capture.key.to_string());
-        let pushed = self.recording.queue.push_capture(self.step, capture, cap);
+        let cap = self.recording.plan.settings.call_cap;
+        let pushed = self.recording.queue.push_captures(self.step, captures, cap);
         if matches!(pushed, Err(Refused::Full(_))) {
-            lock(&self.state).gap = Some(key);
+            lock(&self.state).gap = Some(key.to_string());
         }
         pushed
     }

@@ -9,8 +9,9 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
-from typing import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
 
 from backtape._native import PanicException, RecorderError
 
@@ -19,6 +20,30 @@ log = logging.getLogger("backtape")
 # What is kept from the job. A panic in Rust is a BaseException, which `except Exception` does not
 # catch.
 CAUGHT = (Exception, PanicException)
+
+
+class Guard(AbstractContextManager[None]):
+    """What `Faults.guard` gives: a class, as a step enters hundreds of them, and one made of a generator
+    takes several times as long."""
+
+    __slots__ = ("_faults", "_call")
+
+    def __init__(self, faults: "Faults", *call: Any) -> None:
+        self._faults, self._call = faults, call
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, CAUGHT):
+            return False
+        self._faults.caught(error, *self._call)
+        return True
 
 
 class Faults:
@@ -30,23 +55,19 @@ class Faults:
         rank_text = "?" if rank is None else rank
         self.prefix = f"[backtape][H{host or socket.gethostname()}][R{rank_text}]"
 
-    @contextmanager
     def guard(
         self,
         what: str,
         subject: object = "",
         omit: Callable[[str], None] | None = None,
         counted: tuple[type[BaseException], ...] = (),
-    ) -> Iterator[None]:
+    ) -> "Guard":
         """Keeps exceptions of the body from the job; raises RecorderError in strict mode.
 
         `what` and `subject` name the call in the log line. `omit(reason)` puts the failure into
         the dump, unless it is one of `counted`, which the recorder has put there itself.
         """
-        try:
-            yield
-        except CAUGHT as error:
-            self.caught(error, what, subject, omit, counted)
+        return Guard(self, what, subject, omit, counted)
 
     def caught(
         self,

@@ -10,6 +10,7 @@ one of two things:
   of that framework.
 """
 
+import functools
 import importlib
 import sys
 from types import ModuleType
@@ -42,6 +43,7 @@ def framework_of(array: Any) -> str | None:
     return None
 
 
+@functools.cache  # asked for with every array
 def arrays_of(framework: str) -> ModuleType:
     """The module of backtape that makes shards of this framework's arrays."""
     return load(ARRAYS[framework][1])

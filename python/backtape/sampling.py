@@ -18,7 +18,7 @@ from typing import Any
 Region = tuple[tuple[int, int], ...]
 
 # Blocks that are taken of a parameter. They are spread over its rows, so that most of the ranks that
-# hold a part of it record something; each costs the job a call and the dump an entry.
+# hold a part of it record something; each costs the dump an entry.
 BLOCKS = 8
 
 # Elements that a fraction takes at the least: fewer could not tell the sums of some tens of ranks
@@ -106,7 +106,7 @@ def drawn(key: str, below: int) -> int:
 
 def as_tuples(regions: Sequence[Any] | None) -> tuple[Region, ...] | None:
     """The regions that a job gives, which may be lists, as JSON has them."""
-    if regions is None or (type(regions) is tuple and all(type(one) is tuple for one in regions)):
+    if regions is None or (type(regions) is tuple and set(map(type, regions)) <= {tuple}):
         return regions
     return tuple(
         tuple((operator.index(low), operator.index(high)) for low, high in region)

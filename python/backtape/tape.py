@@ -170,7 +170,8 @@ class Tape:
             shard.compiled = _compiled
             # What the job says goes before what the framework knows of the array.
             shard.partial = shard.partial if partial is None else partial
-        self._hand_over(Key(name, role, microbatch, when), shards)
+        if shards:
+            self._native.record(Key(name, role, microbatch, when), shards)
 
     def record_shards(self, key: Key, shard: Callable[[], Shard]) -> None:
         """Records the one shard that a tap of traced code holds; called from its thread, in which
@@ -183,7 +184,7 @@ class Tape:
             native.omit(key.name, key.microbatch, reason)
 
         with self._faults.guard("tap", key.name, omit, (_native.RecorderError,)):
-            self._hand_over(key, [shard()])
+            native.record(key, [shard()])
 
     def record_compiled(self, name: str, array: Any, compiled: bool, **key: Any) -> None:
         """Records an array as `record` does, and whether a graph compiler made the code around it."""
@@ -204,10 +205,16 @@ class Tape:
         """Notes that the gradient has come."""
         self._arrived.add((name, index_or_none(microbatch)))
 
-    def guarded(self, what: str, subject: object) -> AbstractContextManager[None]:
+    def guarded(
+        self,
+        what: str,
+        subject: object,
+        omit: Callable[[str], None] | None = None,
+        counted: tuple[type[BaseException], ...] = (),
+    ) -> AbstractContextManager[None]:
         """A context for a part of backtape that handles many tensors: what it raises is logged and
-        kept from the job, unless the recorder is strict."""
-        return self._faults.guard(what, subject)
+        kept from the job, unless the recorder is strict. `omit` and `counted` as of `Faults.guard`."""
+        return self._faults.guard(what, subject, omit, counted)
 
     @property
     def rank(self) -> int:
@@ -247,18 +254,6 @@ class Tape:
     def _omit(self, name: str, reason: str) -> None:
         if self._native is not None:
             self._native.omit(name, None, reason)
-
-    def _hand_over(self, key: Key, shards: list[Shard]) -> None:
-        for index, shard in enumerate(shards):
-            try:
-                self._native.record(key, shard)
-            except CAUGHT:
-                # The others are not tried: each could wait for room as long as this one did.
-                rest = len(shards) - index - 1
-                if rest:
-                    reason = f"{rest} more shards were not tried after one was refused"
-                    self._native.omit(text_of(key.name), index_or_none(key.microbatch), reason)
-                raise
 
     def __enter__(self) -> Self:
         if self.active:

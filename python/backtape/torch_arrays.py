@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from backtape import frameworks, gpu
-from backtape._native import Arriving, Staging, check_dtype
+from backtape._native import Arriving, Copied, Cuts, Staging, check_dtype
 from backtape.failopen import CAUGHT
 from backtape.sampling import Region, inside
 from backtape.shards import REPLICATE, Box, Guard, Shard, boxes_of_run, moved, slices
@@ -47,7 +47,7 @@ def shards_of(
     place_proof: bool,
     guard: Guard,
     regions: tuple[Region, ...] | None = None,
-) -> list[Shard]:
+) -> list[Shard | Copied]:
     """The shards of `tensor` that this rank holds, copied.
 
     box: for a plain tensor, the box of the global tensor that it is.
@@ -103,11 +103,11 @@ def parts_of(
     shape: Sequence[int],
     offsets: Sequence[int],
     regions: tuple[Region, ...] | None,
-) -> list[Shard]:
+) -> list[Shard | Copied]:
     """The shards of what lies of a piece in these regions; with None the shard of all of it."""
     if regions is None:
         return [shard_of(piece, shape, offsets)]
-    cuts = cuts_of(tuple(offsets), tuple(piece.shape), regions)
+    cuts = cuts_of(tuple(shape), tuple(offsets), tuple(piece.shape), regions)
     return shards_of_cuts(piece, shape, cuts)
 
 
@@ -123,12 +123,43 @@ class Cut:
     run: tuple[int, int] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a piece that are shards."""
+
+    cuts: tuple[Cut, ...]
+    # The same for one call that copies and describes all of them; None where a part lies with gaps,
+    # or where there is nothing to be gained.
+    together: Cuts | None = None
+    longest: int = 0  # elements of the longest part
+
+
+def parts_together(
+    cuts: Sequence[Cut],
+    shape: Sequence[int],
+    indices: Sequence[Any] | None = None,
+    replica: int = 0,
+    placement: dict[str, int | str] | None = None,
+) -> Parts:
+    """These cuts of a tensor, with their description for one call; `indices` are those of each."""
+    runs = [cut.run for cut in cuts if cut.run is not None]
+    if len(cuts) < 2 or len(runs) < len(cuts):
+        return Parts(tuple(cuts))
+    boxes = [(cut.offsets, cut.extent, run) for cut, run in zip(cuts, runs)]
+    together = Cuts(shape, boxes, indices, replica, placement or {})
+    return Parts(tuple(cuts), together, max(count for _, count in runs))
+
+
 @functools.lru_cache(maxsize=4096)
 def cuts_of(
-    offsets: tuple[int, ...], extent: tuple[int, ...], regions: tuple[Region, ...]
-) -> tuple[Cut, ...]:
-    """What lies in some regions of a piece that starts at these offsets."""
-    return tuple(cut_of(cut, moved(offsets, cut), extent) for cut in inside(offsets, extent, regions))
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    extent: tuple[int, ...],
+    regions: tuple[Region, ...],
+) -> Parts:
+    """What lies in some regions of a piece of a tensor of this shape that starts at these offsets."""
+    found = inside(offsets, extent, regions)
+    return parts_together([cut_of(cut, moved(offsets, cut), extent) for cut in found], shape)
 
 
 def cut_of(place: Region, offsets: tuple[int, ...], extent: Sequence[int]) -> Cut:
@@ -147,18 +178,22 @@ def cut_of(place: Region, offsets: tuple[int, ...], extent: Sequence[int]) -> Cu
 def shards_of_cuts(
     piece: torch.Tensor,
     shape: Sequence[int],
-    cuts: Sequence[Cut],
+    parts: Parts,
     indices: Sequence[Any] | None = None,
     **more: Any,
-) -> list[Shard]:
+) -> list[Shard | Copied]:
     """The shards of parts of a piece; `indices` are those of each, and `more` other fields of all. A
     short run of the host's memory is copied as such: to have torch cut it first would take longer
-    than all the rest."""
+    than all the rest. Several of them are copied in one call."""
     shape, width, dtype = tuple(shape), piece.itemsize, dtype_name(piece.dtype)
-    plain = bool(cuts) and plain_memory(piece)
+    plain = bool(parts.cuts) and plain_memory(piece)
     first = piece.data_ptr() if plain else 0
-    shards = []
-    for number, cut in enumerate(cuts):
+    if plain and parts.together is not None and parts.longest * width < SMALL_BYTES:
+        copied = staging().copy_cuts(first, piece.nbytes, dtype, parts.together)
+        copied.partial = more.get("partial")
+        return [copied]
+    shards: list[Shard | Copied] = []
+    for number, cut in enumerate(parts.cuts):
         own = more if indices is None else more | {"indices": indices[number]}
         if plain and cut.run is not None and cut.run[1] * width < SMALL_BYTES:
             start, count = cut.run
@@ -239,11 +274,12 @@ def plain_memory(piece: torch.Tensor) -> bool:
 
 def of_run(
     values: torch.Tensor, shape: Sequence[int], start: int, regions: tuple[Region, ...] | None
-) -> list[Shard]:
+) -> list[Shard | Copied]:
     """The shards of a run of the flattened tensor, from element `start` on, as FSDP1 cuts
     parameters."""
     flat = values.reshape(-1)
-    shards, at = [], 0
+    shards: list[Shard | Copied] = []
+    at = 0
     for (offsets, extent), count in boxes_of_run(shape, start, flat.numel()):
         shards += parts_of(flat[at : at + count].view(extent), shape, offsets, regions)
         at += count
@@ -262,7 +298,7 @@ def held_by_this_rank(tensor: Any, box: Box | None, flat_offset: int | None) -> 
         if tensor.device_mesh.get_coordinate() is None:
             return []
         where = (tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), None)
-        spans = [(cut.offsets, cut.extent) for cut in layout_of(*where).boxes]
+        spans = [(cut.offsets, cut.extent) for cut in layout_of(*where).boxes.cuts]
     elif flat_offset is not None and box is not None:
         spans = [span for span, _ in boxes_of_run(box[0], flat_offset, tensor.numel())]
     else:
@@ -278,7 +314,7 @@ class Layout:
     """How a DTensor lies on this rank."""
 
     extent: tuple[int, ...]  # of the local part
-    boxes: tuple[Cut, ...]  # that the local part consists of
+    boxes: Parts  # that the local part consists of
     replica: int
     placement: dict[str, int | str]
     reduction: str | None
@@ -290,7 +326,7 @@ def of_dtensor(
     place_proof: bool,
     guard: Guard,
     regions: tuple[Region, ...] | None,
-) -> list[Shard]:
+) -> list[Shard | Copied]:
     """The shards of a DTensor's local part: several boxes where it is strided (FSDP2 over TP), or where
     only some regions of it are taken."""
     mesh, placements = values.device_mesh, tuple(values.placements)
@@ -308,14 +344,14 @@ def of_dtensor(
         raise ValueError(
             f"partial={partial!r}, but the DTensor is to be reduced by {layout.reduction!r}"
         )
-    theirs = None
+    boxes, theirs = layout.boxes, None
     if place_proof:
         with guard("place proof"):
-            theirs = proved_indices(*where)
+            boxes, theirs = proved_indices(*where)
     return shards_of_cuts(
         local,
         shape,
-        layout.boxes,
+        boxes,
         theirs,
         replica=layout.replica,
         placement=layout.placement,
@@ -347,7 +383,8 @@ def layout_of(
             boxes.append(cut_of(within, moved(offsets, part), extent))
     placed, reduction = placement_of(mesh, placements)
     replica = replica_of(mesh, placements, here)
-    return Layout(extent, tuple(boxes), replica, placed, reduction)
+    parts = parts_together(boxes, shape, None, replica, placed)
+    return Layout(extent, parts, replica, placed, reduction)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -356,11 +393,15 @@ def proved_indices(
     placements: tuple[Any, ...],
     shape: tuple[int, ...],
     regions: tuple[Region, ...] | None,
-) -> list[list[Runs]]:
-    """Of each box of the same layout the indices along each dimension, as torch itself cuts them."""
+) -> tuple[Parts, list[list[Runs]]]:
+    """The boxes of the same layout, and of each the indices along each dimension, as torch itself cuts
+    them."""
     theirs = [by_torch(dim, size, placements, mesh) for dim, size in enumerate(shape)]
-    boxes = layout_of(mesh, placements, shape, regions).boxes
-    return [[runs_of(at[a:b]) for at, (a, b) in zip(theirs, cut.place)] for cut in boxes]
+    layout = layout_of(mesh, placements, shape, regions)
+    cuts = layout.boxes.cuts
+    indices = [[runs_of(at[a:b]) for at, (a, b) in zip(theirs, cut.place)] for cut in cuts]
+    parts = parts_together(cuts, shape, indices, layout.replica, layout.placement)
+    return parts, indices
 
 
 def indices_of(

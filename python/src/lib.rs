@@ -47,6 +47,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tape::Tape>()?;
     module.add_class::<summary::Summary>()?;
     module.add_class::<staging::Staging>()?;
+    module.add_class::<shard::Cuts>()?;
+    module.add_class::<shard::Copied>()?;
     module.add_class::<gpu::Gpu>()?;
     module.add_class::<gpu::Arriving>()?;
     module.add_class::<postmortem::StepDump>()?;

@@ -7,7 +7,7 @@ use backtape::dtype::Dtype;
 use backtape::fingerprint::Fingerprint;
 use backtape::identity::{Microbatch, Name};
 use backtape::index_box::IndexBox;
-use backtape::placement::{Placement, Reduction};
+use backtape::placement::{Placement, Placements, Reduction};
 use backtape::shard::{self, TensorKey, When};
 use backtape_dumper::{Capture, Located};
 use pyo3::exceptions::PyValueError;
@@ -18,6 +18,7 @@ use serde::de::value::{Error as WordError, StrDeserializer};
 
 use crate::errors::invalid;
 use crate::payload::{HeldBuffer, payload};
+use crate::staging::Staged;
 
 /// A placement along one mesh axis: a dimension, or `replicate`, `sum`, `mean`.
 #[derive(FromPyObject)]
@@ -33,6 +34,121 @@ pub(crate) struct Key {
     pub(crate) role: Option<String>,
     pub(crate) microbatch: Option<u32>,
     when: Option<String>,
+}
+
+/// Parts of a tensor that lie alike in every tensor of its shape and placement: read once, and not
+/// again for each capture.
+#[pyclass(frozen, module = "backtape._native")]
+pub(crate) struct Cuts {
+    shape: Vec<u64>,
+    replica: u32,
+    placement: Placements,
+    cuts: Vec<Cut>,
+}
+
+struct Cut {
+    place: IndexBox,
+    located: Located,
+    /// Where it lies in the memory of what this rank holds: its first element, and how many.
+    run: (usize, usize),
+}
+
+#[pymethods]
+impl Cuts {
+    /// `boxes`: offsets, extent and run of each part; `indices`: the framework's own indices of
+    /// each. Raises ValueError for a box outside of the shape, or a run of another length.
+    #[new]
+    fn new(
+        shape: Vec<u64>,
+        boxes: Vec<(Vec<u64>, Vec<u64>, (usize, usize))>,
+        indices: Option<Vec<Vec<Vec<(u64, u64)>>>>,
+        replica: u32,
+        placement: BTreeMap<String, PlacementWord>,
+    ) -> PyResult<Cuts> {
+        let located = indices.map_or_else(
+            || vec![Located::ByBox; boxes.len()],
+            |indices| indices.into_iter().map(Located::ByIndices).collect(),
+        );
+        if located.len() != boxes.len() {
+            return Err(PyValueError::new_err("there are other numbers of boxes and of indices"));
+        }
+        let cut = |((offsets, extent, run), located): ((Vec<u64>, Vec<u64>, _), _)| {
+            let place = boxed(&offsets, &extent, &shape)?;
+            let (_, count): (usize, usize) = run;
+            match place.elements() == Some(count as u64) {
+                true => Ok(Cut { place, located, run }),
+                false => Err(PyValueError::new_err("a part's run has another length than its box")),
+            }
+        };
+        let cuts = boxes.into_iter().zip(located).map(cut).collect::<PyResult<_>>()?;
+        let placement = placement.into_iter().map(|(axis, word)| Ok((axis, word.read()?)));
+        let placement = placement.collect::<PyResult<_>>()?;
+        Ok(Cuts { shape, replica, placement, cuts })
+    }
+}
+
+impl Cuts {
+    /// The bytes of each part in the memory of what this rank holds, of elements of this width.
+    pub(crate) fn runs(&self, width: usize) -> Vec<std::ops::Range<usize>> {
+        let bytes = |elements: usize| elements.saturating_mul(width);
+        let run = |cut: &Cut| bytes(cut.run.0)..bytes(cut.run.0.saturating_add(cut.run.1));
+        self.cuts.iter().map(run).collect()
+    }
+}
+
+/// What was copied of the parts of one tensor; in place of a `backtape.shards.Shard` for each.
+#[pyclass(module = "backtape._native")]
+pub(crate) struct Copied {
+    cuts: Py<Cuts>,
+    dtype: Dtype,
+    parts: Vec<Staged>,
+    #[pyo3(get, set)]
+    partial: Option<String>,
+    #[pyo3(get, set)]
+    compiled: bool,
+}
+
+impl Copied {
+    pub(crate) fn new(dtype: Dtype, cuts: Py<Cuts>, parts: Vec<Staged>) -> Copied {
+        Copied { cuts, dtype, parts, partial: None, compiled: false }
+    }
+
+    /// The captures of all parts, or the reason why the dump cannot hold them under their name or
+    /// role, as of [`Shard::capture`].
+    fn captures(&self, key: &Key) -> PyResult<Result<Vec<Capture>, String>> {
+        let partial = self.partial.as_deref().map(|text| word::<Reduction>("partial", text));
+        let partial = partial.transpose()?;
+        let cuts = self.cuts.get();
+        Ok(key.read(key.when()?).map(|(key, role)| {
+            let capture = |(cut, part): (&Cut, &Staged)| Capture {
+                key: key.clone(),
+                shard: shard::Shard {
+                    role,
+                    dtype: self.dtype,
+                    shape: cuts.shape.clone(),
+                    place: cut.place.clone(),
+                    placement: cuts.placement.clone(),
+                    partial,
+                    replica: cuts.replica,
+                    compiled: self.compiled,
+                },
+                located: cut.located.clone(),
+                payload: Box::new(part.clone()),
+            };
+            cuts.cuts.iter().zip(&self.parts).map(capture).collect()
+        }))
+    }
+}
+
+/// The captures of what Python hands over as one: a [`Shard`], or parts that were copied together.
+pub(crate) fn captures(
+    given: &Bound<'_, PyAny>,
+    key: &Key,
+) -> PyResult<Result<Vec<Capture>, String>> {
+    match given.cast::<Copied>() {
+        Ok(copied) => copied.borrow().captures(key),
+        Err(_) => Ok(given.extract::<Shard>()?.capture(key)?.map(|capture| vec![capture])),
+    }
 }
 
 /// `backtape.shards.Shard`, field for field.
@@ -52,6 +168,10 @@ pub(crate) struct Shard<'py> {
 }
 
 impl Key {
+    fn when(&self) -> PyResult<Option<When>> {
+        self.when.as_deref().map(|text| word::<When>("when", text)).transpose()
+    }
+
     /// The tensor's key and role. The sentence of an error is the reason why a dump cannot hold
     /// the tensor under this name or role, which the recorder is to name.
     fn read(
@@ -72,9 +192,8 @@ impl Shard<'_> {
         let place = boxed(&self.offsets, &self.extent, &self.shape)?;
         let placement = self.placement.into_iter().map(|(axis, word)| Ok((axis, word.read()?)));
         let partial = self.partial.as_deref().map(|text| word::<Reduction>("partial", text));
-        let when = key.when.as_deref().map(|text| word::<When>("when", text));
         let (payload, summed) = payload(&self.data)?;
-        let when = when.transpose()?;
+        let when = key.when()?;
         let described = shard::Shard {
             role: None,
             dtype: dtype(&self.dtype)?,

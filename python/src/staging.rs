@@ -15,6 +15,8 @@ use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
+use crate::shard::{Copied, Cuts};
+
 /// Least size of an arena: small tensors share one.
 const ARENA_BYTES: usize = 16 << 20;
 
@@ -105,6 +107,41 @@ impl Staging {
         }
         Ok(Block(range))
     }
+
+    /// The parts `cuts` of a tensor of `length` bytes at an address, copied one after the other
+    /// into one block: for a sample of a tensor, of which each part by itself would take longer to
+    /// hand over than to copy. Raises ValueError for a null address, a part that is not in the
+    /// tensor or a dtype that cannot be dumped, MemoryError where there is no memory.
+    fn copy_cuts(
+        &self,
+        address: usize,
+        length: usize,
+        dtype: &str,
+        cuts: Py<Cuts>,
+    ) -> PyResult<Copied> {
+        let dtype = crate::shard::dtype(dtype)?;
+        let runs = cuts.get().runs(dtype.width());
+        let inside = |run: &std::ops::Range<usize>| run.start <= run.end && run.end <= length;
+        if address == 0 || !runs.iter().all(inside) {
+            return Err(PyValueError::new_err("a part that is not in the tensor cannot be copied"));
+        }
+        let range = self.block(runs.iter().map(ExactSizeIterator::len).sum())?;
+        let mut parts = Vec::with_capacity(runs.len());
+        let mut end = 0;
+        for run in runs {
+            let part = end..end + run.len();
+            // SAFETY: `plain_memory` has seen that the tensor is `length` contiguous bytes of this
+            // process, in which the run was just seen to lie; the caller holds the tensor and the
+            // interpreter meanwhile. The range is as long as all runs, and nobody else has it.
+            unsafe {
+                let from = (address as *const u8).add(run.start);
+                std::ptr::copy_nonoverlapping(from, range.pointer().add(part.start), part.len());
+            }
+            end = part.end;
+            parts.push(Staged { range: range.clone(), part });
+        }
+        Ok(Copied::new(dtype, cuts, parts))
+    }
 }
 
 impl Staging {
@@ -143,7 +180,7 @@ pub(crate) struct Block(Arc<Range>);
 impl Block {
     /// The payload with the bytes that were copied into the block.
     pub(crate) fn staged(&self) -> Staged {
-        Staged(self.0.clone())
+        Staged { range: self.0.clone(), part: 0..self.0.length }
     }
 }
 
@@ -170,15 +207,20 @@ impl Block {
     }
 }
 
-/// A block's bytes while the recorder reads them.
-pub(crate) struct Staged(Arc<Range>);
+/// The bytes of a block, or of a part of it, while the recorder reads them.
+#[derive(Clone)]
+pub(crate) struct Staged {
+    range: Arc<Range>,
+    part: std::ops::Range<usize>,
+}
 
 impl AsRef<[u8]> for Staged {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: the range is inside the arena's mapping, which lives as long as the range; nobody
         // else has it before it is given back. `backtape.torch_arrays.staged` fills it before it
         // hands it over, and keeps no view.
-        unsafe { std::slice::from_raw_parts(self.0.pointer(), self.0.length) }
+        let all = unsafe { std::slice::from_raw_parts(self.range.pointer(), self.range.length) };
+        &all[self.part.clone()]
     }
 }
 

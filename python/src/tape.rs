@@ -2,12 +2,13 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use backtape_dumper::Capture;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{RecorderError, refused};
 use crate::payload::release_spent;
-use crate::shard::{Key, Shard};
+use crate::shard::{Key, captures};
 use crate::{declaration, errors};
 
 /// The recorder's tape of a step; none once it is closed.
@@ -62,13 +63,16 @@ impl Tape {
         py.detach(|| self.lock().as_ref().is_some_and(|tape| tape.wants(name, role, microbatch)))
     }
 
-    /// Hands one shard over; its bytes must not change from now on. Raises ValueError for a shard
-    /// that cannot be read, RecorderError for one that the recorder refuses and has named as left
-    /// out.
-    fn record(&self, py: Python<'_>, key: Key, shard: Shard<'_>) -> PyResult<()> {
-        let read = shard.capture(&key)?;
+    /// Hands the shards of one tensor over, in one call as each costs the job more than a small
+    /// shard; their bytes must not change from now on. Raises ValueError for a shard that cannot be
+    /// read, and then none is recorded; RecorderError for one that the recorder refuses and has
+    /// named as left out with all after it.
+    fn record(&self, py: Python<'_>, key: Key, shards: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+        let read = shards.iter().map(|given| captures(given, &key));
+        let read: Vec<Result<Vec<Capture>, String>> = read.collect::<PyResult<_>>()?;
+        let read: Result<Vec<Vec<Capture>>, String> = read.into_iter().collect();
         self.with(py, |tape| match read {
-            Ok(capture) => tape.record(capture),
+            Ok(captures) => tape.record_all(captures.into_iter().flatten().collect()),
             Err(reason) => tape.refuse(&key.name, key.role.as_deref(), key.microbatch, reason),
         })
     }

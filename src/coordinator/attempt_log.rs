@@ -112,7 +112,7 @@ impl AttemptLog {
     fn apply_again(&mut self, event: Event, at_ms: u64) -> Result<(), String> {
         let outcome = self.state.check(&event).map_err(|refusal| refusal.to_string())?;
         if outcome == Outcome::New {
-            self.state.apply(event, at_ms);
+            self.state.apply(&event, at_ms);
         }
         Ok(())
     }
@@ -205,8 +205,8 @@ impl AttemptLog {
         event.step().map_or(Ok(()), |step| self.recall(step))?;
         if self.state.check(&event)? == Outcome::New {
             self.state.check_quota(&event)?;
-            self.staged.push(event.clone());
-            self.state.apply(event, now_ms);
+            self.state.apply(&event, now_ms);
+            self.staged.push(event);
         }
         Ok(())
     }

@@ -230,7 +230,7 @@ mod tests {
                 host: Name::new("h").unwrap(),
                 mesh: Mesh::default(),
             };
-            state.apply(Event::Joined(joined), 0);
+            state.apply(&Event::Joined(joined), 0);
         }
         state
     }

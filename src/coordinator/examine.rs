@@ -78,7 +78,7 @@ impl Examined {
                     };
                     if same {
                         state.check(&event).map_err(|refusal| refusal.to_string())?;
-                        state.apply(event, batch.at_ms);
+                        state.apply(&event, batch.at_ms);
                     }
                 }
             }

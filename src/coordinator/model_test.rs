@@ -255,7 +255,7 @@ fn rebuild(batches: &[Batch]) -> Option<AttemptState> {
                 (None, Event::Opened(opened)) => state = Some(AttemptState::new(opened.clone())),
                 (Some(state), event) => {
                     assert_eq!(state.check(event), Ok(Outcome::New), "journalled twice");
-                    state.apply(event.clone(), batch.at_ms);
+                    state.apply(event, batch.at_ms);
                 }
                 (None, _) => panic!("the opening is missing"),
             }
@@ -358,7 +358,7 @@ proptest! {
                 let at_ms = index as u64;
                 journal.append(&Batch { at_ms, events: vec![event.clone()] }).unwrap();
                 written.push(std::fs::metadata(&path).unwrap().len());
-                state.apply(event, at_ms);
+                state.apply(&event, at_ms);
             }
             let orders = state.orders();
             prop_assert_eq!(orders.plan().map(|plan| plan.from.0), model.plans.last().copied());
@@ -475,7 +475,7 @@ fn ranks_that_disagree_on_the_head_keep_the_first_and_are_named() {
         };
         let closing = Closing { head: Some(Box::new(head)), ..Closing::default() };
         let (step, rank) = (Step(0), Rank(rank));
-        state.apply(Event::Closed { step, rank, closing }, 0);
+        state.apply(&Event::Closed { step, rank, closing }, 0);
     }
     let manifest = manifest(&state, 0).unwrap();
     assert_eq!(manifest.head.unwrap().z_loss, 0.0);
@@ -487,7 +487,7 @@ fn ranks_that_disagree_on_the_head_keep_the_first_and_are_named() {
 fn an_overdue_step_says_of_each_missing_rank_what_is_known() {
     let mut state = AttemptState::new(opened());
     for op in [Op::Join(0), Op::Join(1), Op::Close { rank: 0, step: 5, files: 0 }] {
-        state.apply(event(&op).unwrap(), 1000);
+        state.apply(&event(&op).unwrap(), 1000);
     }
     assert_eq!(state.newly_overdue(1999, 1000), vec![]);
     assert_eq!(state.newly_overdue(2000, 1000), vec![Step(5)]);
@@ -496,7 +496,7 @@ fn an_overdue_step_says_of_each_missing_rank_what_is_known() {
     assert!(reason.contains("rank 1 on h joined, reported nothing"), "{reason}");
     assert!(reason.contains("rank 2 never joined"), "{reason}");
     for rank in 1..WORLD {
-        state.apply(event(&Op::Close { rank, step: 5, files: 0 }).unwrap(), 4000);
+        state.apply(&event(&Op::Close { rank, step: 5, files: 0 }).unwrap(), 4000);
     }
     assert!(state.manifest(Step(5)).is_some(), "a late close still commits");
 }
@@ -506,7 +506,7 @@ fn of_thousands_of_ranks_that_owe_a_few_are_named_and_the_others_counted() {
     let mut state = AttemptState::new(Opened { world_size: 10_000, ..opened() });
     for rank in (0..10_000).filter(|rank| rank % 5 > 0) {
         let close = Op::Close { rank, step: 0, files: u32::from(rank == 9_999) };
-        state.apply(event(&close).unwrap(), 0);
+        state.apply(&event(&close).unwrap(), 0);
     }
     let text = state.missing(Step(0));
     assert!(text.starts_with("rank 0 never joined; rank 5 never joined; "), "{text}");

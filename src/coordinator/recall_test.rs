@@ -231,7 +231,7 @@ fn a_rank_cannot_fill_the_memory_with_what_it_declares() {
                 Event::Closed { step: Step(step), rank: Rank(0), closing: closing.clone() };
             let refused = state.check_quota(&closed).is_err();
             if !refused {
-                state.apply(closed, 0);
+                state.apply(&closed, 0);
             }
             refused || step * text > 2 * MAX_HELD_BYTES
         });

@@ -301,30 +301,30 @@ impl AttemptState {
     }
 
     /// Applies an event that [`AttemptState::check`] found new; `at_ms` is the time of its batch.
-    pub(crate) fn apply(&mut self, event: Event, at_ms: u64) {
+    pub(crate) fn apply(&mut self, event: &Event, at_ms: u64) {
         match event {
             Event::Opened(_) => {}
             Event::Joined(joined) => {
                 if self.mesh.0.is_empty() {
                     self.mesh = joined.mesh.clone();
                 }
-                self.ranks.insert(joined.rank, joined);
+                self.ranks.insert(joined.rank, joined.clone());
             }
-            Event::Reported { step, file } => {
-                let (added, text_bytes) = self.step_at(step, at_ms).add(&file);
+            &Event::Reported { step, ref file } => {
+                let (added, text_bytes) = self.step_at(step, at_ms).add(file);
                 self.sums.add(added);
                 *self.held_bytes.entry(file.rank).or_default() += text_bytes;
                 self.note_complete(step);
             }
-            Event::Closed { step, rank, closing } => {
-                let weight = quotas::weight(&closing);
+            &Event::Closed { step, rank, ref closing } => {
+                let weight = quotas::weight(closing);
                 *self.held_bytes.entry(rank).or_default() += weight;
-                self.step_at(step, at_ms).close(rank, closing, weight);
+                self.step_at(step, at_ms).close(rank, closing.clone(), weight);
                 self.note_complete(step);
             }
-            Event::Planned(plan) => self.orders.add_plan(plan),
-            Event::Triggered(trigger) => self.orders.add_trigger(trigger, at_ms),
-            Event::RingChosen { number, steps } => self.orders.choose_ring(number, steps),
+            Event::Planned(plan) => self.orders.add_plan(plan.clone()),
+            Event::Triggered(trigger) => self.orders.add_trigger(trigger.clone(), at_ms),
+            Event::RingChosen { number, steps } => self.orders.choose_ring(*number, steps.clone()),
         }
     }
 

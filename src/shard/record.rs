@@ -1,6 +1,7 @@
 //! What a dump says of a shard, and its JSON.
 
 use std::ops::{Deref, DerefMut};
+use std::sync::LazyLock;
 
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
@@ -128,35 +129,89 @@ impl From<Fields> for ShardRecord {
     }
 }
 
+/// The fields of a record's JSON in their order, which is part of the format: the header of a shard
+/// file has them in this order, and equal dumps are equal byte for byte.
+const FIELDS: [&str; 20] = [
+    "tensor",
+    "microbatch",
+    "when",
+    "role",
+    "dtype",
+    "shape",
+    "box",
+    "rank",
+    "host",
+    "attempt",
+    "mesh",
+    "placement",
+    "partial",
+    "replica",
+    "hash",
+    "length",
+    "fingerprint",
+    "fingerprint_source",
+    "compiled",
+    "entry",
+];
+
+/// The same fields as a manifest has them, whose objects are sorted by key.
+static SORTED: LazyLock<[&str; FIELDS.len()]> = LazyLock::new(|| {
+    let mut fields = FIELDS;
+    fields.sort_unstable();
+    fields
+});
+
 impl Serialize for ShardRecord {
-    /// Writes the fields in the order of `Fields`, which is part of the format: the header of a
-    /// shard file has them in this order, and equal dumps are equal byte for byte.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.serialize_in(&FIELDS, serializer)
+    }
+}
+
+/// A record whose JSON has its fields sorted by name. Its own objects are maps that are sorted.
+pub(crate) struct SortedRecord<'a>(pub(crate) &'a ShardRecord);
+
+impl Serialize for SortedRecord<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize_in(&*SORTED, serializer)
+    }
+}
+
+impl ShardRecord {
+    fn serialize_in<S: Serializer>(
+        &self,
+        order: &[&'static str],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         let Shard { role, dtype, shape, place, placement, partial, replica, compiled } =
             &self.shard;
         let mut fields = serializer.serialize_map(None)?;
-        fields.serialize_entry("tensor", &self.key.tensor)?;
-        fields.serialize_entry("microbatch", &self.key.microbatch)?;
-        fields.serialize_entry("when", &self.key.when)?;
-        fields.serialize_entry("role", role)?;
-        fields.serialize_entry("dtype", dtype)?;
-        fields.serialize_entry("shape", shape)?;
-        fields.serialize_entry("box", place)?;
-        fields.serialize_entry("rank", &self.rank)?;
-        fields.serialize_entry("host", &self.host)?;
-        fields.serialize_entry("attempt", &self.attempt)?;
-        fields.serialize_entry("mesh", &self.mesh)?;
-        fields.serialize_entry("placement", placement)?;
-        fields.serialize_entry("partial", partial)?;
-        fields.serialize_entry("replica", replica)?;
-        fields.serialize_entry("hash", &self.hash)?;
-        fields.serialize_entry("length", &self.length)?;
-        fields.serialize_entry("fingerprint", &self.fingerprint)?;
-        fields.serialize_entry("fingerprint_source", &self.fingerprint_source)?;
-        if *compiled {
-            fields.serialize_entry("compiled", compiled)?;
+        for &name in order {
+            match name {
+                "tensor" => fields.serialize_entry(name, self.key.tensor.as_str())?,
+                "microbatch" => fields.serialize_entry(name, &self.key.microbatch)?,
+                "when" => fields.serialize_entry(name, &self.key.when)?,
+                "role" => fields.serialize_entry(name, role)?,
+                "dtype" => fields.serialize_entry(name, dtype)?,
+                "shape" => fields.serialize_entry(name, shape)?,
+                "box" => fields.serialize_entry(name, place)?,
+                "rank" => fields.serialize_entry(name, &self.rank)?,
+                "host" => fields.serialize_entry(name, self.host.as_str())?,
+                "attempt" => fields.serialize_entry(name, &self.attempt)?,
+                "mesh" => fields.serialize_entry(name, &self.mesh)?,
+                "placement" => fields.serialize_entry(name, placement)?,
+                "partial" => fields.serialize_entry(name, partial)?,
+                "replica" => fields.serialize_entry(name, replica)?,
+                "hash" => fields.serialize_entry(name, &self.hash)?,
+                "length" => fields.serialize_entry(name, &self.length)?,
+                "fingerprint" => fields.serialize_entry(name, &self.fingerprint)?,
+                "fingerprint_source" => {
+                    fields.serialize_entry(name, &self.fingerprint_source)?;
+                }
+                "compiled" if *compiled => fields.serialize_entry(name, compiled)?,
+                "entry" => fields.serialize_entry(name, &self.entry)?,
+                _ => {}
+            }
         }
-        fields.serialize_entry("entry", &self.entry)?;
         fields.end()
     }
 }
@@ -201,17 +256,17 @@ pub enum RecordError {
 impl ShardRecord {
     /// Refuses a record whose box, dtype and length cannot all be true.
     pub fn check(&self) -> Result<(), RecordError> {
-        let (key, rank) = (self.key.clone(), self.rank);
+        let (key, rank) = (|| self.key.clone(), self.rank);
         if self.shape.len() > MAX_DIMENSIONS {
-            return Err(RecordError::Dimensions { key, found: self.shape.len() });
+            return Err(RecordError::Dimensions { key: key(), found: self.shape.len() });
         }
         let boxed = self.place.check(&self.shape);
         if !faults::seeded("box-not-checked") {
-            boxed.map_err(|source| RecordError::Box { key: key.clone(), rank, source })?;
+            boxed.map_err(|source| RecordError::Box { key: key(), rank, source })?;
         }
         if self.shard.bytes() != Some(self.length) {
             let (place, dtype, length) = (self.place.clone(), self.dtype, self.length);
-            return Err(RecordError::Length { key, rank, place, dtype, length });
+            return Err(RecordError::Length { key: key(), rank, place, dtype, length });
         }
         Ok(())
     }
@@ -240,5 +295,15 @@ mod tests {
         let record: ShardRecord = serde_json::from_str(&plain).unwrap();
         assert!(!record.compiled);
         assert_eq!(serde_json::to_string(&record).unwrap(), plain);
+    }
+
+    /// Goal: a manifest's text is what sorting a tree of values gives, and no field is left out.
+    #[test]
+    fn a_sorted_record_is_the_text_of_its_sorted_tree() {
+        for text in [WRITTEN.to_owned(), WRITTEN.replace(r#""compiled":true,"#, "")] {
+            let record: ShardRecord = serde_json::from_str(&text).unwrap();
+            let tree: serde_json::Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(serde_json::to_string(&SortedRecord(&record)).unwrap(), tree.to_string());
+        }
     }
 }

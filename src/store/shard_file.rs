@@ -1,14 +1,15 @@
 //! Reads a shard file through a memory map: its header is checked first, and the bytes of shards
 //! are slices of the map.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use safetensors::tensor::Metadata;
-use serde::Deserialize;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 
 use super::backend::ReadAt;
 use super::header::{FileSelf, MAX_HEADER, METADATA_KEY};
@@ -88,8 +89,8 @@ pub fn describe_header(
     let wanted = data as u64;
     let after = length.checked_sub(wanted);
     let truncated = || ShardFileError::Truncated { path: path.into(), found: length, wanted };
-    let about = read_self(path, header)?;
-    let offsets = locate(path, header, &about, after.ok_or_else(truncated)? as usize)?;
+    let (about, metadata) = read_header(path, header)?;
+    let offsets = locate(path, header, (&about, &metadata), after.ok_or_else(truncated)? as usize)?;
     let spans = offsets.iter().map(|&(start, end)| ((data + start) as u64, (data + end) as u64));
     Ok(Description { header_hash: TrustHash::of(header), length, spans: spans.collect(), about })
 }
@@ -105,8 +106,8 @@ impl ShardFile {
         // process, which holds nothing that could be lost.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
         let (header, data) = split_header(path, &map)?;
-        let about = read_self(path, header)?;
-        let offsets = locate(path, header, &about, map.len() - data)?;
+        let (about, metadata) = read_header(path, header)?;
+        let offsets = locate(path, header, (&about, &metadata), map.len() - data)?;
         Ok(ShardFile { path: path.into(), map, data, about, offsets })
     }
 
@@ -161,11 +162,33 @@ fn split_header<'a>(path: &Path, map: &'a [u8]) -> Result<(&'a [u8], usize), Sha
     Ok((header, data))
 }
 
-fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
+/// Backtape's records in a header, and the entries, which the safetensors crate has checked to lie
+/// inside the data without holes or overlaps. The text is parsed once: most of what the coordinator
+/// does for a step of thousands of shards is to parse the headers of all ranks.
+fn read_header(path: &Path, header: &[u8]) -> Result<(FileSelf, Metadata), ShardFileError> {
     let malformed = |detail: String| ShardFileError::Malformed { path: path.into(), detail };
-    let outer: Outer = serde_json::from_slice(unpadded(&header[8..]))
-        .map_err(|error| malformed(error.to_string()))?;
-    let Some(text) = outer.metadata.and_then(|mut metadata| metadata.remove(METADATA_KEY)) else {
+    let text = unpadded(&header[8..]);
+    let (texts, entries) = match serde_json::from_slice::<Outer>(text) {
+        Ok(Outer { metadata, entries }) => (metadata, Ok(entries)),
+        // Whose file it is, and of which version, goes before what is wrong with an entry.
+        Err(error) => match serde_json::from_slice::<Texts>(text) {
+            Ok(Texts { metadata }) => (metadata, Err(error.to_string())),
+            Err(error) => return Err(malformed(error.to_string())),
+        },
+    };
+    let about = read_self(path, texts)?;
+    let mut entries: Vec<_> = entries.map_err(malformed)?.into_iter().collect();
+    entries.sort_by_key(|(_, entry)| entry.data_offsets);
+    let checked = Metadata::new(None, entries);
+    Ok((about, checked.map_err(|error| malformed(error.to_string()))?))
+}
+
+fn read_self(
+    path: &Path,
+    texts: Option<BTreeMap<String, String>>,
+) -> Result<FileSelf, ShardFileError> {
+    let malformed = |detail: String| ShardFileError::Malformed { path: path.into(), detail };
+    let Some(text) = texts.and_then(|mut metadata| metadata.remove(METADATA_KEY)) else {
         return Err(ShardFileError::Foreign { path: path.into() });
     };
     let newer = |version| ShardFileError::Newer { path: path.into(), found: version };
@@ -188,9 +211,46 @@ fn read_self(path: &Path, header: &[u8]) -> Result<FileSelf, ShardFileError> {
 
 /// The metadata of a safetensors header; its entries are skipped.
 #[derive(Deserialize)]
-struct Outer {
+struct Texts {
     #[serde(rename = "__metadata__")]
     metadata: Option<BTreeMap<String, String>>,
+}
+
+/// A safetensors header. By hand, as `#[serde(flatten)]` keeps all of it a second time.
+#[derive(Default)]
+struct Outer {
+    metadata: Option<BTreeMap<String, String>>,
+    entries: HashMap<String, TensorInfo>,
+}
+
+impl<'de> Deserialize<'de> for Outer {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Outer, D::Error> {
+        deserializer.deserialize_map(OuterFields)
+    }
+}
+
+struct OuterFields;
+
+impl<'de> Visitor<'de> for OuterFields {
+    type Value = Outer;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a safetensors header")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Outer, A::Error> {
+        let mut outer = Outer::default();
+        while let Some(name) = fields.next_key::<String>()? {
+            if name != "__metadata__" {
+                outer.entries.insert(name, fields.next_value()?);
+            } else if outer.metadata.is_some() {
+                return Err(A::Error::duplicate_field("__metadata__"));
+            } else {
+                outer.metadata = fields.next_value()?;
+            }
+        }
+        Ok(outer)
+    }
 }
 
 #[derive(Deserialize)]
@@ -208,19 +268,15 @@ fn unpadded(mut text: &[u8]) -> &[u8] {
     text
 }
 
-/// Finds every shard's bytes; the safetensors crate has checked that the
-/// entries lie inside the data without holes or overlaps.
+/// Finds every shard's bytes.
 fn locate(
     path: &Path,
     header: &[u8],
-    about: &FileSelf,
+    (about, metadata): (&FileSelf, &Metadata),
     data: usize,
 ) -> Result<Vec<(usize, usize)>, ShardFileError> {
     let contradiction =
         |detail: String| ShardFileError::Contradiction { path: path.into(), detail };
-    let metadata: Metadata = serde_json::from_slice(unpadded(&header[8..])).map_err(|error| {
-        ShardFileError::Malformed { path: path.into(), detail: error.to_string() }
-    })?;
     let wanted = metadata.data_len();
     if wanted != data {
         let (length, wanted) = ((header.len() + data) as u64, (header.len() + wanted) as u64);

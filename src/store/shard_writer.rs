@@ -228,10 +228,22 @@ impl FinishedFile {
     /// Gives the file its final name; durable when this returns. False if a file of that name
     /// existed, which stays unchanged.
     pub fn publish(mut self) -> io::Result<(FileRecord, bool)> {
+        let created = self.name()?;
+        Ok((self.take_record(), created))
+    }
+
+    /// As [`FinishedFile::publish`] does, for whoever needs the record where that fails too.
+    pub fn name(&mut self) -> io::Result<bool> {
         let target = self.scratch.with_file_name(self.record.name.as_str());
         let created = durable::publish(&self.scratch, &target)?;
         self.scratch = PathBuf::new();
-        Ok((self.record.clone(), created))
+        Ok(created)
+    }
+
+    /// Moves the record out, whose shards may be thousands.
+    pub fn take_record(&mut self) -> FileRecord {
+        let shards = std::mem::take(&mut self.record.shards);
+        FileRecord { shards, ..self.record.clone() }
     }
 
     /// Uploads the file to a directory of another backend; durable when this returns. False if a

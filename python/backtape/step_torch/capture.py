@@ -1,14 +1,13 @@
 """What has been taken of a step, and of which parameter."""
 
-import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from backtape._native import RecorderError
-from backtape.failopen import CAUGHT, describe
 from backtape.sampling import Sampling
 from backtape.step_torch.choice import note_squares, regions_of, shape_of
 from backtape.step_torch.parts import Part, local, parts_of
@@ -57,18 +56,15 @@ class Capture:
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
         self.unknown: list[str] = []  # why an optimizer's step cannot be recorded
 
-    @contextlib.contextmanager
-    def guarded(self, subject: object) -> Iterator[None]:
+    def guarded(self, subject: object) -> AbstractContextManager[None]:
         """Keeps what backtape raises from the job, unless the recorder is strict, and names it in the
         dump."""
-        with self.tape.guarded("step algebra:", subject):
-            try:
-                yield
-            except CAUGHT as error:
-                # What the recorder refuses is named already.
-                if not isinstance(error, RecorderError):
-                    self.tape.leave_out("step", None, f"{subject}: {describe(error)}")
-                raise
+
+        def omit(reason: str) -> None:
+            self.tape.leave_out("step", None, f"{subject}: {reason}")
+
+        # What the recorder refuses is named already.
+        return self.tape.guarded("step algebra:", subject, omit, (RecorderError,))
 
     @property
     def own(self) -> Iterable[Part]:

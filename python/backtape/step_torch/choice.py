@@ -16,7 +16,7 @@ from backtape.step_torch.parts import Part, local
 from backtape.torch_arrays import dtype_name, held_by_this_rank, is_dtensor
 
 # Elements that are widened to f64 at a time: the copy stays in the processor's cache.
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 
 Globs = str | Sequence[str]
 Groups = int | str | Sequence[int | str] | None
