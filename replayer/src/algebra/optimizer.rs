@@ -112,7 +112,8 @@ impl Judge<'_> {
     fn hyper_words(&self, rank: Rank, parameter: &str) -> String {
         let declared = self.inventory.declared.get(&rank);
         let of = declared.and_then(|declared| declared.optimizer_of(parameter));
-        of.map(|(optimizer, hyper)| format!("{:?} {hyper:?}", optimizer.name)).unwrap_or_default()
+        let words = |optimizer: &Optimizer| format!("{:?} {:?}", optimizer.name, optimizer.rule);
+        of.map(|(optimizer, hyper)| format!("{} {hyper:?}", words(optimizer))).unwrap_or_default()
     }
 
     /// What the gradient that the optimizer took was multiplied by after the last one that was
@@ -142,9 +143,15 @@ impl Judge<'_> {
     fn is_untouched(&self, rank: Rank, parameter: &str) -> bool {
         let inventory = self.inventory;
         let tensors = &inventory.parameters[parameter].tensors;
+        let declared = inventory.declared.get(&rank);
+        let optimizer = declared.and_then(|declared| declared.optimizer_of(parameter));
+        let is_state = |name: &str| {
+            let is_declared = optimizer.is_some_and(|(own, _)| own.declares_state(name));
+            is_declared || Rule::is_state(name)
+        };
         let mut pairs = vec![(Part::Before, Part::After)];
         pairs.extend(tensors.keys().filter_map(|(part, _)| match part {
-            Part::StateAfter(name) if Rule::is_state(name) => {
+            Part::StateAfter(name) if is_state(name) => {
                 Some((Part::StateBefore(name.clone()), part.clone()))
             }
             _ => None,
@@ -228,8 +235,9 @@ impl Judge<'_> {
         }
         let counted = self.step_of(rank, parameter);
         let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });
-        let Some(rule) = Rule::of(optimizer, hyper, step) else {
-            return unchecked(unknown_rule(optimizer));
+        let rule = match self.rule_of(tensors, (optimizer, hyper), step) {
+            Ok(rule) => rule,
+            Err(why) => return unchecked(why),
         };
         let shape = &inventory.dump.tensors()[tensors.after].shape;
         let stored = inventory.precision(tensors.after);
@@ -261,6 +269,7 @@ impl Judge<'_> {
             Ok(compared) => {
                 let mut judged = self.read_stages(tensors, piece, &supposed, compared);
                 judged.extend(self.judged_factors(tensors, &supposed));
+                judged.extend(self.numbers_of_state(tensors, piece, &supposed.rule));
                 judged
             }
             Err(why) => unchecked(why),
@@ -418,8 +427,8 @@ impl Judge<'_> {
         Ok(operands)
     }
 
-    /// The factor of the whole change, and the weight decay, that fit the change best: its
-    /// regression on the change that the rule gives and on the parameter.
+    /// The factor of the whole change, and the weight decay (NaN where the rule has none), that fit
+    /// the change best: its regression on the change that the rule gives and on the parameter.
     pub(super) fn fitted(
         &self,
         tensors: &Tensors<'_>,
@@ -427,7 +436,7 @@ impl Judge<'_> {
         supposed: &Supposed<'_>,
     ) -> Option<(f64, f64)> {
         let declared = arithmetic(self.inventory.precision(tensors.after), None);
-        // Scalar products: of the rule's change, the parameter and the change with each other.
+        // Weighted products: of the rule's change, the parameter and the change with each other.
         let (mut rr, mut rp, mut pp, mut rc, mut pc) = (0.0, 0.0, 0.0, 0.0, 0.0);
         let wholes = self.wholes(tensors, piece, supposed).ok()?;
         for part in crate::assemble::pieces(&piece.place, 8) {
@@ -438,16 +447,22 @@ impl Judge<'_> {
             let (before, after) = (widened("before")?, widened("after")?);
             for ((r, p), a) in rule.iter().zip(&before).zip(&after) {
                 let change = a - p;
-                rr += r * r;
-                rp += r * p;
-                pp += p * p;
-                rc += r * change;
-                pc += p * change;
+                // The change is rounded as the parameter is, and by itself: the finer it was kept
+                // the more it says.
+                let squares = a * a + r * r;
+                let weight = if squares > 0.0 { 1.0 / squares } else { 0.0 };
+                rr += weight * r * r;
+                rp += weight * r * p;
+                pp += weight * p * p;
+                rc += weight * r * change;
+                pc += weight * p * change;
             }
         }
         let lr = self.learning_rate(supposed)?;
-        let weight_decay = hyper_numbers(supposed).ok()?;
-        let weight_decay = weight_decay.iter().find(|(name, _)| *name == "weight_decay")?.1;
+        let numbers = hyper_numbers(supposed).ok()?;
+        // A declared formula need not have one.
+        let weight_decay = numbers.iter().find(|(name, _)| *name == "weight_decay");
+        let weight_decay = weight_decay.map_or(f64::NAN, |(_, value)| *value);
         // With the rule's change as it is, what is left is a multiple of the parameter.
         let along = (pc - rp) / pp;
         (rr > 0.0 && pp > 0.0 && lr != 0.0).then(|| (rc / rr, weight_decay - along / lr))
@@ -491,14 +506,6 @@ impl Judge<'_> {
 pub(super) const COUNTERS: [&str; 2] = ["step", "count"];
 /// What a reset of the state is, in words.
 pub(super) const RESET: &str = "the state before this step is not in the state after it";
-
-fn unknown_rule(optimizer: &Optimizer) -> String {
-    let known = Rule::known().join(", ");
-    match &optimizer.name {
-        Some(name) => format!("no rule is known of the optimizer {name}: known are {known}"),
-        None => format!("the job has not said which optimizer it is: known are {known}"),
-    }
-}
 
 /// The hyper-parameters of a rule as numbers.
 pub(super) fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, String> {

@@ -10,6 +10,8 @@ use super::inventory::Piece;
 use super::judge::Judge;
 use super::optimizer::{RESET, Supposed, Tensors};
 use super::outcome::Reading;
+use super::rules::Rule;
+use super::rules::formula::Formula;
 
 impl Judge<'_> {
     /// The captured change over that of the rule, where it is one number: that of a parameter is
@@ -119,13 +121,26 @@ impl Judge<'_> {
         }
         if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
             let lr = self.learning_rate(supposed)?;
+            let sizes = self.sizes_of(tensors.rank, lr_factor);
+            // A change that is lost in rounding is that of any small learning rate, and bias
+            // corrections of a formula make factors as well.
+            let lost = Supposed { lr_factor: 0.0, ..supposed.clone() };
+            let is_correction = |formula: &Formula| formula.corrects_by(lr_factor);
+            if self.agrees(tensors, piece, &lost)
+                || matches!(&supposed.rule, Rule::Formula(own) if sizes.is_empty() && is_correction(own))
+            {
+                return None;
+            }
             let words = format!(
                 "the change is {lr_factor:.4} x that of the declared learning rate {lr:e}: it \
                      is that of {:e}{}",
                 lr * lr_factor,
-                self.sizes_of(tensors.rank, lr_factor)
+                sizes
             );
             return Some(causes::LR_SCALED.reads(words));
+        }
+        if decay.is_nan() {
+            return None;
         }
         // The weight decays of the optimizer's other groups are likelier than any other.
         let fitted = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };

@@ -351,6 +351,19 @@ impl Number for Traced<'_, '_> {
         }
     }
 
+    fn chosen(self, is_from: bool, one: Self, other: Self) -> Self {
+        let tracing = self.tracing();
+        match (self, one, other) {
+            (Traced::Known(of, _), Traced::Known(one, _), Traced::Known(other, _)) => {
+                Traced::Known(of.chosen(is_from, one, other), tracing)
+            }
+            (_, one, _) => {
+                tracing.0.is_foreign.set(true);
+                one
+            }
+        }
+    }
+
     fn step(self) -> Self {
         match self {
             Traced::Known(number, tracing) => Traced::Known(number.step(), tracing),

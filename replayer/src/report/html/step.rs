@@ -10,7 +10,7 @@ use super::step_table::{ParameterRow, parameter_rows};
 use super::{Markup, Page, markup};
 use crate::algebra::{Group, NormGap, Stage, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
-use crate::report::algebra::{gap, held, said, sample, worst};
+use crate::report::algebra::{declared, gap, held, said, sample, worst};
 use crate::report::norm::percent;
 
 /// Letters of a label that are shown, and the pixels that one takes.
@@ -25,6 +25,8 @@ struct Step<'a> {
     size: String,
     /// What was sampled, and what that does not see.
     sampled: Option<String>,
+    /// By which rules optimizers were judged, where the job declares them.
+    rules: Option<String>,
     groups: Vec<GroupShown<'a>>,
     all_groups: usize,
     /// Items of a list that are shown.
@@ -77,6 +79,7 @@ impl Page<'_> {
             id: &self.id,
             size: format!("{}, {elements} elements", plural(step.parameters as u64, "parameter")),
             sampled: step.sampled.as_ref().map(sample),
+            rules: (!step.rules.is_empty()).then(|| declared(&step.rules)),
             groups: self.shown(&step.diverged).iter().map(group).collect(),
             all_groups: step.diverged.len(),
             items: self.detail.items,
@@ -183,7 +186,7 @@ fn stage(stage: &StageSummary) -> StageShown<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::{MAX_BYTES, fragment, page};
-    use crate::algebra::{Fate, Reading, Row, Status, Unchecked};
+    use crate::algebra::{DeclaredRule, Fate, Reading, Row, Status, Unchecked};
     use crate::checks::Checked;
     use crate::replay::outcome::GradNorm;
     use crate::report::schema::{DumpSummary, Report, SCHEMA, Verdict};
@@ -295,6 +298,7 @@ mod tests {
             parameters: names.len(),
             elements: 8 * names.len() as u64,
             sampled: None,
+            rules: vec![DeclaredRule { optimizer: HOSTILE.into(), rule: HOSTILE.into() }],
             stages: vec![summary(Stage::Reduce, failing.len()), summary(Stage::Update, 0)],
             diverged: vec![group],
             norm: Some(norm),

@@ -1,6 +1,7 @@
 //! Each rule against an implementation that shares nothing with it (`naive`): no false alarm where
 //! they do the same, and an alarm with the right explanation where a fault is planted.
 
+mod declared;
 mod naive;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -56,7 +57,7 @@ fn declared(job: &Job) -> (Optimizer, Hyper) {
     let (name, module) = (Some(job.class.to_string()), String::new());
     let hyper = Hyper(hyper);
     let groups = vec![hyper.clone()];
-    (Optimizer { name, module, skipped: false, groups, foreign: Vec::new() }, hyper)
+    (Optimizer { name, module, rule: None, skipped: false, groups, foreign: Vec::new() }, hyper)
 }
 
 /// What a rule takes of a step.
@@ -324,7 +325,8 @@ fn unknown_modes_of_known_optimizers_are_unknown() {
         let hyper: Hyper = serde_json::from_value(hyper).unwrap();
         let (name, module) = (Some(name.to_string()), String::new());
         let groups = vec![hyper.clone()];
-        let optimizer = Optimizer { name, module, skipped: false, groups, foreign: Vec::new() };
+        let optimizer =
+            Optimizer { name, module, rule: None, skipped: false, groups, foreign: Vec::new() };
         Rule::of(&optimizer, &hyper, 2.0)
     };
     // Other variants of these take other norms: of all gradients, or of a clamped parameter.

@@ -1,0 +1,347 @@
+//! A rule that the job declares as a formula, for an optimizer that no rule is known of
+//! (docs/step.md). The formula is data: it is evaluated over numbers of any kind, as the tables of
+//! known rules are, so that both the exact reading and the error that rounding may have brought
+//! come by themselves.
+
+mod evaluate;
+mod nodes;
+mod table;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::{self, Debug};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use self::evaluate::Stage;
+pub(crate) use self::nodes::Nodes;
+use self::nodes::{Node, One, Two};
+use self::table::{Form, Table};
+use super::variation::of_step;
+use super::{Names, Rule, Variation};
+use crate::algebra::declaration::Hyper;
+use crate::algebra::gradient::is_near;
+use crate::algebra::optimizer::COUNTERS;
+use crate::kernels::number::Number;
+use crate::kernels::uncertain::MOST_SHARED;
+use crate::ops::{self, Op, Tensor};
+
+/// Powers by the count of steps that are looked at: each is tried in 25 ways, with all others.
+const MOST_POWERS: usize = 3;
+
+/// Numbers of an optimizer's state by name, before the step and after it.
+pub(crate) type Numbers = BTreeMap<String, [Option<f64>; 2]>;
+
+/// What is known of the parameter that a formula is to be judged for.
+pub(crate) struct Parameter {
+    /// The name of its optimizer.
+    pub optimizer: String,
+    /// The numbers of its state.
+    pub numbers: Numbers,
+    /// The tensors of its state.
+    pub tensors: BTreeSet<String>,
+    /// Whether its change was recorded.
+    pub has_update: bool,
+    /// Whether this is the first step, before which there is no state.
+    pub is_first: bool,
+    /// Whether the job may keep its results in fewer bits than it computes in.
+    pub is_narrow: bool,
+}
+
+/// A declared formula for one parameter.
+#[derive(Clone)]
+pub(crate) struct Formula {
+    table: &'static Table,
+    given: Arc<Given>,
+    /// Which step this is, from 1; NaN where nothing counts steps.
+    step: f64,
+    /// By node, what it is where it is one number for all elements.
+    values: Arc<Vec<f64>>,
+    /// How much of the parameter is added to it by the formula itself, as by weight decay.
+    decay: f64,
+}
+
+/// The numbers that a formula takes.
+struct Given {
+    hyper: Hyper,
+    numbers: Numbers,
+}
+
+impl Debug for Formula {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "{}, step {}", self.table.names.words, self.step)
+    }
+}
+
+impl PartialEq for Formula {
+    fn eq(&self, other: &Formula) -> bool {
+        let is_same = |(x, y): (&f64, &f64)| x.to_bits() == y.to_bits();
+        std::ptr::eq(self.table, other.table)
+            && self.values.iter().zip(other.values.iter()).all(is_same)
+    }
+}
+
+impl Formula {
+    /// The formula that a job declares, for a parameter that takes its `step`-th step; or why it
+    /// is none of such a parameter.
+    pub(crate) fn of(
+        declared: &Value,
+        hyper: &Hyper,
+        step: f64,
+        parameter: Parameter,
+    ) -> Result<Formula, String> {
+        let formula = Nodes::read(declared)?;
+        let Parameter { optimizer, numbers, tensors, has_update, is_first, is_narrow } = parameter;
+        for name in formula.states() {
+            if !tensors.contains(name) && !numbers.contains_key(name) {
+                let known: Vec<&str> =
+                    tensors.iter().chain(numbers.keys()).map(String::as_str).collect();
+                let known = if known.is_empty() { "nothing".into() } else { known.join(", ") };
+                return Err(format!(
+                    "it takes or gives {name} of the optimizer's state, of which {known} was recorded"
+                ));
+            }
+            let is_counter = COUNTERS.contains(&name);
+            let has_before = numbers.get(name).is_none_or(|[before, _]| before.is_some());
+            if !has_before && !is_first && !is_counter {
+                return Err(format!("{name} of the state was not recorded before the step"));
+            }
+        }
+        for node in &formula.nodes {
+            if let Node::Hyper(name) = node
+                && hyper.number(name).is_none()
+            {
+                return Err(format!("the optimizer declares no number {name}"));
+            }
+        }
+        let table =
+            Table::of(declared.to_string(), &formula, Form { optimizer, tensors, has_update });
+        let is_exponent = |node: &Node| match node {
+            Node::Power(_, exponent) => !table.is_scalar[*exponent],
+            _ => false,
+        };
+        if formula.nodes.iter().any(is_exponent) {
+            return Err("it raises to the power of a tensor: an exponent is one number".into());
+        }
+        table.check(is_narrow)?;
+        let given = Arc::new(Given { hyper: hyper.clone(), numbers });
+        Ok(Formula { table, given, step, values: Arc::default(), decay: 0.0 }.counted())
+    }
+
+    /// The same as another step.
+    pub(crate) fn counting(&self, step: f64) -> Formula {
+        Formula { step, ..self.clone() }.counted()
+    }
+
+    /// The same with the numbers of its step.
+    fn counted(self) -> Formula {
+        let values = self.numbers(true);
+        let decay = self.table.share_of_parameter(&values) - 1.0;
+        // What is not nearly the parameter is no parameter that decays.
+        let decay = if decay.abs() < 0.5 { decay } else { 0.0 };
+        Formula { values: Arc::new(values), decay, ..self }
+    }
+
+    /// A number of the state, before the step or after it.
+    fn number(&self, name: &str, is_after: bool) -> Option<f64> {
+        if COUNTERS.contains(&name) && !self.step.is_nan() {
+            return Some(if is_after { self.step } else { self.step - 1.0 });
+        }
+        self.given.numbers.get(name)?[usize::from(is_after)]
+    }
+
+    /// By node, what it is where it is one number for all elements, and else NaN. What the state
+    /// says after the step is what it says, unless `is_told` is off.
+    fn numbers(&self, is_told: bool) -> Vec<f64> {
+        let formula = &self.table.formula;
+        let mut told: BTreeMap<usize, f64> = BTreeMap::new();
+        for (name, node) in &formula.state {
+            if let Some(after) = self.number(name, true) {
+                told.insert(*node, after);
+            }
+        }
+        let mut values: Vec<f64> = Vec::with_capacity(formula.nodes.len());
+        for (at, node) in formula.nodes.iter().enumerate() {
+            let of = |node: &usize| values[*node];
+            values.push(match node {
+                _ if !self.table.is_scalar[at] => f64::NAN,
+                _ if is_told && self.table.is_told[at] && told.contains_key(&at) => told[&at],
+                Node::Number(x) => *x,
+                Node::State(name) => self.number(name, false).unwrap_or(0.0),
+                Node::Hyper(name) => self.given.hyper.number(name).unwrap_or(f64::NAN),
+                Node::Two(two, a, b) => two.of(of(a), of(b)),
+                Node::One(one, a) => one.of(of(a)),
+                Node::Power(a, b) => libm::pow(of(a), of(b)),
+                Node::Where { is_from, of: [a, b, one, other] } => {
+                    (of(a) - of(b)).chosen(*is_from, of(one), of(other))
+                }
+                Node::Grad | Node::Param => f64::NAN,
+            });
+        }
+        values
+    }
+
+    /// The numbers of the state that are not what the formula makes of those before the step: their
+    /// names, what they are, what they should be, and how far rounding in f32 may have brought them.
+    pub(crate) fn wrong_numbers(&self) -> Vec<(String, f64, f64)> {
+        let values = self.numbers(false);
+        let formula = &self.table.formula;
+        let wrong = |(name, node): (&String, &usize)| {
+            let [before, after] = *self.given.numbers.get(name)?;
+            let (after, right) = (after?, values[*node]);
+            // A count is exact, and others have looked at it.
+            let is_other = self.table.is_scalar[*node] && !COUNTERS.contains(&name.as_str());
+            let unit = f64::from(f32::EPSILON) / 2.0;
+            // Each of the operations before it rounds once, and so does keeping it.
+            let most = (*node as f64 + 2.0) * unit * right.abs().max(before.unwrap_or(0.0).abs());
+            let is_near = (after - right).abs() <= most;
+            (is_other && !is_near).then(|| (name.clone(), after, right))
+        };
+        formula.state.iter().filter_map(wrong).collect()
+    }
+
+    /// Whether a factor is one that corrections of its bias make: powers of a number by the step,
+    /// and 1 less these, and their roots, that multiply or divide where they should not.
+    pub(crate) fn corrects_by(&self, factor: f64) -> bool {
+        let mut products = vec![1.0];
+        for power in self.powers_of_step() {
+            for correction in [power, 1.0 - power] {
+                let exponents = [-1.0, -0.5, 0.0, 0.5, 1.0];
+                let corrected = products.iter().flat_map(|product| {
+                    exponents.map(|exponent| product * libm::pow(correction, exponent))
+                });
+                products = corrected.collect();
+            }
+        }
+        let is_one = |product: f64| (product - 1.0).abs() < 1e-12;
+        products.into_iter().any(|product| !is_one(product) && is_near(factor, product))
+    }
+
+    /// The values of powers by the count of steps, as those that correct moments; a few of them.
+    fn powers_of_step(&self) -> Vec<f64> {
+        let formula = &self.table.formula;
+        let mut is_count: Vec<bool> = Vec::with_capacity(formula.nodes.len());
+        let mut powers: Vec<f64> = Vec::new();
+        for (at, node) in formula.nodes.iter().enumerate() {
+            let is_of_count = node.takes().iter().any(|of| is_count[*of]);
+            is_count.push(match node {
+                Node::State(name) => COUNTERS.contains(&name.as_str()),
+                _ => is_of_count && self.table.is_scalar[at],
+            });
+            let value = self.values[at];
+            if let Node::Power(_, exponent) = node
+                && is_count[*exponent]
+                && value > 0.0
+                && value < 1.0
+                && !powers.contains(&value)
+                && powers.len() < MOST_POWERS
+            {
+                powers.push(value);
+            }
+        }
+        powers
+    }
+
+    /// How frameworks call its tensors and hyper-parameters.
+    pub(crate) fn names(&self) -> &'static Names {
+        &self.table.names
+    }
+
+    /// How it may have been implemented wrongly, whatever it is.
+    pub(super) fn variations(&self) -> Vec<Variation> {
+        let takes_steps = self.table.formula.states().any(|name| COUNTERS.contains(&name));
+        match takes_steps && !self.step.is_nan() {
+            true => of_step(Rule::Formula, self.step, |step| self.counting(step)),
+            false => Vec::new(),
+        }
+    }
+}
+
+impl Table {
+    /// Refuses a formula of which a stage has more roundings than can be told apart.
+    fn check(&self, is_narrow: bool) -> Result<(), String> {
+        let most = |plan: &table::Plan| plan.shared[usize::from(is_narrow)] + plan.numbers;
+        let longest = self.plans.iter().map(most).max().unwrap_or(0);
+        match longest <= MOST_SHARED {
+            true => Ok(()),
+            false => Err(format!(
+                "a stage of it has {longest} numbers and results that a job of so few bits may round \
+                 alike in all elements, and at most {MOST_SHARED} can be told apart: judge the \
+                 parameters of more bits, or give more of it as state"
+            )),
+        }
+    }
+
+    /// How often the parameter before the step is in the parameter after it.
+    fn share_of_parameter(&self, values: &[f64]) -> f64 {
+        let formula = &self.formula;
+        let mut shares: Vec<f64> = Vec::with_capacity(formula.nodes.len());
+        for node in &formula.nodes {
+            let share = |at: &usize| shares[*at];
+            let is_scalar = |at: &usize| self.is_scalar[*at];
+            shares.push(match node {
+                Node::Param => 1.0,
+                Node::Two(Two::Add, a, b) => share(a) + share(b),
+                Node::Two(Two::Sub, a, b) => share(a) - share(b),
+                Node::Two(Two::Mul, a, b) if is_scalar(b) => share(a) * values[*b],
+                Node::Two(Two::Mul, a, b) if is_scalar(a) => share(b) * values[*a],
+                Node::Two(Two::Div, a, b) if is_scalar(b) => share(a) / values[*b],
+                Node::One(One::Neg, a) => -share(a),
+                _ => 0.0,
+            });
+        }
+        shares[formula.param]
+    }
+}
+
+impl Two {
+    fn of(self, a: f64, b: f64) -> f64 {
+        match self {
+            Two::Add => a + b,
+            Two::Sub => a - b,
+            Two::Mul => a * b,
+            Two::Div => a / b,
+            Two::Larger => a.larger(b),
+            Two::Smaller => -(-a).larger(-b),
+        }
+    }
+}
+
+impl One {
+    fn of(self, a: f64) -> f64 {
+        match self {
+            One::Neg => -a,
+            One::Sqrt => Number::sqrt(a),
+            One::Abs => Number::abs(a),
+            One::Sign => Number::sign(a),
+            One::Exp => Number::exp(a),
+            One::Log => Number::ln(a),
+            One::Tanh => Number::tanh(a),
+        }
+    }
+}
+
+impl Op for Formula {
+    const NAME: &'static str = "the declared formula";
+
+    fn inputs(&self) -> &'static [Tensor] {
+        self.table.inputs
+    }
+
+    fn stages(&self) -> &'static [ops::Stage] {
+        self.table.stages
+    }
+
+    fn shared_roundings(&self, stage: usize) -> Option<[usize; 2]> {
+        Some(self.table.plans[stage].shared)
+    }
+
+    fn element<N: Number>(&self, stage: usize, inputs: &[N]) -> N {
+        let plan = &self.table.plans[stage];
+        Stage::element(self.table, plan, (&self.values, self.decay), inputs)
+    }
+
+    fn finish<N: Number>(&self, _stage: usize, sum: N, _count: f64) -> N {
+        sum
+    }
+}
