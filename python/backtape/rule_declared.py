@@ -10,6 +10,8 @@ from backtape.rule_symbols import Formula, RuleError, is_number
 
 # What JSON has no number for.
 WORDS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+# Characters of what another exception says.
+MOST_WORDS = 160
 HINT = "; a rule is written with ordinary operators and the functions of backtape.rule"
 
 
@@ -114,6 +116,14 @@ def checked(rules: Any) -> dict[str, Any]:
     return dict(rules)
 
 
+def said_of(error: BaseException) -> str:
+    """What kept a function from being a formula, in one sentence."""
+    if isinstance(error, RuleError):
+        return text_of(error)
+    words = describe(error)
+    return f"{words if len(words) <= MOST_WORDS else words[:MOST_WORDS] + '...'}{HINT}"
+
+
 def declared(
     rules: Mapping[str, Any], name: str, groups: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], Exception | None]:
@@ -132,9 +142,7 @@ def declared(
                 formulas.append(formula)
             of_groups.append(formulas.index(formula))
     except CAUGHT as error:
-        hint = "" if isinstance(error, RuleError) else HINT
-        said = str(error) if isinstance(error, RuleError) else describe(error)
-        why = f"{text_of(title)}: {text_of(said)}{hint}"
+        why = f"{text_of(title)}: {said_of(error)}"
         return {"rule": {"function": text_of(title), "absent": why}}, RuleError(why)
     told = {"function": text_of(title), "formulas": formulas, "groups": of_groups}
     return {"rule": told}, None

@@ -129,12 +129,12 @@ class Condition:
 
 def compared(a: Any, b: Any, is_from: bool) -> Any:
     """`a > b` or `a >= b`: at once where both are known."""
-    known = [one._value if isinstance(one, Symbol) else one for one in (a, b)]
     if not all(isinstance(one, Symbol) or is_number(one) for one in (a, b)):
         return NotImplemented
-    if None in known:
+    x, y = (one._value if isinstance(one, Symbol) else float(one) for one in (a, b))
+    if x is None or y is None:
         return Condition(a, b, is_from)
-    return known[0] >= known[1] if is_from else known[0] > known[1]
+    return x >= y if is_from else x > y
 
 
 class Formula:
@@ -189,7 +189,7 @@ class Formula:
         """A node as people write it, cut where it is long."""
         name, *rest = self.nodes[node]
         if name in ("grad", "param"):
-            return name
+            return str(name)
         if name == "number":
             return str(rest[0])
         if name in ("state", "hyper"):

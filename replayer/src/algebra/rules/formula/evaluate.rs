@@ -31,6 +31,50 @@ fn is_kept(x: f64) -> bool {
     Precision::Bf16.round64(x) == x && Precision::F16.round64(x) == x
 }
 
+/// A number to a power.
+pub(super) fn raised<N: Number>(of: N, exponent: f64, may_be_negative: bool) -> N {
+    let unit = of.constant(1.0);
+    let size = exponent.abs();
+    let is_whole = size == size.trunc() && size < MOST_WHOLE;
+    let is_odd = is_whole && size % 2.0 == 1.0;
+    let power = match size {
+        0.0 => return unit,
+        0.5 => of.sqrt(),
+        1.0 => of,
+        2.0 => of.squared(),
+        // Only whole powers of negative numbers are numbers.
+        _ if is_odd && may_be_negative => of.clone() * of.abs().power(size - 1.0),
+        _ if is_whole && may_be_negative => of.abs().power(size),
+        _ => of.power(size),
+    };
+    if exponent < 0.0 { unit / power } else { power }
+}
+
+/// What an operation on two numbers makes.
+pub(super) fn of_two<N: Number>(two: Two, a: N, b: N) -> N {
+    match two {
+        Two::Add => a + b,
+        Two::Sub => a - b,
+        Two::Mul => a * b,
+        Two::Div => a / b,
+        Two::Larger => a.larger(b),
+        Two::Smaller => a.times(-1.0).larger(b.times(-1.0)).times(-1.0),
+    }
+}
+
+/// What an operation on one number makes.
+pub(super) fn of_one<N: Number>(one: One, a: N) -> N {
+    match one {
+        One::Neg => a.times(-1.0),
+        One::Sqrt => a.sqrt(),
+        One::Abs => a.abs(),
+        One::Sign => a.sign(),
+        One::Exp => a.exp(),
+        One::Log => a.ln(),
+        One::Tanh => a.tanh(),
+    }
+}
+
 impl<'a, N: Number> Stage<'a, N> {
     /// The stage of a plan; `values` are those of numbers that all elements share.
     pub(super) fn element(
@@ -105,17 +149,9 @@ impl<'a, N: Number> Stage<'a, N> {
             _ if self.is_scalar(at) && table.is_told[at] => self.before.constant(self.values[at]),
             Node::Two(two, a, b) => self.two(at, *two, *a, *b),
             Node::One(one, a) => {
-                let of = self.number(*a);
-                let made = match one {
-                    One::Neg => return of.times(-1.0),
-                    One::Abs => return of.abs(),
-                    One::Sign => return of.sign(),
-                    One::Sqrt => of.sqrt(),
-                    One::Exp => of.exp(),
-                    One::Log => of.ln(),
-                    One::Tanh => of.tanh(),
-                };
-                if self.is_scalar(at) { made } else { self.kept(at, made, true) }
+                let made = of_one(*one, self.number(*a));
+                let is_exact = matches!(one, One::Neg | One::Abs | One::Sign);
+                if is_exact || self.is_scalar(at) { made } else { self.kept(at, made, true) }
             }
             Node::Power(base, exponent) => {
                 let made = self.power(*base, self.values[*exponent]);
@@ -133,13 +169,9 @@ impl<'a, N: Number> Stage<'a, N> {
             _ => (self.operand(a), self.operand(b)),
         };
         let made = match two {
-            Two::Larger => return x.larger(y),
-            Two::Smaller => return x.times(-1.0).larger(y.times(-1.0)).times(-1.0),
-            Two::Add => x.clone() + y,
-            Two::Sub => x.clone() - y,
-            Two::Mul if a == b => x.clone().squared(),
-            Two::Mul => x.clone() * y.clone(),
-            Two::Div => x.clone() / y,
+            Two::Larger | Two::Smaller => return of_two(two, x, y),
+            Two::Mul if a == b => x.squared(),
+            _ => of_two(two, x, y),
         };
         // A tensor that is multiplied by nearly 1 may stay what it is, in all elements alike.
         let nearly = match (two, scalars) {
@@ -164,23 +196,8 @@ impl<'a, N: Number> Stage<'a, N> {
 
     /// A number to a power.
     fn power(&self, base: usize, exponent: f64) -> N {
-        let of = self.number(base);
-        let unit = of.constant(1.0);
-        let size = exponent.abs();
-        let is_whole = size == size.trunc() && size < MOST_WHOLE;
-        let is_odd = is_whole && size % 2.0 == 1.0;
-        // Only whole powers of negative numbers are numbers.
         let may_be_negative = !self.is_scalar(base) || self.values[base] < 0.0;
-        let power = match size {
-            0.0 => return unit,
-            0.5 => of.sqrt(),
-            1.0 => of,
-            2.0 => of.squared(),
-            _ if is_odd && may_be_negative => of.clone() * of.abs().power(size - 1.0),
-            _ if is_whole && may_be_negative => of.abs().power(size),
-            _ => of.power(size),
-        };
-        if exponent < 0.0 { unit / power } else { power }
+        raised(self.number(base), exponent, may_be_negative)
     }
 
     fn one_of(&mut self, is_from: bool, [a, b, one, other]: [usize; 4]) -> N {

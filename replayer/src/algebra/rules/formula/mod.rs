@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use self::evaluate::Stage;
+use self::evaluate::{Stage, of_one, of_two, raised};
 pub(crate) use self::nodes::Nodes;
 use self::nodes::{Node, One, Two};
 use self::table::{Form, Table};
@@ -23,7 +23,8 @@ use crate::algebra::declaration::Hyper;
 use crate::algebra::gradient::is_near;
 use crate::algebra::optimizer::COUNTERS;
 use crate::kernels::number::Number;
-use crate::kernels::uncertain::MOST_SHARED;
+use crate::kernels::round::Precision;
+use crate::kernels::uncertain::{MOST_SHARED, Roundings};
 use crate::ops::{self, Op, Tensor};
 
 /// Powers by the count of steps that are looked at: each is tried in 25 ways, with all others.
@@ -135,7 +136,7 @@ impl Formula {
 
     /// The same with the numbers of its step.
     fn counted(self) -> Formula {
-        let values = self.numbers(true);
+        let values = self.numbers();
         let decay = self.table.share_of_parameter(&values) - 1.0;
         // What is not nearly the parameter is no parameter that decays.
         let decay = if decay.abs() < 0.5 { decay } else { 0.0 };
@@ -150,54 +151,94 @@ impl Formula {
         self.given.numbers.get(name)?[usize::from(is_after)]
     }
 
-    /// By node, what it is where it is one number for all elements, and else NaN. What the state
-    /// says after the step is what it says, unless `is_told` is off.
-    fn numbers(&self, is_told: bool) -> Vec<f64> {
+    /// By node, what it is where it is one number for all elements, and else NaN.
+    fn numbers(&self) -> Vec<f64> {
+        let hyper = |name: &str| self.given.hyper.number(name).unwrap_or(f64::NAN);
+        let numbers = self.evaluated(&1.0, &hyper, true);
+        numbers.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect()
+    }
+
+    /// By node, the same as numbers of a kind, of which `unit` is one; `hyper` makes one of a
+    /// hyper-parameter. What the state says after the step is what it says, unless `is_told` is off.
+    fn evaluated<N: Number>(
+        &self,
+        unit: &N,
+        hyper: &dyn Fn(&str) -> N,
+        is_told: bool,
+    ) -> Vec<Option<N>> {
         let formula = &self.table.formula;
         let mut told: BTreeMap<usize, f64> = BTreeMap::new();
         for (name, node) in &formula.state {
-            if let Some(after) = self.number(name, true) {
-                told.insert(*node, after);
-            }
+            let after = self.number(name, true).filter(|_| is_told && self.table.is_told[*node]);
+            told.extend(after.map(|after| (*node, after)));
         }
-        let mut values: Vec<f64> = Vec::with_capacity(formula.nodes.len());
+        let mut exact: Vec<f64> = Vec::with_capacity(formula.nodes.len());
+        let mut all: Vec<Option<N>> = Vec::with_capacity(formula.nodes.len());
         for (at, node) in formula.nodes.iter().enumerate() {
-            let of = |node: &usize| values[*node];
-            values.push(match node {
-                _ if !self.table.is_scalar[at] => f64::NAN,
-                _ if is_told && self.table.is_told[at] && told.contains_key(&at) => told[&at],
-                Node::Number(x) => *x,
-                Node::State(name) => self.number(name, false).unwrap_or(0.0),
-                Node::Hyper(name) => self.given.hyper.number(name).unwrap_or(f64::NAN),
-                Node::Two(two, a, b) => two.of(of(a), of(b)),
-                Node::One(one, a) => one.of(of(a)),
-                Node::Power(a, b) => libm::pow(of(a), of(b)),
-                Node::Where { is_from, of: [a, b, one, other] } => {
-                    (of(a) - of(b)).chosen(*is_from, of(one), of(other))
-                }
-                Node::Grad | Node::Param => f64::NAN,
-            });
+            let made = match told.get(&at) {
+                _ if !self.table.is_scalar[at] => None,
+                Some(after) => Some((unit.constant(*after), *after)),
+                None => self.made(node, unit, hyper, (&all, &exact)),
+            };
+            exact.push(made.as_ref().map_or(f64::NAN, |(_, exact)| *exact));
+            all.push(made.map(|(number, _)| number));
         }
-        values
+        all
     }
 
-    /// The numbers of the state that are not what the formula makes of those before the step: their
-    /// names, what they are, what they should be, and how far rounding in f32 may have brought them.
+    /// A node of numbers that were made before it, and its value.
+    fn made<N: Number>(
+        &self,
+        node: &Node,
+        unit: &N,
+        hyper: &dyn Fn(&str) -> N,
+        (all, exact): (&[Option<N>], &[f64]),
+    ) -> Option<(N, f64)> {
+        let of = |node: &usize| all[*node].clone();
+        let constant = |x: f64| (unit.constant(x), x);
+        Some(match node {
+            Node::Number(x) => constant(*x),
+            Node::State(name) => constant(self.number(name, false).unwrap_or(0.0)),
+            Node::Hyper(name) => (hyper(name), self.given.hyper.number(name)?),
+            Node::Two(two, a, b) => {
+                (of_two(*two, of(a)?, of(b)?), of_two(*two, exact[*a], exact[*b]))
+            }
+            Node::One(one, a) => (of_one(*one, of(a)?), of_one(*one, exact[*a])),
+            Node::Power(a, b) => {
+                let (base, exponent) = (exact[*a], exact[*b]);
+                (raised(of(a)?, exponent, base < 0.0), raised(base, exponent, base < 0.0))
+            }
+            Node::Where { is_from, of: [a, b, one, other] } => {
+                let is_one = exact[*a] > exact[*b] || (*is_from && exact[*a] == exact[*b]);
+                let chosen = if is_one { one } else { other };
+                (of(chosen)?, exact[*chosen])
+            }
+            Node::Grad | Node::Param => return None,
+        })
+    }
+
+    /// The numbers of the state that are further off than rounding in f32 brings them from what the
+    /// formula makes of those before the step: their names, what they are, and should be.
     pub(crate) fn wrong_numbers(&self) -> Vec<(String, f64, f64)> {
-        let values = self.numbers(false);
-        let formula = &self.table.formula;
-        let wrong = |(name, node): (&String, &usize)| {
-            let [before, after] = *self.given.numbers.get(name)?;
-            let (after, right) = (after?, values[*node]);
-            // A count is exact, and others have looked at it.
-            let is_other = self.table.is_scalar[*node] && !COUNTERS.contains(&name.as_str());
-            let unit = f64::from(f32::EPSILON) / 2.0;
-            // Each of the operations before it rounds once, and so does keeping it.
-            let most = (*node as f64 + 2.0) * unit * right.abs().max(before.unwrap_or(0.0).abs());
-            let is_near = (after - right).abs() <= most;
-            (is_other && !is_near).then(|| (name.clone(), after, right))
+        let roundings = Roundings::new(Precision::F32.unit_roundoff(), None);
+        let hyper = |name: &str| {
+            let value = self.given.hyper.number(name).unwrap_or(f64::NAN);
+            roundings.with_variance(value, Precision::F32.deviation(value).powi(2))
         };
-        formula.state.iter().filter_map(wrong).collect()
+        let right = self.evaluated(&roundings.exact(1.0), &hyper, false);
+        let wrong = |(name, node): (&String, &usize)| {
+            let after = self.given.numbers.get(name)?[1]?;
+            let right = right[*node].as_ref()?;
+            // All roundings at their largest, and that of what was stored.
+            let stored = Precision::F32.deviation(after);
+            let most = 3f64.sqrt()
+                * (stored + right.errors().iter().map(|error| error.abs()).sum::<f64>());
+            // A count is exact, and others have looked at it.
+            let is_near = (after - right.value).abs() <= most;
+            (!COUNTERS.contains(&name.as_str()) && !is_near)
+                .then(|| (name.clone(), after, right.value))
+        };
+        self.table.formula.state.iter().filter_map(wrong).collect()
     }
 
     /// Whether a factor is one that corrections of its bias make: powers of a number by the step,
@@ -291,33 +332,6 @@ impl Table {
             });
         }
         shares[formula.param]
-    }
-}
-
-impl Two {
-    fn of(self, a: f64, b: f64) -> f64 {
-        match self {
-            Two::Add => a + b,
-            Two::Sub => a - b,
-            Two::Mul => a * b,
-            Two::Div => a / b,
-            Two::Larger => a.larger(b),
-            Two::Smaller => -(-a).larger(-b),
-        }
-    }
-}
-
-impl One {
-    fn of(self, a: f64) -> f64 {
-        match self {
-            One::Neg => -a,
-            One::Sqrt => Number::sqrt(a),
-            One::Abs => Number::abs(a),
-            One::Sign => Number::sign(a),
-            One::Exp => Number::exp(a),
-            One::Log => Number::ln(a),
-            One::Tanh => Number::tanh(a),
-        }
     }
 }
 

@@ -174,6 +174,21 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_formula_of_the_docs_is_read() {
+        let page = include_str!("../../../../../docs/step-format.md");
+        let (_, text) = page.split_once("    {\"function\"").expect("the page shows a rule");
+        let text = text.split_once("\n\n").expect("text follows it").0;
+        let plain = |line: &str| line.split("//").next().unwrap_or_default().to_string();
+        let text: String = text.lines().map(plain).collect();
+        let rule: Value = serde_json::from_str(&format!("{{\"function\"{text}")).unwrap();
+        let formula = Nodes::read(&rule["formulas"][0]).unwrap();
+        assert_eq!(formula.nodes[formula.param], Node::Two(Two::Sub, 0, 11));
+        for name in ONE.iter().map(|(name, _)| name).chain(TWO.iter().map(|(name, _)| name)) {
+            assert!(page.contains(&format!("`{name}`")), "the page has {name}");
+        }
+    }
+
+    #[test]
     fn what_is_no_formula_is_refused_by_name() {
         let told = |value: Value| Nodes::read(&value).unwrap_err();
         assert!(told(json!({})).contains("no list"));
