@@ -72,7 +72,8 @@ def chosen(name: str, a: Any, b: Any) -> Any:
     formula = next((one._formula for one in (a, b) if isinstance(one, Symbol)), None)
     made = TWO[name](float(a), float(b)) if formula is None else formula.two(name, a, b)
     if made is NotImplemented:
-        raise RuleError(f"it takes the {name} of {text_of(a)} and {text_of(b)}, which are no numbers")
+        given = f"{text_of(a)} and {text_of(b)}"
+        raise RuleError(f"it takes the {name} of {given}, which are no numbers")
     return made
 
 
@@ -87,7 +88,7 @@ def minimum(a: Number, b: Number) -> Number:
 
 
 def where(condition: Any, one: Number, other: Number) -> Number:
-    """`one` where a comparison by `>`, `>=`, `<` or `<=` holds, else `other`, element by element."""
+    """`one` where a comparison (`>`, `>=`, `<`, `<=`) holds, else `other`, element by element."""
     if not isinstance(condition, Condition):
         return one if condition else other
     given = (condition.a, condition.b, one, other)

@@ -59,8 +59,8 @@ class Hyper(Named):
 
 
 def formula_of(function: Callable[..., Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The formula that a rule is for a group of an optimizer. Raises RuleError, or what the function
-    raises."""
+    """The formula that a rule is for a group of an optimizer. Raises RuleError, or what the
+    function raises."""
     formula = Formula()
 
     def hyper(name: str) -> Any:
@@ -127,12 +127,13 @@ def said_of(error: BaseException) -> str:
 def declared(
     rules: Mapping[str, Any], name: str, groups: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], Exception | None]:
-    """What the declaration of an optimizer has of its rule, empty where `rules` has none, and why it
-    has no formula."""
+    """What the declaration of an optimizer has of its rule, empty where `rules` has none, and why
+    it has no formula."""
     rule = rules.get(name)
     if rule is None or isinstance(rule, str):
         return ({} if rule is None else {"rule": rule}), None
-    title = f"{getattr(rule, '__module__', '?')}.{getattr(rule, '__qualname__', type(rule).__name__)}"
+    own = getattr(rule, "__qualname__", type(rule).__name__)
+    title = f"{getattr(rule, '__module__', '?')}.{own}"
     formulas: list[dict[str, Any]] = []
     of_groups = []
     try:

@@ -185,8 +185,8 @@ class Formula:
         tensor = one._tensor or other._tensor
         return self.node(name, one._node, other._node, value=value, tensor=tensor)
 
-    def words(self, node: int) -> str:
-        """A node as people write it, cut where it is long."""
+    def words(self, node: int, depth: int = 4) -> str:
+        """A node as people write it, cut where it is made of much."""
         name, *rest = self.nodes[node]
         if name in ("grad", "param"):
             return str(name)
@@ -194,8 +194,9 @@ class Formula:
             return str(rest[0])
         if name in ("state", "hyper"):
             return f"{name}[{rest[0]!r}]"
-        inner = ", ".join(self.words(at) if len(self.nodes) < 40 else "..." for at in rest)
-        return f"{name}({inner})"[:200]
+        if not depth:
+            return f"{name}(...)"
+        return f"{name}({', '.join(self.words(at, depth - 1) for at in rest)})"
 
 
 def is_number(value: Any) -> bool:

@@ -170,8 +170,8 @@ class Declaration:
                 self.holders[parameter.name] = index
 
     def declare_rules(self, rules: Mapping[str, Any] | None) -> None:
-        """Notes the rules of the job's own. Raises RuleError where one is no formula, after all were
-        noted."""
+        """Notes the rules of the job's own. Raises RuleError where one is no formula, after all
+        were noted."""
         errors = []
         for optimizer in self.contents["optimizers"]:
             name, groups = str(optimizer["name"]), optimizer["groups"]

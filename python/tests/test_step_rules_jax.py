@@ -1,4 +1,4 @@
-"""A transformation that no rule is known of, judged by a formula that the job declares (`rules=`)."""
+"""A transformation that no rule is known of, judged by a formula of the job (`rules=`)."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,8 @@ def test_a_step_that_is_not_the_formula_diverges_where_it_is_not(tmp_path):
     faster = with_updates(step, lambda u: 1.5 * u)
     assert first(run(tmp_path / "rate", faster))[:2] == ("update", "lr-scaled")
     unclipped = stepped(step, transform, "grads")
-    assert first(run(tmp_path / "gradient", unclipped))[:2] == ("state", "update-from-other-gradient")
+    report = run(tmp_path / "gradient", unclipped)
+    assert first(report)[:2] == ("state", "update-from-other-gradient")
     gone = changed(step, "new_params", lambda p: p.at[(0,) * p.ndim].set(jnp.nan))
     assert first(run(tmp_path / "nan", gone))[0] == "update"
 
@@ -83,7 +84,8 @@ def test_a_rule_that_is_no_formula_is_told_and_the_rest_is_recorded(tmp_path):
     with backtape.Recorder(tmp_path / "run") as recorder, recorder.step(0) as tape:
         backtape.jax.step_algebra(tape, **step, **said)
     report = backtape.replay(tmp_path / "run", step=0, compare=["step"])
-    (told,) = {one["why"] for one in report.json["algebra"]["unchecked"] if one["stage"] == "update"}
+    unchecked = report.json["algebra"]["unchecked"]
+    (told,) = {one["why"] for one in unchecked if one["stage"] == "update"}
     assert "of belief cannot be used" in told and "functions of backtape.rule" in told, told
     with pytest.raises(backtape.RecorderError, match="functions of backtape.rule"):
         replayed(tmp_path / "strict", step, **said)

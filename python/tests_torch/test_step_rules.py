@@ -82,8 +82,8 @@ def tiger(param, grad, state, hyper):
 
 
 class Bounded(Own):
-    """Adam whose change is bounded, softly or not, and held back where it goes against the gradient;
-    the betas of its groups are no tuple."""
+    """Adam whose change is bounded, softly or not, and held back where it goes against the
+    gradient; the betas of its groups are no tuple."""
 
     def update(self, parameter, gradient, state, group):
         step = self.counted(state)
@@ -110,8 +110,9 @@ def bounded(param, grad, state, hyper):
 
 
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+GOLDEN = {"lr": 10.0, "betas": (0.95, 0.999, 0.95), "eps": 1e-8, "p": 0.2, "q": 0.24}
 RULES = {
-    "AdamG": (AdamG, adam_g, {"lr": 10.0, "betas": (0.95, 0.999, 0.95), "eps": 1e-8, "p": 0.2, "q": 0.24}),
+    "AdamG": (AdamG, adam_g, GOLDEN),
     "Tiger": (Tiger, tiger, {"lr": 1e-3, "beta": 0.9, "weight_decay": 0.1}),
     "Bounded": (Bounded, bounded, ADAM | {"soft": False}),
     "Bounded softly": (Bounded, bounded, ADAM | {"soft": True}),
@@ -241,7 +242,8 @@ def counting_anew(module, optimizer):
 def test_a_cause_that_any_rule_may_have_is_named(tmp_path, name, change, stage, cause):
     report = trained(tmp_path / "run", name, change=change)
     first = report.json["algebra"]["diverged"][0]
-    assert (first["stage"], first["reading"] and first["reading"]["cause"]) == (stage, cause), str(report)
+    reading = first["reading"] and first["reading"]["cause"]
+    assert (first["stage"], reading) == (stage, cause), str(report)
 
 
 def test_an_optimizer_that_is_declared_to_be_a_known_one_is_judged_as_that(tmp_path):
@@ -265,8 +267,8 @@ def test_an_optimizer_that_is_declared_to_be_a_known_one_is_judged_as_that(tmp_p
         {"optimizer": "Renamed", "rule": "that of AdamW, as the job declares"}
     ]
     assert run(tmp_path / "wrong", "SGD").verdict == "diverged"
-    unknown = run(tmp_path / "unknown", "Sgdw")
-    assert "Renamed is judged as Sgdw, and no rule is known of Sgdw" in " ".join(str(unknown).split())
+    unknown = " ".join(str(run(tmp_path / "unknown", "Sgdw")).split())
+    assert "Renamed is judged as Sgdw, and no rule is known of Sgdw" in unknown
 
 
 UNUSABLE = {
@@ -310,8 +312,10 @@ def test_a_rule_that_is_no_formula_is_one_sentence_in_the_dump_and_costs_the_job
     report = trained(tmp_path / "run", "Tiger", strict=False, rules={"Tiger": function})
     update = stages_of(report)["update"]
     assert (update["agreed"], update["diverged"], update["unchecked"]) == (0, 0, 4), str(report)
-    (told,) = {one["why"] for one in report.json["algebra"]["unchecked"] if one["stage"] == "update"}
-    assert "the rule that the job declares of Tiger cannot be used" in told and sentence in told, told
+    unchecked = report.json["algebra"]["unchecked"]
+    (told,) = {one["why"] for one in unchecked if one["stage"] == "update"}
+    assert "the rule that the job declares of Tiger cannot be used" in told, told
+    assert sentence in told, told
     if case not in ("unknown state",):  # which a replay alone knows
         with pytest.raises(backtape.RecorderError, match="rule of Tiger"):
             trained(tmp_path / "strict", "Tiger", rules={"Tiger": function})

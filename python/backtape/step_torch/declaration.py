@@ -87,8 +87,8 @@ def _parameter(
 
 def _rule(capture: Capture, step: Step) -> dict[str, Any]:
     """The rule that the job says of an optimizer."""
-    name = _inner(step).__name__
-    told, error = rule_declared.declared(capture.rules, name, step.groups or step.hyper_parameters())
+    name, groups = _inner(step).__name__, step.groups or step.hyper_parameters()
+    told, error = rule_declared.declared(capture.rules, name, groups)
     if error is not None:
         with capture.guarded(f"the rule of {name}"):
             raise error

@@ -498,12 +498,14 @@ impl Judge<'_> {
 
     pub(super) fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
         let numbers = hyper_numbers(supposed).ok()?;
-        numbers.iter().find(|(name, _)| *name == "lr").map(|(_, value)| *value)
+        numbers.iter().find(|(name, _)| RATES.contains(name)).map(|(_, value)| *value)
     }
 }
 
 /// Counters of steps in the state of optimizers, as frameworks call them.
 pub(super) const COUNTERS: [&str; 2] = ["step", "count"];
+/// What the learning rate is called; in a declared formula it has the name that the job gives it.
+const RATES: [&str; 2] = ["lr", "learning_rate"];
 /// What a reset of the state is, in words.
 pub(super) const RESET: &str = "the state before this step is not in the state after it";
 
@@ -512,7 +514,7 @@ pub(super) fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str
     let names = supposed.rule.names();
     let number = |(name, ..): &(&'static str, &'static [&'static str], f64)| {
         let value = match (*name, names.number(supposed.hyper, name)) {
-            ("lr", lr) => lr * supposed.lr_factor,
+            (own, lr) if RATES.contains(&own) => lr * supposed.lr_factor,
             ("weight_decay", decay) => supposed.weight_decay.unwrap_or(decay),
             (_, other) => other,
         };

@@ -11,7 +11,6 @@ use super::judge::Judge;
 use super::optimizer::{RESET, Supposed, Tensors};
 use super::outcome::Reading;
 use super::rules::Rule;
-use super::rules::formula::Formula;
 
 impl Judge<'_> {
     /// The captured change over that of the rule, where it is one number: that of a parameter is
@@ -125,10 +124,11 @@ impl Judge<'_> {
             // A change that is lost in rounding is that of any small learning rate, and bias
             // corrections of a formula make factors as well.
             let lost = Supposed { lr_factor: 0.0, ..supposed.clone() };
-            let is_correction = |formula: &Formula| formula.corrects_by(lr_factor);
-            if self.agrees(tensors, piece, &lost)
-                || matches!(&supposed.rule, Rule::Formula(own) if sizes.is_empty() && is_correction(own))
-            {
+            let is_correction = match &supposed.rule {
+                Rule::Formula(formula) => sizes.is_empty() && formula.corrects_by(lr_factor),
+                _ => false,
+            };
+            if is_correction || self.agrees(tensors, piece, &lost) {
                 return None;
             }
             let words = format!(

@@ -223,41 +223,27 @@ impl<'a, N: Number> Stage<'a, N> {
     /// A node less the parameter before the step, where the parameter is an addend of it. The
     /// inner one is `None` where nothing is left.
     fn without(&mut self, at: usize) -> Option<Option<N>> {
-        let table = self.table;
-        if self.plan.given.contains(&Some(at)) {
-            return (table.formula.nodes[at] == Node::Param).then_some(None);
+        if !self.plan.has_parameter[at] {
+            return None;
         }
-        let Node::Two(two, a, b) = table.formula.nodes[at] else { return None };
-        match two {
-            Two::Add => {
-                if let Some(rest) = self.without(a) {
-                    let more = self.operand(b);
-                    return Some(Some(rest.map_or(more.clone(), |rest| rest + more)));
-                }
-                let rest = self.without(b)?;
-                let more = self.operand(a);
-                Some(Some(rest.map_or(more.clone(), |rest| more + rest)))
-            }
-            Two::Sub => {
-                let rest = self.without(a)?;
-                let less = self.operand(b);
-                Some(Some(rest.map_or(less.clone().times(-1.0), |rest| rest - less)))
-            }
-            Two::Mul => {
-                let (of, by) = if self.is_scalar(b) { (a, b) } else { (b, a) };
-                if !self.is_scalar(by) {
-                    return None;
-                }
-                let rest = self.without(of)?;
-                let factor = self.number(by);
-                let change = (factor.clone() - factor.constant(1.0)).scalar();
-                let change = (self.before.clone() * change).step();
-                Some(Some(match rest {
-                    Some(rest) => change + (rest * factor).step(),
-                    None => change,
-                }))
-            }
-            _ => None,
+        let Node::Two(two, a, b) = self.table.formula.nodes[at] else { return Some(None) };
+        if two == Two::Mul {
+            let (of, by) = if self.is_scalar(b) { (a, b) } else { (b, a) };
+            let (rest, factor) = (self.without(of)?, self.number(by));
+            let change = (factor.clone() - factor.constant(1.0)).scalar();
+            let change = (self.before.clone() * change).step();
+            return Some(Some(match rest {
+                Some(rest) => change + (rest * factor).step(),
+                None => change,
+            }));
         }
+        let (of, other) = if self.plan.has_parameter[a] { (a, b) } else { (b, a) };
+        let (rest, other) = (self.without(of)?, self.operand(other));
+        Some(Some(match (two, rest) {
+            (Two::Sub, Some(rest)) => rest - other,
+            (Two::Sub, None) => other.times(-1.0),
+            (_, Some(rest)) => rest + other,
+            (_, None) => other,
+        }))
     }
 }

@@ -92,22 +92,7 @@ impl Formula {
         parameter: Parameter,
     ) -> Result<Formula, String> {
         let formula = Nodes::read(declared)?;
-        let Parameter { optimizer, numbers, tensors, has_update, is_first, is_narrow } = parameter;
-        for name in formula.states() {
-            if !tensors.contains(name) && !numbers.contains_key(name) {
-                let known: Vec<&str> =
-                    tensors.iter().chain(numbers.keys()).map(String::as_str).collect();
-                let known = if known.is_empty() { "nothing".into() } else { known.join(", ") };
-                return Err(format!(
-                    "it takes or gives {name} of the optimizer's state, of which {known} was recorded"
-                ));
-            }
-            let is_counter = COUNTERS.contains(&name);
-            let has_before = numbers.get(name).is_none_or(|[before, _]| before.is_some());
-            if !has_before && !is_first && !is_counter {
-                return Err(format!("{name} of the state was not recorded before the step"));
-            }
-        }
+        parameter.refuses(&formula)?;
         for node in &formula.nodes {
             if let Node::Hyper(name) = node
                 && hyper.number(name).is_none()
@@ -115,15 +100,9 @@ impl Formula {
                 return Err(format!("the optimizer declares no number {name}"));
             }
         }
-        let table =
-            Table::of(declared.to_string(), &formula, Form { optimizer, tensors, has_update });
-        let is_exponent = |node: &Node| match node {
-            Node::Power(_, exponent) => !table.is_scalar[*exponent],
-            _ => false,
-        };
-        if formula.nodes.iter().any(is_exponent) {
-            return Err("it raises to the power of a tensor: an exponent is one number".into());
-        }
+        let Parameter { optimizer, numbers, tensors, has_update, is_narrow, .. } = parameter;
+        let form = Form { optimizer, tensors, has_update };
+        let table = Table::of(declared.to_string(), &formula, form);
         table.check(is_narrow)?;
         let given = Arc::new(Given { hyper: hyper.clone(), numbers });
         Ok(Formula { table, given, step, values: Arc::default(), decay: 0.0 }.counted())
@@ -298,16 +277,46 @@ impl Formula {
     }
 }
 
+impl Parameter {
+    /// Refuses a formula that takes or gives what the state has not.
+    fn refuses(&self, formula: &Nodes) -> Result<(), String> {
+        for name in formula.states() {
+            if !self.tensors.contains(name) && !self.numbers.contains_key(name) {
+                let known = self.tensors.iter().chain(self.numbers.keys());
+                let known: Vec<&str> = known.map(String::as_str).collect();
+                let known = if known.is_empty() { "nothing".into() } else { known.join(", ") };
+                return Err(format!(
+                    "it takes or gives {name} of the optimizer's state, of which {known} was \
+                     recorded"
+                ));
+            }
+            let before = self.numbers.get(name).is_none_or(|[before, _]| before.is_some());
+            if !before && !self.is_first && !COUNTERS.contains(&name) {
+                return Err(format!("{name} of the state was not recorded before the step"));
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Table {
-    /// Refuses a formula of which a stage has more roundings than can be told apart.
+    /// Refuses a formula with powers that are none, or of which a stage has more roundings than can
+    /// be told apart.
     fn check(&self, is_narrow: bool) -> Result<(), String> {
+        let is_wrong = |node: &Node| match node {
+            Node::Power(_, exponent) => !self.is_scalar[*exponent],
+            _ => false,
+        };
+        if self.formula.nodes.iter().any(is_wrong) {
+            return Err("it raises to the power of a tensor: an exponent is one number".into());
+        }
         let most = |plan: &table::Plan| plan.shared[usize::from(is_narrow)] + plan.numbers;
         let longest = self.plans.iter().map(most).max().unwrap_or(0);
         match longest <= MOST_SHARED {
             true => Ok(()),
             false => Err(format!(
-                "a stage of it has {longest} numbers and results that a job of so few bits may round \
-                 alike in all elements, and at most {MOST_SHARED} can be told apart: judge the \
+                "a stage of it has {longest} numbers and results that a job of so few bits may \
+                 round alike in all elements, and at most {MOST_SHARED} can be told apart: judge the \
                  parameters of more bits, or give more of it as state"
             )),
         }

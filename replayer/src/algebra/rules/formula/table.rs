@@ -41,6 +41,8 @@ pub(super) struct Plan {
     pub order: Vec<usize>,
     /// By node, whether it is made of one tensor and of numbers that all elements share.
     pub is_alike: Vec<bool>,
+    /// By node, whether the parameter before the step is an addend of it.
+    pub has_parameter: Vec<bool>,
     /// How many roundings all elements may share: in a job that keeps results in the format that
     /// it computes in, and in one of few bits.
     pub shared: [usize; 2],
@@ -169,10 +171,9 @@ fn name_of(state: &str, is_before: bool) -> &'static str {
     kept(&format!("{part}.{state}"))
 }
 
-/// The name of a hyper-parameter: the learning rate has one.
+/// The name of a hyper-parameter.
 fn hyper_name(declared: &str) -> &'static str {
     match declared {
-        "learning_rate" => "lr",
         own if OWN.contains(&own) || own.starts_with("state_") => kept(&format!("hyper.{own}")),
         other => kept(other),
     }
@@ -292,7 +293,24 @@ impl Making<'_> {
         let shared = self.shared(&order, &is_alike, stages);
         let is_number = |node: &&usize| self.is_scalar[**node];
         let numbers = given.iter().flatten().filter(is_number).count();
-        (Plan { what, root, given, order, is_alike, shared, numbers }, inputs)
+        let has_parameter = self.having_parameter(&order);
+        (Plan { what, root, given, order, is_alike, has_parameter, shared, numbers }, inputs)
+    }
+
+    /// By node, whether the parameter is an addend of it, in a stage that is made of these nodes.
+    fn having_parameter(&self, order: &[usize]) -> Vec<bool> {
+        let nodes = &self.formula.nodes;
+        let mut has: Vec<bool> = nodes.iter().map(|node| *node == Node::Param).collect();
+        for node in order {
+            has[*node] = match nodes[*node] {
+                Node::Two(Two::Add, a, b) => has[a] || has[b],
+                Node::Two(Two::Sub, a, _) => has[a],
+                Node::Two(Two::Mul, a, b) if self.is_scalar[b] => has[a],
+                Node::Two(Two::Mul, a, b) if self.is_scalar[a] => has[b],
+                _ => false,
+            };
+        }
+        has
     }
 
     /// By node, whether it is made of one tensor.
