@@ -114,7 +114,11 @@ def step_algebra(
             either is taken for right;
         reduce={"*": [{"axis": "data", "op": "mean"}]}: by glob, the communications that bring the
             addends together, with "dtype" and "ranks" where the shardings do not tell them, and
-            "divisor" where a sum is divided by another number than that of the addends.
+            "divisor" where a sum is divided by another number than that of the addends;
+        rules={"mine": "adamw"}, or {"mine": function}: by which rule an optimizer is judged that no
+            rule is known of, by its "name" in optimizer=: the name of a known one, or a function
+            `f(param, grad, state, hyper)` that returns the new parameter and a dict of what changes
+            in the state; backtape.rule has the functions to write it with.
 
     Call it outside jit, in every process. It waits for the values of the step. What is not given,
     or cannot be recorded, is declared as absent with the reason.

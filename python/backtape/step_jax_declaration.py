@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from backtape import rule_declared
 from backtape import step_jax_ranks as ranks
 from backtape.sampling import Sampling
 from backtape.shards import Mesh as RankMesh
@@ -45,6 +46,7 @@ class Options:
     microbatches: int | None = None
     accumulation: Any = None
     reduce: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
+    rules: Mapping[str, Any] | None = None
 
 
 class Declaration:
@@ -122,10 +124,13 @@ class Declaration:
             if options.optimizer is not None:
                 self.declare_optimizers(options.optimizer)
 
+        def rules() -> None:
+            self.declare_rules(options.rules)
+
         def reduce() -> None:
             self.declare_reductions(options.reduce or {})
 
-        return [numbers, norms, optimizers, reduce]
+        return [numbers, norms, optimizers, rules, reduce]
 
     def declare_norms(self, norm: Any, max_norm: Any, stage: str) -> None:
         """Notes the norms that the job computed. `stage`: what is normed where the job does not say
@@ -151,11 +156,11 @@ class Declaration:
         """Notes the rules that the job says, and which of them holds each parameter."""
         rules: list[dict[str, Any]] = []
         globs: list[Any] = []
-        for rule in rules_of(optimizer):
-            options = {key: in_json(value, key) for key, value in rule.items() if key != "names"}
+        for given in rules_of(optimizer):
+            options = {key: in_json(value, key) for key, value in given.items() if key != "names"}
             name, module = str(options.pop("name")), str(options.pop("module", "optax"))
             rules.append({"name": name, "module": module, "groups": [options]})
-            globs.append(rule.get("names", "*"))
+            globs.append(given.get("names", "*"))
         self.contents["optimizers"] = rules
         self.holders = {}
         for parameter in self.parameters:
@@ -163,6 +168,18 @@ class Declaration:
             index = next(fitting, None)
             if index is not None:
                 self.holders[parameter.name] = index
+
+    def declare_rules(self, rules: Mapping[str, Any] | None) -> None:
+        """Notes the rules of the job's own. Raises RuleError where one is no formula, after all
+        were noted."""
+        errors = []
+        for optimizer in self.contents["optimizers"]:
+            name, groups = str(optimizer["name"]), optimizer["groups"]
+            told, error = rule_declared.declared(rule_declared.checked(rules), name, groups)
+            optimizer |= told
+            errors += [error] if error is not None else []
+        if errors:
+            raise errors[0]
 
     def declare_reductions(self, reduce: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Notes for each parameter the communications under the first glob that fits it."""

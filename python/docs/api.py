@@ -28,6 +28,8 @@ PARTS = [
     ("PyTorch", "backtape.torch", "torch.py",
      ["tap", "tap_grad", "gradients", "record_parameters", "record_gradients"], True),
     ("", "backtape.torch", "step_torch/__init__.py", ["step_algebra", "StepAlgebra"], False),
+    ("A rule of your own", "backtape.rule", "rule.py",
+     ["sqrt", "abs", "sign", "exp", "log", "tanh", "maximum", "minimum", "where"], True),
     ("Scalars", "backtape.scalars", "scalars.py", ["of_torch", "of_jax"], True),
     ("What works here", "backtape.doctor", "doctor.py", ["examine", "Line"], True),
     ("Types", "backtape.typing", "typing.py", ["AnyArray", "Float64Array", "Place", "When"], True),

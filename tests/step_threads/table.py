@@ -43,8 +43,8 @@ NOTES = """
   parameters that are concerned, and captured / right where that is one number.
 - **cause**: right, `unknown` although there is a name, or WRONG: one was named that is not what happened. Where
   what went wrong has no name, `unknown` is right.
-- A job whose fault is in an optimizer that no rule is known of, in a gradient that comes in pieces, or in a number
-  that the job itself declares cannot be detected; [step.md](step.md) says what is not seen.
+- A job whose fault is in an optimizer that no rule is known of and none is declared for, in a gradient that comes in
+  pieces, or in a number that the job itself declares cannot be detected; [step.md](step.md) says what is not seen.
 """
 
 

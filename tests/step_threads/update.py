@@ -6,6 +6,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 import backtape.torch
+from backtape.rule import minimum, sqrt
 from step_corpus.layers import cross_entropy
 from step_threads.rank import VOCABULARY, WIDTH
 
@@ -255,6 +256,18 @@ class AdamG(Own):
         parameter.addcdiv_(first / one, (second / two).sqrt() + group["eps"], value=-rate)
 
 
+def adam_g(param, grad, state, hyper):
+    """What AdamG is to do, as a replay takes it."""
+    beta1, beta2, beta3 = hyper.betas
+    step = state.step + 1
+    v = beta2 * state.v + (1 - beta2) * grad**2
+    r = beta3 * state.r + (1 - beta3) * hyper.p * v**hyper.q
+    m = beta1 * state.m + (1 - beta1) * r * grad
+    rate = hyper.lr * minimum(1, step**-0.5)
+    root = sqrt(v / (1 - beta2**step)) + hyper.eps
+    return param - rate * (m / (1 - beta1**step)) / root, {"step": step, "v": v, "r": r, "m": m}
+
+
 class AdamW(Own):
     """Adam with decay apart from the gradient."""
 
@@ -319,22 +332,22 @@ class SkipStepAdamW(Own):
         parameter.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1 ** float(step)))
 
 
-def trained(rank, optimizer_of, last):
-    """Steps of a small model up to the recorded one."""
+def trained(rank, optimizer_of, last, **said):
+    """Steps of a small model up to the recorded one; `said` is what the job says of them."""
     model = rank.transformer()
     optimizer = optimizer_of(model.parameters())
     with rank.recorder(last) as recorder:
         for step in range(last + 1):
             optimizer.zero_grad()
             with recorder.step(step) as tape:
-                backtape.torch.step_algebra(tape, model, optimizer)
+                backtape.torch.step_algebra(tape, model, optimizer, **said)
                 model(*rank.batch(step=step)).backward()
                 optimizer.step()
 
 
 def pytorch_optimizer_308(rank, fixed):
     settings = {"lr": 1e-2, "betas": (0.95, 0.999, 0.95), "eps": 1e-8, "p": 0.2, "q": 0.24}
-    trained(rank, lambda some: AdamG(some, fixed, **settings), 0)
+    trained(rank, lambda some: AdamG(some, fixed, **settings), 0, rules={"AdamG": adam_g})
 
 
 def optimisers_182(rank, fixed):

@@ -25,15 +25,16 @@ look at what passes and hand it on. No collective runs that the job does not run
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from backtape import rule_declared
 from backtape.failopen import CAUGHT, describe
 from backtape.sampling import sampling_of
 from backtape.step_torch import backward, clipping, declaration, optimizers, scaler
-from backtape.step_torch.capture import Capture
+from backtape.step_torch.capture import Capture, Said
 from backtape.step_torch.choice import choose
 from backtape.step_torch.reduction import checked
 from backtape.tape import Tape
@@ -95,6 +96,7 @@ def step_algebra(
     sample: int | float | None = None,
     sample_seed: int = 0,
     reduce: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    rules: Mapping[str, str | Callable[..., Any]] | None = None,
 ) -> StepAlgebra:
     """Records every stage of the step from the gradient of a microbatch to the new parameters; one call
     before the first forward of the step.
@@ -114,6 +116,10 @@ def step_algebra(
         both, the axis is looked up in the recorder's mesh. `dtype` is what is sent, by default the
         gradient's; `divisor` what a sum is divided by, as the number of tokens of all ranks. It
         replaces what backtape reads off DDP and FSDP.
+    rules: by which rule an optimizer is judged that no rule is known of, by the name of its class:
+        {"MyAdam": "AdamW"}, the class of a known one, or {"Tiger": tiger}, a function
+        `tiger(param, grad, state, hyper)` that returns the new parameter and a dict of what changes
+        in the state; backtape.rule has the functions to write it with.
 
     A backward pass is a microbatch: the nth that reaches a model has index n. What a job does not
     do is left out; what it does and backtape cannot see is named in the declaration, with the
@@ -126,7 +132,8 @@ def step_algebra(
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         owners = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         sampling = sampling_of(sample, sample_seed)
-        capture = Capture(tape, models, owners, sampling, checked(reduce, tape.mesh))
+        said = Said(checked(reduce, tape.mesh), rule_declared.checked(rules))
+        capture = Capture(tape, models, owners, sampling, said)
         choose(capture.parts, optimizers.known(owners), names, groups)
         tape.at_end("step algebra", functools.partial(finish, capture))
         for start in (backward.start, clipping.start, scaler.start, optimizers.start):

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from backtape.torch_arrays import is_dtensor
 
 # Integers of the same width, as which the bits of a tensor are summed.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the job says of a step by options."""
+
+    reduce: dict[str, list[dict[str, Any]]] | None  # by globs of names
+    rules: dict[str, Any]  # by the names of optimizers' classes
 
 
 class Capture:
@@ -34,12 +43,13 @@ class Capture:
         models: list[torch.nn.Module],
         owners: list[Any],
         sampling: Sampling | None,
-        reduce: dict[str, list[dict[str, Any]]] | None,
+        said: Said,
     ) -> None:
         self.tape = tape
         self.models = models
         self.owners = owners  # the optimizers as the job gave them
-        self.reduce = reduce
+        self.reduce = said.reduce
+        self.rules = said.rules
         self.sampling = sampling
         self.parts = parts_of(models)
         for part in self.own:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from backtape import rule_declared
 from backtape.step_torch import reduction
 from backtape.step_torch.backward import UNSEEN
 from backtape.step_torch.capture import Capture
@@ -51,7 +52,7 @@ def declaration(capture: Capture) -> dict[str, Any]:
             for part in capture.parts
             if part.recorded
         },
-        "optimizers": [_optimizer(step) for step in steps],
+        "optimizers": [_optimizer(step) | _rule(capture, step) for step in steps],
         **({"sampled": sampled} if sampled is not None else {}),
         **({"squares": squares} if squares else {}),
     }
@@ -98,9 +99,23 @@ def _parameter(
     }
 
 
+def _rule(capture: Capture, step: Step) -> dict[str, Any]:
+    """The rule that the job says of an optimizer."""
+    name, groups = _inner(step).__name__, step.groups or step.hyper_parameters()
+    told, error = rule_declared.declared(capture.rules, name, groups)
+    if error is not None:
+        with capture.guarded(f"the rule of {name}"):
+            raise error
+    return told
+
+
+def _inner(step: Step) -> type:
+    """The class whose rule it is."""
+    return type(step.optimizer.optim) if step.sharded else type(step.optimizer)
+
+
 def _optimizer(step: Step) -> dict[str, Any]:
-    kind = type(step.optimizer)
-    inner = type(step.optimizer.optim) if step.sharded else kind
+    kind, inner = type(step.optimizer), _inner(step)
     groups = step.groups or step.hyper_parameters()
     told = {"name": inner.__name__, "module": inner.__module__, "groups": groups}
     if kind is not inner:

@@ -39,8 +39,8 @@ impl Judge<'_> {
                 SumOf { key, rank, place, addends: &addends, weights: &weights, sent: domain.sent };
             let tally = self.sum(&of).ok()?;
             let bound = self.bound(place);
-            let energies =
-                Energies { captured: tally.captured_energy, right: tally.reference_energy };
+            let (captured, right) = (tally.captured_energy, tally.reference_energy);
+            let energies = Energies { captured, right, apart: tally.squares_apart(&bound) };
             tally.excess(&bound).is_none().then(|| (Outcome::agreed(&tally, &bound), energies))
         })
     }

@@ -12,7 +12,7 @@ use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
 use super::rules::Rule;
 
 /// Counters of steps in the state of optimizers, as frameworks call them.
-const COUNTERS: [&str; 2] = ["step", "count"];
+pub(crate) const COUNTERS: [&str; 2] = ["step", "count"];
 
 /// Tensors of the state that are zero before the first step; a few others begin with a number.
 const MOMENTS: [&str; 5] = ["exp_avg", "mu", "m", "momentum_buffer", "trace"];

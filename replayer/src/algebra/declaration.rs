@@ -56,7 +56,7 @@ pub(super) fn number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<f64>, 
     Ok(number_of(&Value::deserialize(from)?))
 }
 
-fn number_of(value: &Value) -> Option<f64> {
+pub(super) fn number_of(value: &Value) -> Option<f64> {
     match value.as_str() {
         Some("inf") => Some(f64::INFINITY),
         Some("-inf") => Some(f64::NEG_INFINITY),
@@ -224,6 +224,9 @@ pub(crate) struct Optimizer {
     /// Where the class comes from.
     #[serde(default)]
     pub(crate) module: String,
+    /// The rule that the job declares for it: the name of a known one, or formulas.
+    #[serde(default)]
+    pub rule: Option<Value>,
     /// Its step was left out.
     #[serde(default)]
     pub skipped: bool,
@@ -242,6 +245,35 @@ impl Optimizer {
     /// Whether the job has called it to step.
     pub(crate) fn has_stepped(&self) -> bool {
         self.steps.is_some_and(|steps| steps > 0)
+    }
+
+    /// The class by whose rule it is judged.
+    pub(crate) fn class(&self) -> Option<&str> {
+        let declared = self.rule.as_ref().and_then(Value::as_str);
+        declared.or(self.name.as_deref())
+    }
+
+    /// Whether it is a class of this module, or is declared to be as one.
+    pub(crate) fn is_of(&self, module: &str) -> bool {
+        self.rule.as_ref().is_some_and(Value::is_string) || self.module.starts_with(module)
+    }
+
+    /// The formula that a group declares; or why it has none. `None` where it declares none.
+    pub(crate) fn formula(&self, group: usize) -> Option<Result<&Value, String>> {
+        let rule = self.rule.as_ref().filter(|rule| !rule.is_string() && !rule.is_null())?;
+        if let Some(why) = rule.get("absent").and_then(Value::as_str) {
+            return Some(Err(why.to_string()));
+        }
+        let at = rule.get("groups").and_then(|groups| groups.get(group)?.as_u64());
+        let found = at.and_then(|at| rule.get("formulas")?.get(at as usize));
+        Some(found.ok_or_else(|| format!("it has no formula for group {group}")))
+    }
+
+    /// Whether a formula of it takes or changes a part of the state of this name.
+    pub(crate) fn declares_state(&self, name: &str) -> bool {
+        let formulas = self.rule.as_ref().and_then(|rule| rule.get("formulas")?.as_array());
+        let has = |formula: &Value| formula.get("state").is_some_and(|own| own.get(name).is_some());
+        formulas.is_some_and(|formulas| formulas.iter().any(has))
     }
 }
 
@@ -401,6 +433,11 @@ impl Declaration {
     /// The last norm that a parameter is part of and clipped by.
     fn norm_of(&self, parameter: &str) -> Option<&Norm> {
         self.norms.iter().rfind(|norm| norm.is_of(parameter) && norm.limit().is_some())
+    }
+
+    /// The group of the optimizer that a parameter is in.
+    pub(crate) fn group_of(&self, parameter: &str) -> Option<usize> {
+        self.parameters.get(parameter)?.group
     }
 
     /// The hyper-parameters of a parameter and the class of its optimizer.

@@ -11,7 +11,7 @@ use super::optimizer::{Supposed, Tensors, hyper_numbers};
 pub(super) struct Fit {
     /// The factor of the whole change, its weight decay included.
     pub factor: f64,
-    /// The weight decay, where the rest of the change is as the rule gives it.
+    /// The weight decay, where the rest of the change is as the rule gives it; NaN where the rule has none.
     pub weight_decay: f64,
     /// The factor of the change without its weight decay, and the weight decay beside it.
     pub apart: Option<(f64, f64)>,
@@ -29,13 +29,13 @@ struct Plane {
 }
 
 impl Plane {
-    fn add(&mut self, x: f64, y: f64, z: f64) {
-        self.xx += x * x;
-        self.xy += x * y;
-        self.yy += y * y;
-        self.xz += x * z;
-        self.yz += y * z;
-        self.zz += z * z;
+    fn add(&mut self, weight: f64, [x, y, z]: [f64; 3]) {
+        self.xx += weight * x * x;
+        self.xy += weight * x * y;
+        self.yy += weight * y * y;
+        self.xz += weight * x * z;
+        self.yz += weight * y * z;
+        self.zz += weight * z * z;
     }
 
     /// The coefficients of z by both directions, where these are two.
@@ -80,13 +80,19 @@ impl Judge<'_> {
                 Some(after.iter().zip(&before).map(|(after, before)| after - before).collect())
             })?;
             for (at, (p, change)) in before.iter().zip(&change).enumerate() {
-                whole.add(rule[at], *p, *change);
-                apart.add(alone[at], *p, *change);
+                // The change is rounded as the parameter is, and by itself: the finer it was kept the
+                // more it says.
+                let squares = (p + change).powi(2) + rule[at].powi(2);
+                let weight = if squares > 0.0 { 1.0 / squares } else { 0.0 };
+                whole.add(weight, [rule[at], *p, *change]);
+                apart.add(weight, [alone[at], *p, *change]);
             }
         }
         let lr = self.learning_rate(supposed)?;
         let numbers = hyper_numbers(supposed).ok()?;
-        let decay = numbers.iter().find(|(name, _)| *name == "weight_decay")?.1;
+        // A declared formula need not have one.
+        let decay = numbers.iter().find(|(name, _)| *name == "weight_decay");
+        let decay = decay.map_or(f64::NAN, |(_, value)| *value);
         // With the rule's change as it is, what is left is a multiple of the parameter.
         let along = (whole.yz - whole.xy) / whole.yy;
         let of_apart = |(factor, along): (f64, f64)| (factor, -along / (lr * factor));
@@ -117,10 +123,10 @@ impl Judge<'_> {
             let (before, grad) = (widened(&operands, state.before)?, widened(&operands, "grad")?);
             let captured = self.inventory.read_box(key, tensors.rank, &part).ok()?;
             for (at, g) in grad.iter().enumerate() {
-                planes[0].add(before[at], *g, captured[at]);
-                planes[1].add(before[at], *g, right[at]);
-                planes[2].add(before[at], g * g, captured[at]);
-                planes[3].add(before[at], g * g, right[at]);
+                planes[0].add(1.0, [before[at], *g, captured[at]]);
+                planes[1].add(1.0, [before[at], *g, right[at]]);
+                planes[2].add(1.0, [before[at], g * g, captured[at]]);
+                planes[3].add(1.0, [before[at], g * g, right[at]]);
             }
         }
         [(0, "the gradient"), (2, "the square of the gradient")].into_iter().find_map(|(at, of)| {

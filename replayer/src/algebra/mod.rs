@@ -29,6 +29,7 @@ mod optimizer;
 mod optimizer_causes;
 mod orthogonal;
 mod outcome;
+mod rule_of;
 mod rules;
 mod squares;
 mod sum_causes;
@@ -51,6 +52,7 @@ use judge::Judge;
 pub(crate) use names::kind;
 pub use norm_gap::NormGap;
 pub use outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
+pub use rule_of::DeclaredRule;
 pub use summary::{Group, Sampled, StageSummary, StepReport, Unchecked};
 pub use table::{Fate, Row, Status};
 

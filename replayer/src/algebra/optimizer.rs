@@ -117,7 +117,8 @@ impl Judge<'_> {
     fn hyper_words(&self, rank: Rank, parameter: &str) -> String {
         let declared = self.inventory.declared.get(&rank);
         let of = declared.and_then(|declared| declared.optimizer_of(parameter));
-        of.map(|(optimizer, hyper)| format!("{:?} {hyper:?}", optimizer.name)).unwrap_or_default()
+        let words = |optimizer: &Optimizer| format!("{:?} {:?}", optimizer.name, optimizer.rule);
+        of.map(|(optimizer, hyper)| format!("{} {hyper:?}", words(optimizer))).unwrap_or_default()
     }
 
     /// What the gradient that the optimizer took was multiplied by after the last one that was
@@ -160,9 +161,15 @@ impl Judge<'_> {
     pub(super) fn is_untouched(&self, rank: Rank, parameter: &str) -> bool {
         let inventory = self.inventory;
         let tensors = &inventory.parameters[parameter].tensors;
+        let declared = inventory.declared.get(&rank);
+        let optimizer = declared.and_then(|declared| declared.optimizer_of(parameter));
+        let is_state = |name: &str| {
+            let is_declared = optimizer.is_some_and(|(own, _)| own.declares_state(name));
+            is_declared || Rule::is_state(name)
+        };
         let mut pairs = vec![(Part::Before, Part::After)];
         pairs.extend(tensors.keys().filter_map(|(part, _)| match part {
-            Part::StateAfter(name) if Rule::is_state(name) => {
+            Part::StateAfter(name) if is_state(name) => {
                 Some((Part::StateBefore(name.clone()), part.clone()))
             }
             _ => None,
@@ -217,10 +224,13 @@ impl Judge<'_> {
         }
         let counted = self.step_of(rank, parameter);
         let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });
-        let Some(rule) = Rule::of(optimizer, hyper, step) else {
-            return unchecked(unknown_rule(optimizer));
+        let rule = match self.rule_of(tensors, (optimizer, hyper), step) {
+            Ok(rule) => rule,
+            Err(why) => return unchecked(why),
         };
-        if let Some(why) = self.not_of_rule(rank, parameter, hyper) {
+        let is_formula = matches!(rule, Rule::Formula(_));
+        let other = self.not_of_rule(rank, parameter, hyper);
+        if let Some(why) = other.filter(|_| !is_formula) {
             return unchecked(why);
         }
         let shape = &inventory.dump.tensors()[tensors.after].shape;
@@ -259,6 +269,7 @@ impl Judge<'_> {
                 self.in_format_of_state(tensors, piece, &supposed, &mut compared);
                 let mut judged = self.read_stages(tensors, piece, &supposed, compared);
                 judged.extend(self.judged_factors(tensors, &supposed));
+                judged.extend(self.numbers_of_state(tensors, piece, &supposed.rule));
                 judged
             }
             Err(why) => unchecked(why),
@@ -533,34 +544,23 @@ impl Judge<'_> {
 
     pub(super) fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
         let numbers = hyper_numbers(supposed).ok()?;
-        numbers.iter().find(|(name, _)| *name == "lr").map(|(_, value)| *value)
+        numbers.iter().find(|(name, _)| RATES.contains(name)).map(|(_, value)| *value)
     }
 }
 
 /// What a step that was skipped is, in words.
 const LEFT_OUT: &str = "the job left the optimizer's step out";
+/// What the learning rate is called; in a declared formula it has the name that the job gives it.
+const RATES: [&str; 2] = ["lr", "learning_rate"];
 /// What a reset of the state is, in words.
 pub(super) const RESET: &str = "the state before this step is not in the state after it";
-
-fn unknown_rule(optimizer: &Optimizer) -> String {
-    let known = Rule::known().join(", ");
-    match &optimizer.name {
-        Some(name) if Rule::known().contains(&name.as_str()) => format!(
-            "{name} of {} has settings or a form of its own, which the published rule of that name \
-             has not: what it does is not known",
-            optimizer.module
-        ),
-        Some(name) => format!("no rule is known of the optimizer {name}: known are {known}"),
-        None => format!("the job has not said which optimizer it is: known are {known}"),
-    }
-}
 
 /// The hyper-parameters of a rule as numbers.
 pub(super) fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, String> {
     let names = supposed.rule.names();
     let number = |(name, ..): &(&'static str, &'static [&'static str], f64)| {
         let value = match (*name, names.number(supposed.hyper, name)) {
-            ("lr", lr) => lr * supposed.lr_factor,
+            (own, lr) if RATES.contains(&own) => lr * supposed.lr_factor,
             ("weight_decay", decay) => supposed.weight_decay.unwrap_or(decay),
             (_, other) => other,
         };

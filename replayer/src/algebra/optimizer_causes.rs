@@ -11,6 +11,7 @@ use super::inventory::Piece;
 use super::judge::Judge;
 use super::optimizer::{RESET, Supposed, Tensors};
 use super::outcome::Reading;
+use super::rules::Rule;
 use crate::number::short;
 
 /// A factor of a change that is nothing but rounding, where the change of which it is one agrees.
@@ -125,14 +126,27 @@ impl Judge<'_> {
         }
         if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
             let lr = self.learning_rate(supposed)?;
+            let sizes = self.sizes_of(tensors.rank, lr_factor);
+            // A change that is lost in rounding is that of any small learning rate, and bias
+            // corrections of a formula make factors as well.
+            let lost = Supposed { lr_factor: 0.0, ..supposed.clone() };
+            let is_correction = match &supposed.rule {
+                Rule::Formula(formula) => sizes.is_empty() && formula.corrects_by(lr_factor),
+                _ => false,
+            };
+            if is_correction || self.agrees(tensors, piece, &lost) {
+                return None;
+            }
             let words = format!(
-                "the change is {} x that of the declared learning rate {}: it is that of {}{}",
+                "the change is {} x that of the declared learning rate {}: it is that of {}{sizes}",
                 short(lr_factor),
                 short(lr),
                 short(lr * lr_factor),
-                self.sizes_of(tensors.rank, lr_factor)
             );
             return Some(causes::LR_SCALED.reads(words));
+        }
+        if decay.is_nan() {
+            return None;
         }
         if let Some(reading) = self.scaled_alone(tensors, piece, supposed, &fit) {
             return Some(reading);

@@ -12,6 +12,7 @@ use super::lacks::lacks;
 use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
+use super::rule_of::DeclaredRule;
 use super::table::{Row, table};
 use super::unchecked::unchecked;
 use crate::dump::sampled::Sample;
@@ -26,6 +27,9 @@ pub struct StepReport {
     /// What a sample stands for; absent where everything was recorded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sampled: Option<Sampled>,
+    /// By which rules optimizers were judged that declare one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<DeclaredRule>,
     /// Every stage that was judged or could not be, in order.
     pub stages: Vec<StageSummary>,
     /// What diverges, the earliest stage first.
@@ -127,6 +131,7 @@ impl StepReport {
             parameters: names.len(),
             elements: table.iter().map(|row| row.elements).sum(),
             sampled: Sampled::of(inventory, &judged),
+            rules: DeclaredRule::of(inventory),
             lacks: lacks(inventory, &stages, &judged),
             stages,
             norm: NormGap::of(inventory, &judged, &names),

@@ -8,7 +8,6 @@ use super::inventory::Piece;
 use super::judge::Judge;
 use super::optimizer::{Supposed, Tensors};
 use super::outcome::Reading;
-use super::rules::Rule;
 
 /// Elements of a parameter by which other parameters are tried before all of it is compared.
 const TRIED: u64 = 4096;
@@ -33,7 +32,7 @@ impl Judge<'_> {
         }
         let declared = self.inventory.declared.get(&tensors.rank)?;
         let (optimizer, hyper) = declared.optimizer_of(tensors.parameter)?;
-        let rule = |step: f64| Rule::of(optimizer, hyper, step);
+        let rule = |step: f64| self.rule_of(tensors, (optimizer, hyper), step).ok();
         let counted = self.step_of(tensors.rank, tensors.parameter);
         // Both steps are counted, or one of them; where nothing is counted, the second is not the
         // first step of all.

@@ -88,7 +88,7 @@ mod tests {
             ranks: vec![Rank(rank)],
             place: IndexBox(vec![(0, 4)]),
             energies: None,
-            result: Outcome::Unchecked { why: why.into() },
+            result: Outcome::unchecked(why.into()),
         }
     }
 

@@ -37,6 +37,17 @@ pub trait Number:
     /// The larger of two; NaN where one is.
     fn larger(self, other: Self) -> Self;
 
+    /// `one` where this is above 0, or where `is_from` is at 0 too; else `other`. Numbers that
+    /// cannot choose mix the two, which must be finite then.
+    fn chosen(self, is_from: bool, one: Self, other: Self) -> Self {
+        let zero = self.constant(0.0);
+        let share = match is_from {
+            true => self.constant(1.0) - self.times(-1.0).sign().larger(zero),
+            false => self.sign().larger(zero),
+        };
+        other.clone() + share * (one - other)
+    }
+
     /// It to the power of a positive exponent. It is not negative itself; that of 0 is 0.
     fn power(self, exponent: f64) -> Self {
         self.ln().times(exponent).exp()
@@ -148,6 +159,11 @@ impl Number for f64 {
     #[inline(always)]
     fn larger(self, other: f64) -> f64 {
         if self > other || self.is_nan() { self } else { other }
+    }
+
+    #[inline(always)]
+    fn chosen(self, is_from: bool, one: f64, other: f64) -> f64 {
+        if self > 0.0 || (is_from && self == 0.0) { one } else { other }
     }
 }
 

@@ -23,6 +23,9 @@ pub(crate) const LAST: usize = SOURCES - 1;
 /// keeps results of few bits those of steps that round equal elements alike.
 const SCALARS: usize = 8;
 const ALIKE: usize = 12;
+/// How many of them a formula may have that says how many they are; its scalar inputs, each of
+/// which has a place too, are among these. What is left is for each element's own.
+pub(crate) const MOST_SHARED: usize = SOURCES - 6;
 
 /// What the operations round, and the roundings so far.
 #[derive(Debug)]
@@ -38,6 +41,8 @@ pub struct Roundings {
     shared: Cell<usize>,
     /// The places of numbers that all elements share: the first of them, and the next one.
     scalars: Cell<(usize, usize)>,
+    /// How many such places there are.
+    alike: usize,
 }
 
 /// A number with its error.
@@ -54,7 +59,15 @@ impl Roundings {
     /// Arithmetic of unit roundoff `unit`; the result of a whole step may be kept in `between`.
     pub fn new(unit: f64, between: Option<Precision>) -> Roundings {
         let [used, shared] = [0, 0].map(Cell::new);
-        Roundings { unit, least: 0.0, between, used, shared, scalars: Cell::new((0, 0)) }
+        let alike = if between.is_some() { ALIKE } else { SCALARS };
+        Roundings { unit, least: 0.0, between, used, shared, scalars: Cell::new((0, 0)), alike }
+    }
+
+    /// The same for a formula that has so many roundings which all elements share, where nothing is
+    /// kept in between and where something is; `None`: as many as those of tables have at most.
+    pub(crate) fn sharing(self, counts: Option<[usize; 2]>) -> Roundings {
+        let own = counts.map(|counts| counts[usize::from(self.between.is_some())]);
+        Roundings { alike: own.unwrap_or(self.alike), ..self }
     }
 
     /// The same where no number is smaller than this one.
@@ -72,8 +85,7 @@ impl Roundings {
     pub fn reserve(&self) {
         let first = self.used.get();
         self.scalars.set((first, first));
-        let places = if self.between.is_some() { ALIKE } else { SCALARS };
-        self.used.set(first + places);
+        self.used.set(first + self.alike);
     }
 
     /// What was rounded since the row began is shared by all of its elements.
@@ -119,7 +131,8 @@ impl Roundings {
     /// The place of a new rounding that all elements share.
     pub(crate) fn next_scalar(&self) -> usize {
         let (first, place) = self.scalars.get();
-        debug_assert!(place < first + ALIKE, "a formula has {ALIKE} shared roundings at most");
+        let most = self.alike.max(ALIKE);
+        debug_assert!(place < first + most, "a formula has {most} shared roundings at most");
         self.scalars.set((first, place + 1));
         place.min(LAST)
     }
@@ -307,10 +320,34 @@ impl Number for Uncertain<'_> {
         larger
     }
 
+    /// Near 0 the job may have taken the other of the two, as for the larger one.
+    fn chosen(self, is_from: bool, one: Self, other: Self) -> Self {
+        let is_certain = self.most() == 0.0 || self.value.abs() > self.most();
+        let apart = Uncertain {
+            value: one.value - other.value,
+            by: std::array::from_fn(|at| one.by[at] - other.by[at]),
+            roundings: self.roundings,
+        };
+        let is_one = self.value > 0.0 || (is_from && self.value == 0.0);
+        let mut chosen = if is_one { one } else { other };
+        if !is_certain {
+            let (own, row) = apart.variances();
+            chosen.err(apart.value.abs() + (own + row).sqrt());
+        }
+        chosen
+    }
+
     /// By a logarithm or not: the logarithm and its product with the exponent are rounded too. At
-    /// 0 a logarithm has no slope, and the power has: 1 for the first one, else 0.
+    /// 0 a logarithm has no slope, and the power has: 1 for the first one, 0 for higher ones, and
+    /// none for a root, which errs by the same root of what its argument errs by.
     fn power(self, exponent: f64) -> Self {
         if self.value == 0.0 {
+            if exponent < 1.0 {
+                let most: f64 = self.by.iter().map(|c| c.abs()).sum();
+                let mut root = self.roundings.exact(0.0);
+                root.err(libm::pow(most, exponent));
+                return root;
+            }
             let slope = if exponent == 1.0 { 1.0 } else { 0.0 };
             return self.result(0.0, slope, None);
         }
@@ -443,6 +480,9 @@ mod tests {
         assert_eq!(roundings.exact(0.0).sign().variances().0, 0.0);
         let apart = with_error(2.0).larger(roundings.with_variance(1.0, 1e-2));
         assert!((apart.variances().0 - 1e-4).abs() < 1e-12);
+        let one_of = |at: f64| with_error(at).chosen(false, with_error(3.0), with_error(1.0));
+        assert!(one_of(1.0).value == 3.0 && (one_of(1.0).variances().0 - 1e-4).abs() < 1e-12);
+        assert!(one_of(-1e-3).value == 1.0 && one_of(-1e-3).variances().0 >= 4.0);
         let near = roundings.with_variance(1.9, 1e-2).larger(with_error(2.0));
         assert!(near.value == 2.0 && near.variances().0 >= 1e-2, "{near:?}");
         assert!(roundings.exact(f64::NAN).larger(with_error(2.0)).value.is_nan());
@@ -490,6 +530,7 @@ mod tests {
             (power.value, power.variances().0)
         };
         assert_eq!(power(1.0), (0.0, 1e-90));
+        assert!((power(0.5).1 - 1e-45).abs() < 1e-50, "that of a root is the root of it");
         assert_eq!(power(3.0), (0.0, 0.0));
         assert_eq!(0f64.power(3.0), 0.0);
         assert_eq!(0f32.power(3.0), 0.0);

@@ -107,7 +107,7 @@ impl<O: Op> Evaluation<'_, O> {
     /// The stage's elements over a plane of `rows` x `columns`; both are those of the stage itself
     /// where its elements are made one by one.
     pub fn expected(&self, rows: usize, columns: usize) -> Expected {
-        let stage: &Stage = &O::STAGES[self.stage];
+        let stage: &Stage = &self.op.stages()[self.stage];
         match stage.reduction {
             Reduction::Each => self.each(rows, columns),
             Reduction::OverColumns => self.over_columns(rows, columns),
@@ -163,7 +163,8 @@ impl<O: Op> Evaluation<'_, O> {
             .into_par_iter()
             .enumerate()
             .for_each(|(at, (values, own, shared))| {
-                let roundings = self.arithmetic.roundings();
+                let counts = self.op.shared_roundings(self.stage);
+                let roundings = self.arithmetic.roundings().sharing(counts);
                 self.row(at, 0..columns, &roundings, &mut |column, number| {
                     values[column] = number.value;
                     (own[column], shared[column]) = number.variances();

@@ -32,7 +32,7 @@ pub(super) fn tallies<O: Op>(walk: &mut Walk<'_, O>, span: Span) -> Option<Vec<F
     if columns < 2 {
         return None;
     }
-    if let [stage] = O::STAGES
+    if let [stage] = walk.op.stages()
         && stage.reduction == Reduction::OverRows
     {
         return Some(vec![(stage, row_sums::compared(walk, rows, columns, span)?)]);
@@ -135,7 +135,7 @@ impl<'a> Part<'a> {
     /// The programs of all stages; `None` where one has no program.
     fn of<O: Op>(walk: &mut Walk<'a, O>) -> Option<Part<'a>> {
         let mut part = Part { columns: Vec::new(), stages: Vec::new() };
-        for (at, stage) in O::STAGES.iter().enumerate() {
+        for (at, stage) in walk.op.stages().iter().enumerate() {
             let is_each = stage.reduction == Reduction::Each && stage.shape == Shape::Plane;
             if !is_each || stage.inputs.len() > INPUTS {
                 return None;
@@ -207,10 +207,10 @@ impl<'a> Part<'a> {
         walk: &Walk<'a, O>,
         at: usize,
     ) -> Result<Option<(Vec<Feed>, Program)>, String> {
-        let stage = &O::STAGES[at];
+        let stage = &walk.op.stages()[at];
         let inputs =
             stage.inputs.iter().map(|name| walk.input(name)).collect::<Result<Vec<_>, _>>()?;
-        let roundings = walk.arithmetic().roundings();
+        let roundings = walk.arithmetic().roundings().sharing(walk.op.shared_roundings(at));
         roundings.begin_row();
         let known: Vec<_> = inputs
             .iter()
@@ -230,7 +230,7 @@ impl<'a> Part<'a> {
                 Source::Given(_) => (self.input(walk, name, None), false),
                 Source::Recorded(_, stored) => (self.input(walk, name, stored), stored.is_some()),
                 Source::Computed(_) => {
-                    let of = O::STAGES.iter().position(|stage| stage.name == *name);
+                    let of = walk.op.stages().iter().position(|stage| stage.name == *name);
                     (Feed::Stage(of.expect("a stage that was computed")), true)
                 }
             };

@@ -7,6 +7,7 @@
 //! roundings forward. A block of columns is evaluated at a time, in the first-level cache.
 
 use super::reverse::{Asked, Errors, Of, Way, backward};
+use crate::kernels::number::Number;
 use crate::kernels::round::Precision;
 use crate::kernels::vectorised;
 
@@ -69,11 +70,63 @@ pub(super) enum Action {
     Abs(usize),
     Sign(usize),
     Larger(usize, usize),
+    /// One of two numbers, by the sign of another one.
+    Chosen(Choice),
     Square(usize),
+    Function(Function, usize),
+    /// A number that the row shares, for each column.
+    Spread(usize),
     /// Keeps the number in a format.
     Stored(usize, Precision),
     /// The same of a number to which another was added.
     Changed(usize, Term, Precision),
+}
+
+/// `one` where `by` is above 0, or with `is_from` at 0 too; else `other`.
+#[derive(Clone, Copy)]
+pub(super) struct Choice {
+    pub is_from: bool,
+    pub by: usize,
+    pub one: usize,
+    pub other: usize,
+}
+
+impl Choice {
+    #[inline(always)]
+    pub(super) fn is_one(self, by: f64) -> bool {
+        by > 0.0 || (self.is_from && by == 0.0)
+    }
+}
+
+/// A function of one number.
+#[derive(Clone, Copy)]
+pub(super) enum Function {
+    Exp,
+    Ln,
+    Tanh,
+    Power(f64),
+}
+
+impl Function {
+    fn of(self, x: f64) -> f64 {
+        match self {
+            Function::Exp => Number::exp(x),
+            Function::Ln => Number::ln(x),
+            Function::Tanh => Number::tanh(x),
+            Function::Power(exponent) => x.power(exponent),
+        }
+    }
+
+    /// The derivative at an argument, where the function is `value`.
+    pub(super) fn slope(self, x: f64, value: f64) -> f64 {
+        match self {
+            Function::Exp => value,
+            Function::Ln => 1.0 / x,
+            Function::Tanh => value.one_minus_square(),
+            Function::Power(exponent) if x == 0.0 => f64::from(u8::from(exponent == 1.0)),
+            Function::Power(exponent) => exponent * value / x,
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -272,6 +325,15 @@ fn forward_body(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation
                 let (a, b) = (of(a), of(b));
                 each(out, |i| if is_second(a[i], b[i]) { b[i] } else { a[i] });
             }
+            Action::Chosen(choice) => {
+                let (by, one, other) = (of(choice.by), of(choice.one), of(choice.other));
+                each(out, |i| if choice.is_one(by[i]) { one[i] } else { other[i] });
+            }
+            Action::Function(function, a) => {
+                let a = of(a);
+                each(out, |i| function.of(a[i]));
+            }
+            Action::Spread(known) => *out = [program.known[known].value; LANES],
         }
     }
 }
@@ -331,6 +393,38 @@ fn extra(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation, at: u
                 let apart = (one[i] - other[i]).abs();
                 let is_near = apart <= 3f64.sqrt() * (errors.most[i] + errors.shared[i]);
                 if is_near { (errors.own[i] + errors.row[i]).sqrt() } else { 0.0 }
+            });
+        }
+        Action::Chosen(choice) => {
+            let (by, one, other) = (block(choice.by), block(choice.one), block(choice.other));
+            let asked = Asked { shared: true, own: true, ..none };
+            backward(&of, &[(choice.by, 1.0)], asked, way, errors);
+            let most = |i: usize| 3f64.sqrt() * (errors.most[i] + errors.shared[i]);
+            let mut is_certain = [false; LANES];
+            for (i, is_certain) in is_certain.iter_mut().enumerate() {
+                *is_certain = most(i) == 0.0 || by[i].abs() > most(i);
+            }
+            let seeds = [(choice.one, 1.0), (choice.other, -1.0)];
+            backward(&of, &seeds, Asked { row: true, ..none }, way, errors);
+            each(out, |i| {
+                let apart = (one[i] - other[i]).abs() + (errors.own[i] + errors.row[i]).sqrt();
+                if is_certain[i] { 0.0 } else { apart }
+            });
+        }
+        // The logarithm and its product with the exponent are rounded too.
+        Action::Function(Function::Power(exponent), a) => {
+            let (argument, unit) = (block(a), 2.0 * program.unit);
+            let is_root = exponent < 1.0 && argument.contains(&0.0);
+            if is_root {
+                backward(&of, &[(a, 1.0)], Asked { shared: true, own: true, ..none }, way, errors);
+            }
+            each(out, |i| match argument[i] {
+                0.0 if is_root => (errors.most[i] + errors.shared[i]).power(exponent),
+                0.0 => 0.0,
+                x => {
+                    let product = exponent * Number::ln(x);
+                    unit * (product * Number::exp(product)).abs()
+                }
             });
         }
         _ => {}

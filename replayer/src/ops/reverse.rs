@@ -395,6 +395,20 @@ impl<'b> Back<'b> {
                 let adjoint = self.product(adjoint, |i| if of[i] < 0.0 { -1.0 } else { 1.0 });
                 self.give(a, adjoint);
             }
+            Action::Function(function, a) => {
+                let (of, made) = (self.value(a), self.value(at));
+                let adjoint = self.product(adjoint, |i| function.slope(of[i], made[i]));
+                self.give(a, adjoint);
+            }
+            Action::Spread(known) => self.give_known(known, adjoint, one, asked, errors),
+            Action::Chosen(choice) => {
+                let by = self.value(choice.by);
+                let share = |is: bool| if is { 1.0 } else { 0.0 };
+                let to_one = self.product(adjoint, |i| share(choice.is_one(by[i])));
+                self.give(choice.one, to_one);
+                let to_other = self.product(adjoint, |i| share(!choice.is_one(by[i])));
+                self.give(choice.other, to_other);
+            }
             Action::Larger(a, b) => {
                 let (one, other) = (self.value(a), self.value(b));
                 let is_other = |i: usize| super::program::is_second(one[i], other[i]);

@@ -246,7 +246,7 @@ mod tests {
         let op = RmsNorm { epsilon: 1e-3, offset: 1.0 };
         let [x, weight, dy] = [(); 3].map(|()| (0..columns).map(|_| draw.normal()).collect());
         let (x, weight, dy): (Vec<f64>, Vec<f64>, Vec<f64>) = (x, weight, dy);
-        let stage = |name: &str| RmsNorm::STAGES.iter().position(|s| s.name == name).unwrap();
+        let stage = |name: &str| op.stages().iter().position(|s| s.name == name).unwrap();
         let sum = |name: &str, of: &dyn Fn(usize) -> Vec<f64>| {
             let total = (0..columns).map(|c| op.element(stage(name), &of(c))).sum();
             op.finish(stage(name), total, columns as f64)

@@ -44,7 +44,7 @@ pub(super) fn compared<O: Op>(
     columns: usize,
     span: Span,
 ) -> Option<Result<Tally, String>> {
-    let stage = &O::STAGES[0];
+    let stage = &walk.op.stages()[0];
     let rows = match (0..rows).map(|row| added_row(walk, row)).collect::<Result<Vec<_>, _>>() {
         Ok(rows) => rows.into_iter().collect::<Option<Vec<_>>>()?,
         Err(why) => return Some(Err(why)),
@@ -64,7 +64,7 @@ pub(super) fn compared<O: Op>(
 }
 
 fn added_row<'a, O: Op>(walk: &Walk<'a, O>, row: usize) -> Result<Option<AddedRow<'a>>, String> {
-    let names = O::STAGES[0].inputs;
+    let names = walk.op.stages()[0].inputs;
     let sources = names.iter().map(|name| walk.input(name)).collect::<Result<Vec<_>, _>>()?;
     let roundings = walk.arithmetic().roundings();
     roundings.begin_row();

@@ -86,10 +86,19 @@ pub struct Stage {
 pub trait Op: Sync {
     /// What a report calls it.
     const NAME: &'static str;
+
     /// What it starts from.
-    const INPUTS: &'static [Tensor];
+    fn inputs(&self) -> &'static [Tensor];
+
     /// What it computes, each stage after those that it needs.
-    const STAGES: &'static [Stage];
+    fn stages(&self) -> &'static [Stage];
+
+    /// How many roundings of a stage all elements may share, in a job that keeps results in the
+    /// format that it computes in and in one of fewer bits; `None` for as many as the formulas of
+    /// written tables have at most.
+    fn shared_roundings(&self, _stage: usize) -> Option<[usize; 2]> {
+        None
+    }
 
     /// An element of a stage, or an addend of it, from elements of the stage's inputs.
     fn element<N: Number>(&self, stage: usize, inputs: &[N]) -> N;
@@ -118,19 +127,25 @@ macro_rules! op {
     ) => {
         impl $crate::ops::Op for $op {
             const NAME: &'static str = $op_name;
-            const INPUTS: &'static [$crate::ops::Tensor] = &[$($crate::ops::Tensor {
-                name: stringify!($input),
-                shape: $crate::ops::Shape::$input_shape,
-                words: $input_words,
-            },)*];
-            const STAGES: &'static [$crate::ops::Stage] = &[$($crate::ops::Stage {
-                name: stringify!($stage),
-                shape: $crate::ops::Shape::$shape,
-                reduction: $crate::ops::Reduction::$reduction,
-                side: $crate::ops::Side::$side,
-                inputs: &[$(stringify!($from),)*],
-                words: $words,
-            },)*];
+
+            fn inputs(&self) -> &'static [$crate::ops::Tensor] {
+                const { &[$($crate::ops::Tensor {
+                    name: stringify!($input),
+                    shape: $crate::ops::Shape::$input_shape,
+                    words: $input_words,
+                },)*] }
+            }
+
+            fn stages(&self) -> &'static [$crate::ops::Stage] {
+                const { &[$($crate::ops::Stage {
+                    name: stringify!($stage),
+                    shape: $crate::ops::Shape::$shape,
+                    reduction: $crate::ops::Reduction::$reduction,
+                    side: $crate::ops::Side::$side,
+                    inputs: &[$(stringify!($from),)*],
+                    words: $words,
+                },)*] }
+            }
 
             fn element<N: $crate::kernels::number::Number>(&self, stage: usize, inputs: &[N]) -> N {
                 #[allow(non_camel_case_types, dead_code)]

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::ops::{Add, Div, Mul, Sub};
 
-use super::program::{Action, Known, Node, Place, Program, Term, Two};
+use super::program::{Action, Choice, Function, Known, Node, Place, Program, Term, Two};
 use crate::kernels::number::Number;
 use crate::kernels::uncertain::{LAST, Roundings, Uncertain};
 
@@ -88,15 +88,17 @@ fn mark_needed(nodes: &mut [Node], output: usize) {
             continue;
         }
         let taken = match nodes[at].action {
-            Action::Input(_) => [None, None],
-            Action::Two(_, a, b) => [a.node(), b.node()],
-            Action::Larger(a, b) => [Some(a), Some(b)],
-            Action::Changed(of, change, _) => [Some(of), change.node()],
+            Action::Input(_) | Action::Spread(_) => [None; 3],
+            Action::Two(_, a, b) => [a.node(), b.node(), None],
+            Action::Larger(a, b) => [Some(a), Some(b), None],
+            Action::Chosen(choice) => [Some(choice.by), Some(choice.one), Some(choice.other)],
+            Action::Changed(of, change, _) => [Some(of), change.node(), None],
             Action::Sqrt(of)
             | Action::Abs(of)
             | Action::Sign(of)
             | Action::Square(of)
-            | Action::Stored(of, _) => [Some(of), None],
+            | Action::Function(_, of)
+            | Action::Stored(of, _) => [Some(of), None, None],
         };
         taken.into_iter().flatten().for_each(|node| nodes[node].is_needed = true);
     }
@@ -156,19 +158,25 @@ impl<'t, 'a> Tracing<'t, 'a> {
                 Action::Input(_) | Action::Sign(_) => false,
                 Action::Two(_, a, b) => [a, b].into_iter().any(|term| match term {
                     Term::Column(node) => nodes[*node].is_uncertain,
-                    Term::Known(at) => {
-                        self.0.known.borrow()[*at].errors().iter().any(|error| *error != 0.0)
-                    }
+                    Term::Known(at) => self.errs(*at),
                 }),
+                Action::Spread(at) => self.errs(*at),
                 Action::Larger(a, b) => nodes[*a].is_uncertain || nodes[*b].is_uncertain,
+                Action::Chosen(of) => nodes[of.one].is_uncertain || nodes[of.other].is_uncertain,
                 Action::Sqrt(of)
                 | Action::Abs(of)
                 | Action::Square(of)
+                | Action::Function(_, of)
                 | Action::Stored(of, _)
                 | Action::Changed(of, ..) => nodes[*of].is_uncertain,
             };
         nodes.push(Node { action, place, has_extra, is_uncertain, is_needed: false });
         Traced::Column(nodes.len() - 1, self)
+    }
+
+    /// Whether a known number has an error.
+    fn errs(self, known: usize) -> bool {
+        self.0.known.borrow()[known].errors().iter().any(|error| *error != 0.0)
     }
 
     fn is_uncertain(self, node: usize) -> bool {
@@ -207,6 +215,40 @@ impl<'t, 'a> Traced<'t, 'a> {
             (a, b) => {
                 let (a, b, place) = (a.term(), b.term(), tracing.of_operation());
                 tracing.node(Action::Two(two, a, b), place, false)
+            }
+        }
+    }
+
+    /// The node of a number, which one of the row gets for each column.
+    fn column(self) -> usize {
+        let tracing = self.tracing();
+        match self {
+            Traced::Column(node, _) => node,
+            known => match known.term() {
+                Term::Column(node) => node,
+                Term::Known(at) => match tracing.node(Action::Spread(at), None, false) {
+                    Traced::Column(node, _) => node,
+                    Traced::Known(..) => unreachable!("a node is a column's"),
+                },
+            },
+        }
+    }
+
+    /// A function of one number.
+    fn function(
+        self,
+        function: Function,
+        of_known: impl FnOnce(Uncertain<'a>) -> Uncertain<'a>,
+    ) -> Self {
+        match self {
+            Traced::Known(number, tracing) => Traced::Known(of_known(number), tracing),
+            Traced::Column(node, tracing) => {
+                let place = tracing.of_operation();
+                let has_extra = matches!(function, Function::Power(_));
+                if has_extra {
+                    tracing.next();
+                }
+                tracing.node(Action::Function(function, node), place, has_extra)
             }
         }
     }
@@ -278,19 +320,19 @@ impl Number for Traced<'_, '_> {
     }
 
     fn exp(self) -> Self {
-        self.known_only(Number::exp)
+        self.function(Function::Exp, Number::exp)
     }
 
     fn ln(self) -> Self {
-        self.known_only(Number::ln)
+        self.function(Function::Ln, Number::ln)
     }
 
     fn tanh(self) -> Self {
-        self.known_only(Number::tanh)
+        self.function(Function::Tanh, Number::tanh)
     }
 
     fn power(self, exponent: f64) -> Self {
-        self.known_only(|number| number.power(exponent))
+        self.function(Function::Power(exponent), |number| number.power(exponent))
     }
 
     fn scalar(self) -> Self {
@@ -337,16 +379,31 @@ impl Number for Traced<'_, '_> {
         let tracing = self.tracing();
         match (self, other) {
             (Traced::Known(a, _), Traced::Known(b, _)) => Traced::Known(a.larger(b), tracing),
-            (Traced::Column(a, _), Traced::Column(b, _)) => {
+            (a, b) => {
+                let (a, b) = (a.column(), b.column());
                 let has_extra = tracing.is_uncertain(a) || tracing.is_uncertain(b);
                 if has_extra {
                     tracing.next();
                 }
                 tracing.node(Action::Larger(a, b), None, has_extra)
             }
-            (a, _) => {
-                tracing.0.is_foreign.set(true);
-                a
+        }
+    }
+
+    fn chosen(self, is_from: bool, one: Self, other: Self) -> Self {
+        let tracing = self.tracing();
+        match (self, one, other) {
+            (Traced::Known(of, _), Traced::Known(one, _), Traced::Known(other, _)) => {
+                Traced::Known(of.chosen(is_from, one, other), tracing)
+            }
+            (by, one, other) => {
+                let (by, one, other) = (by.column(), one.column(), other.column());
+                let has_extra = tracing.is_uncertain(by);
+                if has_extra {
+                    tracing.next();
+                }
+                let choice = Choice { is_from, by, one, other };
+                tracing.node(Action::Chosen(choice), None, has_extra)
             }
         }
     }

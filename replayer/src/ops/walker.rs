@@ -144,12 +144,12 @@ pub fn tallies_of_two<O: Op>(
     declared: &Declared,
     span: Span,
 ) -> Vec<(&'static Stage, Result<Tally, String>)> {
-    let is_input = |name: &str| O::INPUTS.iter().any(|input| input.name == name);
+    let is_input = |name: &str| ops[0].inputs().iter().any(|input| input.name == name);
     let given = tensors.iter().filter(|(name, _)| is_input(name));
     let given: Tensors<'_> = given.map(|(name, recorded)| (*name, *recorded)).collect();
     let mut first = Walk::new(ops[0], &given, declared, None);
     let mut made = BTreeMap::new();
-    for (at, stage) in O::STAGES.iter().enumerate() {
+    for (at, stage) in ops[0].stages().iter().enumerate() {
         // A stage that lacks an input is none that the second time can take over.
         let Ok(mut expected) = first.expect(at) else { continue };
         // It is stored before anything is made of it.
@@ -180,7 +180,7 @@ pub fn tallies_from<O: Op>(
     let rest: Tensors<'_> = rest.map(|(name, recorded)| (*name, *recorded)).collect();
     let mut walk = Walk::new(op, &rest, declared, Some(span));
     walk.computed = computed;
-    let stages = (0..O::STAGES.len()).map(|at| (&O::STAGES[at], walk.stage(at)));
+    let stages = op.stages().iter().enumerate().map(|(at, stage)| (stage, walk.stage(at)));
     stages.map(|(stage, compared)| (stage, compared.map(|(tally, _)| tally))).collect()
 }
 
@@ -195,7 +195,7 @@ pub fn values<O: Op>(
         return values;
     }
     let mut walk = Walk::new(op, tensors, declared, None);
-    for (at, row) in O::STAGES.iter().enumerate() {
+    for (at, row) in op.stages().iter().enumerate() {
         let expected = walk.expect(at)?;
         if row.name == stage {
             return Ok(expected.values);
@@ -215,7 +215,7 @@ fn compared<O: Op>(
     span: Option<Span>,
 ) -> Vec<Compared> {
     let mut walk = Walk::new(op, tensors, declared, span);
-    (0..O::STAGES.len()).map(|stage| (&O::STAGES[stage], walk.stage(stage))).collect()
+    op.stages().iter().enumerate().map(|(at, stage)| (stage, walk.stage(at))).collect()
 }
 
 /// A walk over the stages of an op.
@@ -261,7 +261,7 @@ impl<'a, O: Op> Walk<'a, O> {
 
     /// The extent of the first recorded plane.
     fn find_extent(&self) -> Option<(usize, usize)> {
-        let shapes = Self::shapes();
+        let shapes = self.shapes();
         let planes = shapes.iter().filter(|(_, shape)| *shape == Shape::Plane);
         planes.into_iter().find_map(|(name, _)| {
             let values = &self.tensors.get(name)?.values;
@@ -270,13 +270,13 @@ impl<'a, O: Op> Walk<'a, O> {
     }
 
     /// Every name of the op, with its shape.
-    fn shapes() -> Vec<(&'static str, Shape)> {
-        let inputs = O::INPUTS.iter().map(|input| (input.name, input.shape));
-        inputs.chain(O::STAGES.iter().map(|stage| (stage.name, stage.shape))).collect()
+    fn shapes(&self) -> Vec<(&'static str, Shape)> {
+        let inputs = self.op.inputs().iter().map(|input| (input.name, input.shape));
+        inputs.chain(self.op.stages().iter().map(|stage| (stage.name, stage.shape))).collect()
     }
 
     fn stage(&mut self, at: usize) -> Result<(Tally, Bound), String> {
-        let stage: &'static Stage = &O::STAGES[at];
+        let stage: &'static Stage = &self.op.stages()[at];
         let expected = self.expect(at)?;
         let compared = self.compare(stage, &expected);
         self.computed.insert(stage.name, expected);
@@ -285,7 +285,7 @@ impl<'a, O: Op> Walk<'a, O> {
 
     /// What a stage should be.
     fn expect(&self, at: usize) -> Result<Expected, String> {
-        let stage = &O::STAGES[at];
+        let stage = &self.op.stages()[at];
         let inputs =
             stage.inputs.iter().map(|name| self.input(name)).collect::<Result<Vec<_>, _>>()?;
         let Some((rows, columns)) = self.extent else {
@@ -298,8 +298,8 @@ impl<'a, O: Op> Walk<'a, O> {
 
     /// An input of a stage: recorded, or else computed before.
     pub(super) fn input(&self, name: &'static str) -> Result<Input<'_>, String> {
-        let (_, shape) = *Self::shapes().iter().find(|(of, _)| *of == name).expect("of the table");
-        let is_given = O::INPUTS.iter().any(|input| input.name == name);
+        let (_, shape) = *self.shapes().iter().find(|(of, _)| *of == name).expect("of the table");
+        let is_given = self.op.inputs().iter().any(|input| input.name == name);
         let source = match (self.tensors.get(name), self.computed.get(name)) {
             (Some(recorded), _) => {
                 self.check(name, shape, recorded)?;
@@ -360,7 +360,7 @@ impl<'a, O: Op> Walk<'a, O> {
             inner.shared = shared;
             Allowance::storing(&rounding, x, 1.0, inner)
         };
-        let bound = Bound::new(O::STAGES.len(), captured.rows, captured.rows * columns);
+        let bound = Bound::new(self.op.stages().len(), captured.rows, captured.rows * columns);
         let Span { bound, first_row } = self.span.unwrap_or(Span { bound, first_row: 0 });
         let overflown = bound.nan_is_meant.then(|| self.overflown(expected, stored));
         let reference = overflown.as_ref().unwrap_or(&expected.values);

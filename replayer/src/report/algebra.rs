@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::schema::{FirstDivergence, Report};
 use super::text::wrap;
 use super::verdict::{self, Reason};
-use crate::algebra::{Group, NormGap, Sampled, StageSummary, StepReport};
+use crate::algebra::{DeclaredRule, Group, NormGap, Sampled, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
 use crate::replay::outcome::NotChecked;
 
@@ -92,6 +92,9 @@ pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
     if let Some(sampled) = &algebra.sampled {
         wrap(out, "sampled   ", &sample(sampled));
     }
+    if !algebra.rules.is_empty() {
+        wrap(out, "rules     ", &declared(&algebra.rules));
+    }
     let _ = writeln!(
         out,
         "{:<13}{:>8} {:>8} {:>10}  a wrong factor is seen from",
@@ -109,6 +112,12 @@ pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
         wrap(out, "grad_norm  ", &gap(norm));
     }
     out.push('\n');
+}
+
+/// By which rules optimizers were judged, where the job declares them.
+pub(super) fn declared(rules: &[DeclaredRule]) -> String {
+    let words = |own: &DeclaredRule| format!("{} by {}", own.optimizer, own.rule);
+    rules.iter().map(words).collect::<Vec<_>>().join("; ")
 }
 
 /// What was sampled, and what that does not see.

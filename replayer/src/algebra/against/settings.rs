@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
+use serde_json::Value;
 
 use super::align::Pair;
 use super::outcome::At;
@@ -96,6 +97,16 @@ fn hyper(
     tell: &mut dyn FnMut(&str, String, String, At),
 ) {
     let name = |of: &Optimizer| of.name.clone().unwrap_or_else(|| "not declared".into());
+    if x.rule != y.rule {
+        let said = |of: &Optimizer| match &of.rule {
+            None => "that of its name".to_string(),
+            Some(Value::String(class)) => format!("that of {class}"),
+            Some(_) => "a formula".to_string(),
+        };
+        let (this, other) = (said(x), said(y));
+        let other = if this == other { format!("another {}", &other[2..]) } else { other };
+        tell("declared rule", this, other, At::State);
+    }
     let rules = (Rule::of(x, x_hyper, 1.0), Rule::of(y, y_hyper, 1.0));
     let (Some(a), Some(b)) = rules else {
         tell("optimizer", name(x), name(y), At::State);

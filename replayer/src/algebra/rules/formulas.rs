@@ -8,7 +8,7 @@ use crate::kernels::number::Number;
 
 /// The class of an optimizer, without the framework's name before it.
 pub(crate) fn class(optimizer: &Optimizer) -> Option<&str> {
-    let name = optimizer.name.as_deref()?;
+    let name = optimizer.class()?;
     Some(name.strip_prefix("optax.").unwrap_or(name))
 }
 

@@ -8,11 +8,14 @@
 //! A table has stages that are computed element by element. What a rule takes of the whole
 //! parameter (a norm, means of rows and columns, an orthogonal matrix) is an input of its table,
 //! which `wholes` computes first, with the error that rounding may have brought to it.
+//!
+//! An optimizer that no rule is known of has one where the job declares a formula: `formula`.
 
 pub(crate) mod adafactor;
 pub(crate) mod adagrad;
 pub(crate) mod adam;
 pub(crate) mod adamax;
+pub(crate) mod formula;
 mod formulas;
 pub(crate) mod lamb;
 pub(crate) mod lion;
@@ -163,7 +166,7 @@ macro_rules! rules {
         /// The rule of an optimizer, with its switches.
         #[derive(Clone, Debug, PartialEq)]
         #[allow(missing_docs)] // Each has a file.
-        pub(crate) enum Rule { $($rule($module::$rule),)* }
+        pub(crate) enum Rule { $($rule($module::$rule),)* Formula(formula::Formula) }
 
         impl Rule {
             /// The rule of an optimizer's group that takes its `step`-th step; `None` for an
@@ -199,12 +202,18 @@ macro_rules! rules {
 
             /// How frameworks call its tensors and hyper-parameters.
             pub(crate) fn names(&self) -> &'static Names {
-                match self { $(Rule::$rule(_) => &$module::NAMES,)* }
+                match self {
+                    $(Rule::$rule(_) => &$module::NAMES,)*
+                    Rule::Formula(formula) => formula.names(),
+                }
             }
 
             /// How it may have been implemented wrongly.
             pub(crate) fn variations(&self) -> Vec<Variation> {
-                match self { $(Rule::$rule(rule) => rule.variations(),)* }
+                match self {
+                    $(Rule::$rule(rule) => rule.variations(),)*
+                    Rule::Formula(formula) => formula.variations(),
+                }
             }
 
             /// Compares its stages with what was recorded of them.
@@ -220,6 +229,7 @@ macro_rules! rules {
                 let tensors = operands.iter().map(|operand| operand.recorded(columns)).collect();
                 let compared = match self {
                     $(Rule::$rule(rule) => tallies(rule, &tensors, declared, span),)*
+                    Rule::Formula(rule) => tallies(rule, &tensors, declared, span),
                 };
                 compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
             }
@@ -237,6 +247,7 @@ macro_rules! rules {
                 let tensors = operands.iter().map(|operand| operand.recorded(columns)).collect();
                 let compared = match self {
                     $(Rule::$rule(rule) => tallies_by_numbers(rule, &tensors, declared, span),)*
+                    Rule::Formula(rule) => tallies_by_numbers(rule, &tensors, declared, span),
                 };
                 compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
             }
@@ -258,6 +269,9 @@ macro_rules! rules {
                     $((Rule::$rule(first), Rule::$rule(rule)) => {
                         tallies_of_two([first, rule], &again, &tensors, declared, span)
                     })*
+                    (Rule::Formula(first), Rule::Formula(rule)) => {
+                        tallies_of_two([first, rule], &again, &tensors, declared, span)
+                    }
                     _ => panic!("the two steps are of two rules"),
                 };
                 compared.into_iter().map(|(stage, tally)| (stage.name, tally)).collect()
@@ -282,6 +296,7 @@ macro_rules! rules {
                             tallies_from(rule, computed, tensors, declared, span)
                         })
                     })*
+                    Rule::Formula(rule) => judge.compare(rule, declared, place, operands),
                 }
             }
 
@@ -302,6 +317,11 @@ macro_rules! rules {
                             tallies_of_two([first, rule], &again, tensors, declared, span)
                         })
                     })*
+                    (Rule::Formula(first), Rule::Formula(rule)) => {
+                        judge.compare_by(place, operands, &|tensors, span| {
+                            tallies_of_two([first, rule], &again, tensors, declared, span)
+                        })
+                    }
                     _ => Err("the two steps are of two rules".into()),
                 }
             }
@@ -316,7 +336,10 @@ macro_rules! rules {
                 let columns = operands.iter().map(|operand| operand.values.len()).max();
                 let own = operands.iter().filter(|operand| operand.name != "update");
                 let tensors = own.map(|operand| operand.recorded(columns.unwrap_or(0))).collect();
-                match self { $(Rule::$rule(rule) => values(rule, &tensors, declared, stage),)* }
+                match self {
+                    $(Rule::$rule(rule) => values(rule, &tensors, declared, stage),)*
+                    Rule::Formula(rule) => values(rule, &tensors, declared, stage),
+                }
             }
         }
     };

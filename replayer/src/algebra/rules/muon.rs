@@ -87,7 +87,7 @@ impl Muon {
         };
         let is_other = hyper.is_on("adaptive")
             || word("preconditioning").is_some_and(|kind| kind != "frobenius")
-            || !(is_optax || optimizer.module.starts_with("torch.optim"))
+            || !(is_optax || optimizer.is_of("torch.optim"))
             || hyper.0.get("ns_coeffs").is_some_and(|all| all.get(0).is_some_and(|x| x.is_array()));
         let default = [3.4445, -4.7750, 2.0315];
         (CLASSES.contains(&class(optimizer)?) && !is_other).then(|| Muon {

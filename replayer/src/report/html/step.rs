@@ -9,7 +9,7 @@ use super::step_table::{ParameterRow, parameter_rows};
 use super::{Markup, Page, markup};
 use crate::algebra::{Group, Stage, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
-use crate::report::algebra::{held, said, sample, worst};
+use crate::report::algebra::{declared, held, said, sample, worst};
 
 #[derive(Template)]
 #[template(path = "step.html")]
@@ -20,6 +20,8 @@ struct Step<'a> {
     size: String,
     /// What was sampled, and what that does not see.
     sampled: Option<String>,
+    /// By which rules optimizers were judged, where the job declares them.
+    rules: Option<String>,
     groups: Vec<GroupShown<'a>>,
     all_groups: usize,
     /// Items of a list that are shown.
@@ -84,6 +86,7 @@ impl Page<'_> {
             title,
             size: format!("{}, {elements} elements", plural(step.parameters as u64, "parameter")),
             sampled: step.sampled.as_ref().map(sample),
+            rules: (!step.rules.is_empty()).then(|| declared(&step.rules)),
             groups: self.shown(&step.diverged).iter().map(group).collect(),
             all_groups: step.diverged.len(),
             items: self.detail.items,
@@ -145,7 +148,7 @@ fn stage(stage: &StageSummary) -> StageShown<'_> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::{MAX_BYTES, fragment, page};
-    use crate::algebra::{Fate, NormGap, Reading, Row, Status, Unchecked};
+    use crate::algebra::{DeclaredRule, Fate, NormGap, Reading, Row, Status, Unchecked};
     use crate::checks::Checked;
     use crate::replay::outcome::GradNorm;
     use crate::report::schema::{DumpSummary, Report, SCHEMA, Verdict};
@@ -259,6 +262,7 @@ pub(super) mod tests {
             parameters: names.len(),
             elements: 8 * names.len() as u64,
             sampled: None,
+            rules: vec![DeclaredRule { optimizer: HOSTILE.into(), rule: HOSTILE.into() }],
             stages: vec![summary(Stage::Reduce, failing.len()), summary(Stage::Update, 0)],
             diverged: vec![group],
             norm: Some(norm),

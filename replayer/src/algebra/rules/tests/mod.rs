@@ -1,6 +1,7 @@
 //! Each rule against an implementation that shares nothing with it (`naive`): no false alarm where
 //! they do the same, and an alarm with the right explanation where a fault is planted.
 
+mod declared;
 mod naive;
 
 use std::collections::{BTreeMap, BTreeSet};
