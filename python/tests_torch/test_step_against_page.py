@@ -16,7 +16,9 @@ import backtape
 
 PROGRAM = Path(__file__).with_name("step_against_ranks.py")
 REPLAY = os.environ.get("REPLAY") or Path(sys.executable).with_name("replay")
-ONE_RANK = {"plain": {}, "kernels": {"model": "kernels"}, "other-lr": {"lr": 2e-3}, "no-step": {"fault": "not recorded"}}
+ONE_RANK = {
+    "plain": {}, "kernels": {"model": "kernels"}, "other-lr": {"lr": 2e-3}, "no-step": {"fault": "not recorded"},
+}  # fmt: skip
 TWO_RANKS = {"reduced-twice": {"wrap": "ddp", "fault": "reduced twice"}}
 KERNELS = "*.weight = dense_*.kernel.T\n*.bias = dense_*.b\n"
 MARKS = {"equal": "✓", "rounding": "✓", "carried": "✓", "this_is_wrong": "✕", "other_is_wrong": "✕",
@@ -131,7 +133,8 @@ def test_another_setting_is_a_line_of_a_table_and_a_run_without_a_step_has_no_se
 
 
 def test_a_notebook_shows_both_steps_and_names_in_them_are_text(runs):
-    report = backtape.replay(runs / "plain", step=0, compare=["step"], against=runs / "kernels", map=KERNELS.splitlines())
+    lines = KERNELS.splitlines()
+    report = backtape.replay(runs / "plain", step=0, compare=["step"], against=runs / "kernels", map=lines)
     assert "The steps of both runs" not in repr(report)
     shown = report._repr_html_()
     assert "The steps of both runs" in shown and len(Page(shown).tables["bt-kinds"]) == 9 + 10 + 10 + 3

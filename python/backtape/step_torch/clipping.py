@@ -72,8 +72,12 @@ def _clip(capture: Capture) -> Any:
         parts = _parts_of_parameters(capture, parameters)
         capture.take("reduced", parts)
         entry = _same_norm(capture, total_norm, parts)
-        if entry is None:
-            entry = add(capture, total_norm, _last_kind(capture, parts), parts, stage_of(parts))
+        if entry is None and (entry := _given_norm(capture, total_norm)):
+            entry["parameters"] += [p.name for p in parts if p.name not in entry["parameters"]]
+        elif entry is None:
+            kind = _last_kind(capture, parts)
+            entry = add(capture, total_norm, kind, parts, stage_of(parts)) | {"given": True}
+            capture.norms[-1] = entry
         # The job may have changed it in place, as to combine the stages of a pipeline.
         entry |= {"value": kept(total_norm), "max_norm": float(max_norm), "epsilon": EPSILON}
         yield
@@ -224,6 +228,12 @@ def _same_norm(capture: Capture, value: Any, parts: list[Part]) -> dict[str, Any
         if entry["source"] is value and names <= set(entry["parameters"]):
             return entry
     return None
+
+
+def _given_norm(capture: Capture, value: Any) -> dict[str, Any] | None:
+    """The norm that the job made by itself and has clipped other parameters by already."""
+    given = (entry for entry in capture.norms if entry.get("given"))
+    return next((entry for entry in given if entry["source"] is value), None)
 
 
 def _last_kind(capture: Capture, parts: list[Part]) -> float | None:

@@ -148,7 +148,7 @@ fn is_skipped(declared: &Declaration, parameter: &str) -> Option<bool> {
 }
 
 /// Whether the job says that it left the step of a parameter's optimizer out.
-fn is_left_out(declared: &Declaration, parameter: &str) -> bool {
+pub(super) fn is_left_out(declared: &Declaration, parameter: &str) -> bool {
     let of = declared.optimizer_of(parameter);
     let is_only = declared.optimizers.len() == 1;
     of.is_some_and(|(optimizer, _)| optimizer.skipped || (declared.skipped && is_only))

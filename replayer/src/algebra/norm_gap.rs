@@ -82,9 +82,9 @@ impl NormGap {
     }
 }
 
-/// The shares of the sum of these parts; none where rounding explains it, as where wrong parts cancel:
-/// a share of what is left says nothing. Ranks may hold boxes of the same parameters that are wrong in
-/// several ways, which are told as one.
+/// The shares of the sum of these parts; none where rounding explains it, as where wrong parts
+/// cancel: a share of what is left says nothing. Ranks may hold boxes of the same parameters that
+/// are wrong in several ways, which are told as one.
 fn shares(parts: Vec<(String, f64)>, apart: f64) -> Vec<(String, f64)> {
     let gap: f64 = parts.iter().map(|(_, part)| part).sum();
     if !(gap.abs() > apart && gap.is_finite()) {
@@ -133,8 +133,8 @@ mod tests {
         assert_eq!(told, parts(&[("w", 1.25), ("b", -0.25)]));
     }
 
-    /// Goal: no share is told of what rounding leaves. Method: parts that cancel but for a rounding,
-    /// beside the same that leave more; then parts that are no numbers.
+    /// Goal: no share is told of what rounding leaves. Method: parts that cancel but for a
+    /// rounding, beside the same that leave more; then parts that are no numbers.
     #[test]
     fn what_rounding_explains_and_what_is_no_number_have_no_shares() {
         let cancelling = |left: f64| parts(&[("w", 3.0), ("b", -3.0 + left)]);

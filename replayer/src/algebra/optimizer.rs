@@ -12,6 +12,7 @@ use super::causes;
 use super::counters::counter;
 use super::declaration::{Hyper, Optimizer, ParameterDeclaration};
 use super::elements::Elements;
+use super::held::is_left_out;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic, is_refuted};
 use super::outcome::{Judged, Outcome, Reading, Stage};
@@ -109,7 +110,9 @@ impl Judge<'_> {
         let piece = pieces.first()?;
         let absent = &self.inventory.declared_of(piece.ranks[0], parameter)?.absent;
         let why = absent.get("master_after").or_else(|| absent.get("after"))?.clone();
-        let result = Ok(Outcome::unchecked(why));
+        let declared = self.inventory.declared.get(&piece.ranks[0]);
+        let is_meant = declared.is_some_and(|declared| is_left_out(declared, parameter));
+        let result = Ok(Outcome::Unchecked { why, is_meant });
         Some(self.judged(Stage::Update, parameter, (gradient, piece), result))
     }
 

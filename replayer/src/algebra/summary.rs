@@ -195,6 +195,7 @@ impl Sampled {
 /// Of all that reproduces a divergence takes what reproduces most parameters of the stage: what one
 /// small parameter cannot tell apart others can.
 fn settle(judged: &mut [Judged]) {
+    withdraw(judged);
     let mut counts: BTreeMap<(Stage, &'static str), BTreeSet<String>> = BTreeMap::new();
     for one in judged.iter() {
         let Some(divergence) = one.result.divergence() else { continue };
@@ -203,30 +204,33 @@ fn settle(judged: &mut [Judged]) {
             explained.insert(one.parameter.clone());
         }
     }
-    let is_known = |reading: &Reading| reading.cause != causes::UNKNOWN.name;
-    let unexplained: BTreeSet<Stage> = judged
-        .iter()
-        .filter(|one| one.result.divergence().is_some_and(|own| !own.readings.iter().any(is_known)))
-        .map(|one| one.stage)
-        .collect();
     for one in judged {
         let stage = one.stage;
         let Outcome::Diverged(divergence) = &mut one.result else { continue };
-        // A sum in few bits explains whatever errs by as little: where the same stage of other
-        // parameters errs by more than that, it is something else.
-        if unexplained.contains(&stage) {
-            divergence.readings.retain(|own| own.cause != causes::LOW_PRECISION.name);
-            // So is a factor that was fitted, where another parameter is no multiple of the rule.
-            for own in &mut divergence.readings {
-                if own.cause == causes::LR_SCALED.name {
-                    *own = causes::UNKNOWN.reads(own.words.clone());
-                }
-            }
-        }
         let count = |reading: &Reading| counts[&(stage, reading.cause)].len();
         // The first of equally frequent ones is the simplest.
         let best = divergence.readings.iter().rev().max_by_key(|reading| count(reading));
         divergence.reading = best.cloned();
+    }
+}
+
+/// Takes back causes that fit much where the same stage of other parameters has no cause: a sum in
+/// few bits explains whatever errs by as little, and a factor that was fitted whatever is one.
+fn withdraw(judged: &mut [Judged]) {
+    let is_known = |reading: &Reading| reading.cause != causes::UNKNOWN.name;
+    let is_unexplained = |one: &&Judged| {
+        one.result.divergence().is_some_and(|own| !own.readings.iter().any(is_known))
+    };
+    let unexplained: BTreeSet<Stage> =
+        judged.iter().filter(is_unexplained).map(|one| one.stage).collect();
+    for one in judged.iter_mut().filter(|one| unexplained.contains(&one.stage)) {
+        let Outcome::Diverged(divergence) = &mut one.result else { continue };
+        divergence.readings.retain(|own| own.cause != causes::LOW_PRECISION.name);
+        for own in &mut divergence.readings {
+            if own.cause == causes::LR_SCALED.name {
+                *own = causes::UNKNOWN.reads(own.words.clone());
+            }
+        }
     }
 }
 

@@ -1,5 +1,5 @@
-//! What of a step was not judged, by reason: parameters with one reason together, and ranks of which
-//! the same is to be said.
+//! What of a step was not judged, by reason: parameters with one reason together, and ranks of
+//! which the same is to be said.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -97,9 +97,9 @@ mod tests {
         told.into_iter().map(|own| (own.what, own.why)).collect()
     }
 
-    /// Goal: a reason is said once, and of no rank that it is not of. Method: twelve ranks with one
-    /// reason for the same parameters, one of which has another reason too, and one with the reason for
-    /// fewer parameters.
+    /// Goal: a reason is said once, and of no rank that it is not of. Method: three ranks with one
+    /// reason for the same parameters, one of which has another reason too, and one with the reason
+    /// for fewer parameters.
     #[test]
     fn ranks_with_one_reason_for_the_same_parameters_are_told_together() {
         let lost = |rank: u32| format!("rank {rank} did not record the gradient: it is freed");

@@ -361,8 +361,8 @@ impl Tally {
     }
 
     /// How far apart rounding may bring the squares of the norms of captured and reference:
-    /// `‖c‖² - ‖r‖² = 2⟨c - r, r⟩ + ‖c - r‖²`, of which the slope bounds the first term and the energy
-    /// the second. Both squares are summed in f64, which errs by one rounding an addend at most.
+    /// `‖c‖² - ‖r‖² = 2⟨c - r, r⟩ + ‖c - r‖²`, of which the slope bounds the first term and the
+    /// energy the second. Both squares are summed in f64, which errs by one rounding an addend at most.
     pub fn squares_apart(&self, bound: &Bound) -> f64 {
         let slope = 2.0 * self.slope_with_storing(bound) * self.reference_energy;
         let summed = self.elements as f64 * f64::EPSILON / 2.0;

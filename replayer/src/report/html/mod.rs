@@ -97,8 +97,8 @@ struct Article<'a> {
     top: Markup,
     /// Whether anything but the step was replayed.
     has_head: bool,
-    /// What becomes of every parameter: in both runs against each other, in this run and in the other;
-    /// and whether that comes before the head.
+    /// What becomes of every parameter: in both runs against each other, in this run and in the
+    /// other; and whether that comes before the head.
     steps: Vec<Markup>,
     step_leads: bool,
     graph: Markup,

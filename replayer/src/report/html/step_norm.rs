@@ -1,5 +1,5 @@
-//! The norm of the gradients in the section of a step: as it is, as it would have been or as another
-//! run has it, and where the difference of the squares comes from.
+//! The norm of the gradients in the section of a step: as it is, as it would have been or as
+//! another run has it, and where the difference of the squares comes from.
 
 use askama::Template;
 

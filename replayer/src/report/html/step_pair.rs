@@ -274,7 +274,8 @@ mod tests {
         }
     }
 
-    /// Two runs of these parameters, of which every fifth is wrong in the other run after the reduction.
+    /// Two runs of these parameters, of which every fifth is wrong in the other run after the
+    /// reduction.
     fn apart(names: &[String]) -> StepsApart {
         let of = |(at, name): (usize, &String)| {
             let (status, difference) = match at % 5 {
@@ -384,8 +385,8 @@ mod tests {
         assert!(!page.contains("Nothing that was asked for is held by both runs"));
     }
 
-    /// Goal: three tables of a large model leave a page that opens. Method: 5,000 parameters with long
-    /// names; those that are wrong are in the table.
+    /// Goal: three tables of a large model leave a page that opens. Method: 5,000 parameters with
+    /// long names; those that are wrong are in the table.
     #[test]
     fn both_runs_of_5000_parameters_fit_on_the_page() {
         let named = |at: usize| format!("model.layers.{at}.mlp.experts.up_projection.weight");
