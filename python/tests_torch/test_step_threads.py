@@ -11,8 +11,9 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "tests" / "step_threads" / "run.py"
 REPLAY = Path(sys.executable).with_name("replay")
 
-# A buffer that is added to itself, a norm that loses the sinks of a rank, and a weight that is not summed.
-THREADS = ["megatron_6660", "megatron_7452_8", "megatron_7452_11"]
+# A buffer that is added to itself, a norm that loses the sinks of a rank, a weight that is not summed, and an
+# optimizer that is judged by a formula which the job declares.
+THREADS = ["megatron_6660", "megatron_7452_8", "megatron_7452_11", "pytorch_optimizer_308"]
 
 
 @pytest.mark.parametrize("thread", THREADS)

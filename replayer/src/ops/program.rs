@@ -321,21 +321,42 @@ fn forward_body(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation
                 let a = of(a);
                 each(out, |i| if a[i] == 0.0 { a[i] } else { a[i].signum() });
             }
-            Action::Larger(a, b) => {
-                let (a, b) = (of(a), of(b));
-                each(out, |i| if is_second(a[i], b[i]) { b[i] } else { a[i] });
-            }
+            Action::Larger(a, b) => larger(of(a), of(b), out),
             Action::Chosen(choice) => {
-                let (by, one, other) = (of(choice.by), of(choice.one), of(choice.other));
-                each(out, |i| if choice.is_one(by[i]) { one[i] } else { other[i] });
+                choose(choice, [choice.by, choice.one, choice.other].map(of), out)
             }
-            Action::Function(function, a) => {
-                let a = of(a);
-                each(out, |i| function.of(a[i]));
-            }
+            Action::Function(function, a) => apply(function, of(a), out),
             Action::Spread(known) => *out = [program.known[known].value; LANES],
         }
     }
+}
+
+#[inline(always)]
+fn larger(a: &Block, b: &Block, out: &mut Block) {
+    each(out, |i| if is_second(a[i], b[i]) { b[i] } else { a[i] });
+}
+
+#[inline(always)]
+fn choose(choice: Choice, [by, one, other]: [&Block; 3], out: &mut Block) {
+    each(out, |i| if choice.is_one(by[i]) { one[i] } else { other[i] });
+}
+
+#[inline(always)]
+fn apply(function: Function, of: &Block, out: &mut Block) {
+    each(out, |i| function.of(of[i]));
+}
+
+/// What a power errs by beside its rounding: its logarithm and the product of that with the
+/// exponent are rounded too, and at 0 a root errs by the root of what its argument errs by.
+fn of_power(exponent: f64, unit: f64, argument: &Block, errors: &Errors, out: &mut Block) {
+    each(out, |i| match argument[i] {
+        0.0 if exponent < 1.0 => (errors.most[i] + errors.shared[i]).power(exponent),
+        0.0 => 0.0,
+        x => {
+            let product = exponent * Number::ln(x);
+            unit * (product * Number::exp(product)).abs()
+        }
+    });
 }
 
 /// Which of two numbers is the larger one.
@@ -411,21 +432,12 @@ fn extra(program: &Program, inputs: &[Input<'_>], memory: &mut Evaluation, at: u
                 if is_certain[i] { 0.0 } else { apart }
             });
         }
-        // The logarithm and its product with the exponent are rounded too.
         Action::Function(Function::Power(exponent), a) => {
-            let (argument, unit) = (block(a), 2.0 * program.unit);
-            let is_root = exponent < 1.0 && argument.contains(&0.0);
-            if is_root {
+            let argument = block(a);
+            if exponent < 1.0 && argument.contains(&0.0) {
                 backward(&of, &[(a, 1.0)], Asked { shared: true, own: true, ..none }, way, errors);
             }
-            each(out, |i| match argument[i] {
-                0.0 if is_root => (errors.most[i] + errors.shared[i]).power(exponent),
-                0.0 => 0.0,
-                x => {
-                    let product = exponent * Number::ln(x);
-                    unit * (product * Number::exp(product)).abs()
-                }
-            });
+            of_power(exponent, 2.0 * program.unit, argument, errors, out);
         }
         _ => {}
     }

@@ -226,9 +226,9 @@ impl Making<'_> {
         }
     }
 
-    fn hypers(&self) -> BTreeSet<&str> {
-        let hyper = |node| match node {
-            &Node::Hyper(ref name) => Some(name.as_str()),
+    fn hypers<'s>(&'s self) -> BTreeSet<&'s str> {
+        let hyper = |node: &'s Node| match node {
+            Node::Hyper(name) => Some(name.as_str()),
             _ => None,
         };
         self.formula.nodes.iter().filter_map(hyper).collect()
