@@ -135,7 +135,10 @@ op! {
                 let second = correction(beta2.clone(), op.step);
                 let second = corrected(max_exp_avg_sq.clone(), second, op.corrections[1]) + eps_root;
                 let root = match op.eps_hat {
-                    true => (root(max_exp_avg_sq, eps, false) / correction(beta2, op.step).sqrt().scalar()).step_alike(),
+                    true => {
+                        let rest = correction(beta2, op.step).sqrt().scalar();
+                        (root(max_exp_avg_sq, eps, false) / rest).step_alike()
+                    }
                     false => root(second, eps, op.eps_inside),
                 };
                 let moved = divided(first, root);
