@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 
+use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::causes;
-use super::inventory::Piece;
+use super::domain::Domain;
+use super::inventory::{Inventory, Piece};
 use super::judge::{Judge, Operand, arithmetic, ranks};
 use super::outcome::{Divergence, Judged, Outcome, Stage};
 use crate::ops::table::op;
@@ -23,6 +25,32 @@ op! {
     stages {
         copy: Plane Forward Each |_op, master| master,
             "the copy";
+    }
+}
+
+/// What ranks hold that share a name alone, in words.
+pub(super) const OTHERS: &str = "ranks hold different values under this name, and nothing declares that they are to be the same: \
+     other parameters of one name, or copies that drifted before";
+
+impl Inventory<'_> {
+    /// Whether ranks hold other parameters under one name, as pipelines and experts by hand do:
+    /// their values differ before the step, no placement says that they are copies, and no reduction
+    /// that is declared brings them together.
+    pub(super) fn are_others(&self, parameter: &str) -> bool {
+        let Some(key) = self.key(parameter, &Part::Before) else { return false };
+        let shards = &self.dump.tensors()[key].shards;
+        if shards.iter().any(|shard| self.dump.record(shard).replica > 0) {
+            return false;
+        }
+        let mut boxes: BTreeMap<IndexBox, Vec<Rank>> = BTreeMap::new();
+        for piece in self.pieces(key, &|_| ()) {
+            boxes.entry(piece.place).or_default().push(piece.ranks[0]);
+        }
+        let is_apart = |ranks: &Vec<Rank>| {
+            let domain = Domain::of(self, ranks[0], parameter);
+            ranks.iter().any(|rank| !domain.ranks.contains(rank))
+        };
+        boxes.values().any(|ranks| ranks.len() > 1 && is_apart(ranks))
     }
 }
 
@@ -74,6 +102,10 @@ impl Judge<'_> {
         let mut whole = pieces[0].clone();
         whole.ranks = pieces.iter().flat_map(|piece| piece.ranks.clone()).collect();
         whole.ranks.sort();
+        if self.inventory.are_others(parameter) {
+            let why = OTHERS.to_string();
+            return self.judged(Stage::Param, parameter, (after, &whole), Err(why));
+        }
         let result = match pieces {
             [_] => Outcome::Agreed { seen_from: None, error: 0.0, floor: 0.0 },
             _ => Outcome::Diverged(Box::new(self.drift(parameter, pieces))),

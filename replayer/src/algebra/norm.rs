@@ -10,6 +10,7 @@ use backtape::shard::TensorKey;
 use rayon::prelude::*;
 
 use super::causes;
+use super::copies::OTHERS;
 use super::declaration::Norm;
 use super::domain::fewer_bits;
 use super::elements::Elements;
@@ -236,6 +237,9 @@ impl Judge<'_> {
         let (mut stored, mut lost) = (None, Vec::new());
         for parameter in self.normed(at) {
             let key = self.key_of(parameter, of);
+            if self.inventory.are_others(parameter) {
+                return Err(format!("{parameter} is in it: {OTHERS}"));
+            }
             if let Some(held) = self.inventory.declared_squares(parameter, of, rank) {
                 let (held, squares_of) = (held?, (parameter, key));
                 stored = fewer_bits(stored, held.format);
