@@ -98,7 +98,9 @@ def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tenso
             index = passes.microbatch(part.model)
             if index is None:
                 return
-            if "reduced" in part.taken:
+            # An optimizer may have its closure run several passes within its step.
+            is_in_step = part.place is not None and capture.steps[part.place[0]].count > 0
+            if "reduced" in part.taken and not is_in_step:
                 part.leave_out("reduced", EARLY)
             if index not in part.passes and was_spent(capture, part):
                 part.passes.clear()

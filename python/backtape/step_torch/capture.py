@@ -96,21 +96,25 @@ class Capture:
         for part in parts:
             if stage in part.taken or part.same_as is not None:
                 continue
-            gradient = part.gradient()
-            if gradient is None:
-                continue
-            part.taken.add(stage)
-            axes = partial_axes(gradient)
-            if not axes and not (part.recorded and part.regions is None):
-                note_squares(part, stage, gradient)
-            if not part.recorded:
-                continue
-            if stage != "clipped":  # after which nobody asks
-                part.mark = mark_of(part)
-            if axes:
-                self._take_partial(stage, part, gradient, axes)
-            else:
-                self.record(stage, part, gradient)
+            # A gradient that cannot be recorded, as one that is sparse, leaves the others as they are.
+            with self.guarded(part.name):
+                gradient = part.gradient()
+                if gradient is not None:
+                    self._take_gradient(stage, part, gradient)
+
+    def _take_gradient(self, stage: str, part: Part, gradient: torch.Tensor) -> None:
+        part.taken.add(stage)
+        axes = partial_axes(gradient)
+        if not axes and not (part.recorded and part.regions is None):
+            note_squares(part, stage, gradient)
+        if not part.recorded:
+            return
+        if stage != "clipped":  # after which nobody asks
+            part.mark = mark_of(part)
+        if axes:
+            self._take_partial(stage, part, gradient, axes)
+        else:
+            self.record(stage, part, gradient)
 
     def _take_partial(
         self, stage: str, part: Part, gradient: torch.Tensor, axes: dict[str, str]

@@ -152,10 +152,11 @@ class Step:
         capture = self.capture
         for part in parts:
             seen = bool(part.taken & {"reduced", "unscaled"})
-            if part.clipped or (seen and part.recorded and changed(part)):
-                capture.take("clipped", [part])
-            elif not seen:
-                capture.take("reduced", [part])
+            with capture.guarded(part.name):
+                if part.clipped or (seen and part.recorded and changed(part)):
+                    capture.take("clipped", [part])
+                elif not seen:
+                    capture.take("reduced", [part])
 
     def _take_values(self, when: str, parts: list[Part]) -> None:
         """Records the parameters and the optimizer's state."""

@@ -5,6 +5,7 @@ use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::causes;
+use super::declaration::Declaration;
 use super::inventory::Inventory;
 use super::judge::Judge;
 use super::outcome::{Divergence, Judged, Outcome, Stage};
@@ -42,11 +43,17 @@ impl Inventory<'_> {
     /// without one: nothing of a sum or a reduction was recorded on any rank.
     pub(super) fn lost(&self, parameter: &str) -> Option<(&TensorKey, Rank)> {
         let summed = [Part::Reduced, Part::Accumulated, Part::Clipped, Part::Unscaled];
-        if summed.iter().any(|part| self.key(parameter, part).is_some()) {
+        let is_there = summed.iter().any(|part| self.key(parameter, part).is_some());
+        if is_there || self.withdrawn.contains_key(parameter) {
             return None;
         }
+        // A gradient that could not be recorded, as one that is sparse, was there all the same.
+        let was_empty = |declared: &Declaration| {
+            let own = declared.parameters.get(parameter);
+            own.is_some_and(|own| own.absent.contains_key("reduced"))
+        };
         let has_stepped = |rank: Rank| {
-            let declared = self.declared.get(&rank);
+            let declared = self.declared.get(&rank).filter(|own| was_empty(own));
             let of = declared.and_then(|own| own.optimizer_of(parameter));
             of.is_some_and(|(optimizer, _)| optimizer.has_stepped())
         };
