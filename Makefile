@@ -34,9 +34,10 @@ test-python: $(VENV)/.installed-dev
 test-deploy: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q $(DEPLOY)
 
-# The tests that need torch, in an environment of its own: its default wheel brings CUDA along.
+# The tests that need torch, in an environment of its own: its default wheel brings CUDA along. Whole
+# files at a time: their tests share dumps.
 test-torch: $(VENV)-torch/.installed-dev
-	$(VENV)-torch/bin/python -m pytest -q python/tests_torch
+	$(VENV)-torch/bin/python -m pytest -q -n 2 --dist loadfile python/tests_torch
 
 $(VENV)-torch/.tools: python/requirements-torch.txt
 	$(PYTHON) -m venv $(VENV)-torch
