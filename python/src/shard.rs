@@ -53,6 +53,11 @@ struct Cut {
     run: (usize, usize),
 }
 
+/// Offsets and extent of a part, and its run.
+type Boxed = (Vec<u64>, Vec<u64>, (usize, usize));
+/// The indices of a part as a framework has them: for each dimension its ranges.
+type Indices = Vec<Vec<(u64, u64)>>;
+
 #[pymethods]
 impl Cuts {
     /// `boxes`: offsets, extent and run of each part; `indices`: the framework's own indices of
@@ -60,8 +65,8 @@ impl Cuts {
     #[new]
     fn new(
         shape: Vec<u64>,
-        boxes: Vec<(Vec<u64>, Vec<u64>, (usize, usize))>,
-        indices: Option<Vec<Vec<Vec<(u64, u64)>>>>,
+        boxes: Vec<Boxed>,
+        indices: Option<Vec<Indices>>,
         replica: u32,
         placement: BTreeMap<String, PlacementWord>,
     ) -> PyResult<Cuts> {
@@ -72,9 +77,9 @@ impl Cuts {
         if located.len() != boxes.len() {
             return Err(PyValueError::new_err("there are other numbers of boxes and of indices"));
         }
-        let cut = |((offsets, extent, run), located): ((Vec<u64>, Vec<u64>, _), _)| {
+        let cut = |((offsets, extent, run), located): (Boxed, _)| {
             let place = boxed(&offsets, &extent, &shape)?;
-            let (_, count): (usize, usize) = run;
+            let (_, count) = run;
             match place.elements() == Some(count as u64) {
                 true => Ok(Cut { place, located, run }),
                 false => Err(PyValueError::new_err("a part's run has another length than its box")),

@@ -115,9 +115,7 @@ impl<'a> Inventory<'a> {
             // A rank that holds nothing of it says so too, and has recorded none.
             let shards = dump.tensors()[key].shards.iter();
             let ranks: BTreeSet<Rank> = shards.map(|shard| dump.record(shard).rank).collect();
-            let of = |rank: &Rank| {
-                Some(declared.get(rank)?.parameters.get(name)?.absent.get("reduced")?)
-            };
+            let of = |rank: &Rank| declared.get(rank)?.parameters.get(name)?.absent.get("reduced");
             if let Some(why) = ranks.iter().find_map(of) {
                 withdrawn.insert(name.clone(), why.clone());
                 parameter.tensors.remove(&(Part::Reduced, None));

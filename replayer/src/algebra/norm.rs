@@ -116,7 +116,10 @@ impl Judge<'_> {
         }
         let judge = |((at, ..), (rank, ranks)): (&(usize, u64, String), &(Rank, Vec<Rank>))| {
             let norm = &self.inventory.declared[rank].norms[*at];
-            let result = self.norm(norm, ranks, *at).unwrap_or_else(Outcome::unchecked);
+            let result = match self.is_of_nothing(*at) {
+                true => Outcome::Diverged(Box::new(void_norms::of_nothing(norm))),
+                false => self.norm(norm, ranks, *at).unwrap_or_else(Outcome::unchecked),
+            };
             let parameter = String::new();
             let (tensor, ranks) = (format!("norm {at}"), ranks.clone());
             let (place, energies) = (IndexBox(Vec::new()), None);
@@ -134,9 +137,6 @@ impl Judge<'_> {
 
     /// A norm that these ranks declare.
     fn norm(&self, norm: &Norm, ranks: &[Rank], at: usize) -> Result<Outcome, String> {
-        if self.is_of_nothing(at) {
-            return Ok(Outcome::Diverged(Box::new(void_norms::of_nothing(norm))));
-        }
         let (is_local, rank) = (norm.value.is_none(), ranks[0]);
         let value = norm.value.or(norm.local).ok_or("the job recorded no value of it")?;
         if norm.others > 0 {

@@ -186,87 +186,20 @@ impl Judge<'_> {
     }
 
     fn optimized(&self, tensors: &Tensors<'_>, piece: &Piece) -> Vec<Judged> {
-        let (inventory, parameter, rank) = (self.inventory, tensors.parameter, tensors.rank);
+        let (parameter, rank) = (tensors.parameter, tensors.rank);
         let without = |outcome: Outcome| {
             vec![self.judged(Stage::Update, parameter, (tensors.after, piece), Ok(outcome))]
         };
-        let unchecked = |why: String| without(Outcome::unchecked(why));
-        let declared = inventory.declared.get(&rank);
-        if declared.is_some_and(|declared| declared.skipped) {
-            return without(Outcome::not_done(LEFT_OUT.into()));
+        if let Some(outcome) = self.without_step(rank, parameter) {
+            return without(outcome);
         }
-        let Some((optimizer, hyper)) = declared.and_then(|own| own.optimizer_of(parameter)) else {
-            return unchecked(format!("rank {rank} declares no optimizer of it"));
-        };
-        if optimizer.skipped {
-            return without(Outcome::not_done(LEFT_OUT.into()));
-        }
-        if self.is_untouched(rank, parameter) {
-            let what = match inventory.samples.of_parameter(parameter) {
-                Some(_) => "nothing of its state changed in what was sampled",
-                None => "nothing of its state changed",
-            };
-            return without(Outcome::not_done(format!(
-                "{what}: the optimizer took no step of it (it had no gradient, or gradients are \
-                 accumulated over several steps)"
-            )));
-        }
-        // Of copies that share the optimizer's work, one rank's has the state and is judged.
-        let is_kept = |declared: &ParameterDeclaration| declared.absent.contains_key("state");
-        if inventory.declared_of(rank, parameter).is_some_and(is_kept)
-            && inventory.parameters[parameter]
-                .tensors
-                .keys()
-                .any(|key| matches!(key.0, Part::StateAfter(_)))
-        {
+        if self.is_stepped_elsewhere(rank, parameter) {
             return Vec::new();
         }
-        let has_gradient = OF_GRADIENT.iter().any(|part| inventory.key(parameter, part).is_some());
-        if !has_gradient && self.is_changed(rank, parameter) == Some(false) {
-            return without(Outcome::not_done("it had no gradient, and did not change".into()));
-        }
-        let counted = self.step_of(rank, parameter);
-        let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });
-        let rule = match self.rule_of(tensors, (optimizer, hyper), step) {
-            Ok(rule) => rule,
-            Err(why) => return unchecked(why),
+        let supposed = match self.supposed(tensors) {
+            Ok(supposed) => self.of_its_form(tensors, piece, supposed),
+            Err(why) => return without(Outcome::unchecked(why)),
         };
-        let is_formula = matches!(rule, Rule::Formula(_));
-        let other = self.not_of_rule(rank, parameter, hyper);
-        if let Some(why) = other.filter(|_| !is_formula) {
-            return unchecked(why);
-        }
-        let shape = &inventory.dump.tensors()[tensors.after].shape;
-        let stored = inventory.precision(tensors.after);
-        let rule = match rule.of_parameter(shape, stored, self.is_factored(parameter)) {
-            Ok(rule) => rule,
-            Err(why) => return unchecked(why),
-        };
-        if counted.is_none() && rule.names().counts_steps {
-            let name = rule.names().words;
-            return unchecked(format!(
-                "{name} counts its steps, and neither its state nor its group has a counter: a number \
-                 named step, or the only whole number of the state"
-            ));
-        }
-        let gradient = OF_GRADIENT.iter().rev().find_map(|part| inventory.key(parameter, part));
-        let Some(gradient) = gradient else {
-            return unchecked("the gradient that the optimizer took was not recorded".into());
-        };
-        let supposed = Supposed {
-            rule,
-            first: None,
-            hyper,
-            state_of: parameter,
-            gradient,
-            coefficient: self.coefficient(rank, parameter),
-            lr_factor: 1.0,
-            weight_decay: None,
-            is_reset: false,
-            is_local: false,
-            computed_in: None,
-        };
-        let supposed = self.of_its_form(tensors, piece, supposed);
         match self.stages(tensors, piece, &supposed) {
             Ok(mut compared) => {
                 self.in_format_of_state(tensors, piece, &supposed, &mut compared);
@@ -275,8 +208,85 @@ impl Judge<'_> {
                 judged.extend(self.numbers_of_state(tensors, piece, &supposed.rule));
                 judged
             }
-            Err(why) => unchecked(why),
+            Err(why) => without(Outcome::unchecked(why)),
         }
+    }
+
+    /// Why no optimizer took a step of a parameter on a rank.
+    fn without_step(&self, rank: Rank, parameter: &str) -> Option<Outcome> {
+        let inventory = self.inventory;
+        let declared = inventory.declared.get(&rank);
+        let of = declared.and_then(|own| own.optimizer_of(parameter));
+        let is_skipped = declared.is_some_and(|declared| declared.skipped)
+            || of.is_some_and(|(optimizer, _)| optimizer.skipped);
+        if is_skipped {
+            return Some(Outcome::not_done(LEFT_OUT.into()));
+        }
+        if of.is_none() {
+            return Some(Outcome::unchecked(format!("rank {rank} declares no optimizer of it")));
+        }
+        if self.is_untouched(rank, parameter) {
+            let what = match inventory.samples.of_parameter(parameter) {
+                Some(_) => "nothing of its state changed in what was sampled",
+                None => "nothing of its state changed",
+            };
+            return Some(Outcome::not_done(format!(
+                "{what}: the optimizer took no step of it (it had no gradient, or gradients are \
+                 accumulated over several steps)"
+            )));
+        }
+        let has_gradient = OF_GRADIENT.iter().any(|part| inventory.key(parameter, part).is_some());
+        let is_still = !has_gradient && self.is_changed(rank, parameter) == Some(false);
+        is_still.then(|| Outcome::not_done("it had no gradient, and did not change".into()))
+    }
+
+    /// Whether a copy's step is another rank's: of copies that share the optimizer's work, one
+    /// rank's has the state and is judged.
+    fn is_stepped_elsewhere(&self, rank: Rank, parameter: &str) -> bool {
+        let has_no_state = |declared: &ParameterDeclaration| declared.absent.contains_key("state");
+        let mut parts = self.inventory.parameters[parameter].tensors.keys();
+        self.inventory.declared_of(rank, parameter).is_some_and(has_no_state)
+            && parts.any(|(part, _)| matches!(part, Part::StateAfter(_)))
+    }
+
+    /// What the optimizer is to have done with a parameter; or why that is not known.
+    fn supposed<'t>(&'t self, tensors: &Tensors<'t>) -> Result<Supposed<'t>, String> {
+        let (inventory, parameter, rank) = (self.inventory, tensors.parameter, tensors.rank);
+        let declared = inventory.declared.get(&rank);
+        let of = declared.and_then(|own| own.optimizer_of(parameter));
+        let (optimizer, hyper) = of.ok_or("no optimizer of it is declared")?;
+        let counted = self.step_of(rank, parameter);
+        let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });
+        let rule = self.rule_of(tensors, (optimizer, hyper), step)?;
+        if !matches!(rule, Rule::Formula(_))
+            && let Some(why) = self.not_of_rule(rank, parameter, hyper)
+        {
+            return Err(why);
+        }
+        let shape = &inventory.dump.tensors()[tensors.after].shape;
+        let stored = inventory.precision(tensors.after);
+        let rule = rule.of_parameter(shape, stored, self.is_factored(parameter))?;
+        if counted.is_none() && rule.names().counts_steps {
+            return Err(format!(
+                "{} counts its steps, and neither its state nor its group has a counter: a number \
+                 named step, or the only whole number of the state",
+                rule.names().words
+            ));
+        }
+        let gradient = OF_GRADIENT.iter().rev().find_map(|part| inventory.key(parameter, part));
+        Ok(Supposed {
+            rule,
+            first: None,
+            hyper,
+            state_of: parameter,
+            gradient: gradient.ok_or("the gradient that the optimizer took was not recorded")?,
+            coefficient: self.coefficient(rank, parameter),
+            lr_factor: 1.0,
+            weight_decay: None,
+            is_reset: false,
+            is_local: false,
+            computed_in: None,
+        })
     }
 
     /// Why the step of a parameter is not that of its rule alone.

@@ -258,6 +258,8 @@ pub(super) mod tests {
             apart: 1e-6,
             shares: vec![(names[0].clone(), 1.2), ("others".into(), -0.2)],
         };
+        let (stage, what) = (Stage::State, names[0].clone());
+        let unchecked = Unchecked { stage, what, why: HOSTILE.into() };
         StepReport {
             parameters: names.len(),
             elements: 8 * names.len() as u64,
@@ -266,11 +268,7 @@ pub(super) mod tests {
             stages: vec![summary(Stage::Reduce, failing.len()), summary(Stage::Update, 0)],
             diverged: vec![group],
             norm: Some(norm),
-            unchecked: vec![Unchecked {
-                stage: Stage::State,
-                what: names[0].clone(),
-                why: HOSTILE.into(),
-            }],
+            unchecked: vec![unchecked],
             lacks: Vec::new(),
             faults: vec![HOSTILE.into()],
             table,

@@ -307,24 +307,9 @@ fn of_one_operation(name: &str, w: &mut Writer) -> usize {
 #[test]
 fn each_operation_is_judged_alike_by_columns_and_by_elements() {
     let (mut draw, mut apart) = (Draw::new(41), Vec::new());
-    let names = [
-        "pow",
-        "reciprocal",
-        "cube",
-        "log",
-        "exp",
-        "tanh",
-        "abs",
-        "sign",
-        "maximum",
-        "minimum",
-        "where_above",
-        "where_from",
-    ];
-    for (name, stored) in names
-        .iter()
-        .flat_map(|name| [Precision::F32, Precision::Bf16].map(|stored| (*name, stored)))
-    {
+    let names = "pow reciprocal cube log exp tanh abs sign maximum minimum where_above where_from";
+    let formats = [Precision::F32, Precision::Bf16];
+    for (name, stored) in names.split(' ').flat_map(|name| formats.map(|stored| (name, stored))) {
         let mut w = Writer::default();
         let made = of_one_operation(name, &mut w);
         let (lr, param) = (w.hyper("lr"), w.node(json!(["param"])));
