@@ -135,8 +135,11 @@ impl Judge<'_> {
                 (planes[at].left(solved) <= 4.0 * explained).then_some(solved)
             };
             let ((a, b), (x, y)) = (is_made(at)?, is_made(at + 1)?);
+            // As many decimals as rounding leaves.
+            let digits = (-(8.0 * explained).log10()).floor().clamp(1.0, 4.0) as usize;
+            let [a, b, x, y] = [a, b, x, y].map(|number| format!("{number:.digits$}"));
             Some(format!(
-                "it is {a:.4} x the state before and {b:.4} x {of}, and should be {x:.4} x and {y:.4} x"
+                "it is {a} x the state before and {b} x {of}, and should be {x} x and {y} x"
             ))
         })
     }
