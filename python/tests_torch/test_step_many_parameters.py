@@ -44,7 +44,7 @@ def test_two_faults_are_told_by_the_patterns_of_their_parameters(report):
     text = str(report)
     told = " ".join(text.split())
     assert "layers.*.up.weight (24 parameters): captured = 2.0000000 x reference" in told, text
-    assert "*.norm1.* and *.norm2.* (96 parameters): the parameter decays by 0.100000" in told, text
+    assert "*.norm1.* and *.norm2.* (96 parameters): the parameter decays by 0.1000" in told, text
     assert "cause: reduce-sum-for-mean; look at" in told and "cause: decay-on-excluded; look at" in told
     assert "100.0 % from layers.*.up.weight (24 parameters)" in told, text
     assert "step.declared" not in told and "tensors of the step: the box is the job's own" in told, text
