@@ -239,6 +239,11 @@ def unwrapped(given: Any) -> torch.optim.Optimizer:
             f"{type(given).__name__} is no torch.optim.Optimizer and has none as .optimizer: its "
             "step cannot be recorded; hand over the optimizer that it wraps"
         )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"{type(given).__name__} does not set up what torch.optim.Optimizer does: its step cannot "
+            "be recorded; hand over the optimizer that it wraps, if its own step is the job's"
+        )
     return optimizer
 
 

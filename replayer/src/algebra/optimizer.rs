@@ -217,9 +217,7 @@ impl Judge<'_> {
         let inventory = self.inventory;
         let declared = inventory.declared.get(&rank);
         let of = declared.and_then(|own| own.optimizer_of(parameter));
-        let is_skipped = declared.is_some_and(|declared| declared.skipped)
-            || of.is_some_and(|(optimizer, _)| optimizer.skipped);
-        if is_skipped {
+        if declared.is_some_and(|declared| is_left_out(declared, parameter)) {
             return Some(Outcome::not_done(LEFT_OUT.into()));
         }
         if of.is_none() {
@@ -439,7 +437,7 @@ impl Judge<'_> {
     }
 
     /// Compares the stages of a supposed rule.
-    fn stages(
+    pub(super) fn stages(
         &self,
         tensors: &Tensors<'_>,
         piece: &Piece,

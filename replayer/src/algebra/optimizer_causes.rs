@@ -5,12 +5,13 @@ use backtape::index_box::IndexBox;
 use backtape::part::{OF_GRADIENT, Part};
 
 use super::causes;
+use super::declaration::ParameterDeclaration;
 use super::fits::Fit;
 use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
 use super::optimizer::{RESET, Supposed, Tensors};
-use super::outcome::Reading;
+use super::outcome::{Reading, Stage};
 use super::rules::Rule;
 use crate::number::short;
 
@@ -67,6 +68,7 @@ impl Judge<'_> {
                 readings.push(causes::named(variation.cause).reads(variation.words));
             }
         }
+        readings.extend(self.as_it_was(tensors, piece, supposed));
         // A variation has no number that was fitted, so it goes before one.
         let twice = self.twice(tensors, piece, supposed);
         let is_tied = self.is_tied(tensors.parameter);
@@ -165,6 +167,46 @@ impl Judge<'_> {
             short(declared)
         );
         Some(cause.reads(words))
+    }
+
+    /// Whether a supposition gives every tensor of the state that was recorded, whatever it gives of
+    /// the change.
+    fn agrees_in_state(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> bool {
+        let Ok(compared) = self.stages(tensors, piece, supposed) else { return false };
+        let bound = self.bound(&piece.place);
+        let of_state = compared.iter().filter(|(name, _)| {
+            let of = self.tensor_of(tensors, &supposed.rule, name);
+            of.is_some_and(|(stage, _)| stage == Stage::State)
+        });
+        let mut tallies = of_state.map(|(_, tally)| tally.as_ref()).peekable();
+        tallies.peek().is_some()
+            && tallies.all(|tally| tally.is_ok_and(|tally| tally.excess(&bound).is_none()))
+    }
+
+    /// The gradient as it was recorded, where what the optimizer is to take of it was not: a compiled
+    /// step clips it, and a fused optimizer takes the loss scale out.
+    fn as_it_was(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+    ) -> Option<Reading> {
+        let plain = Supposed { coefficient: 1.0, ..supposed.clone() };
+        if supposed.coefficient == 1.0 || !self.agrees_in_state(tensors, piece, &plain) {
+            return None;
+        }
+        let is_scaled = |own: &ParameterDeclaration| own.absent.contains_key("unscaled");
+        let declared = self.inventory.declared_of(tensors.rank, tensors.parameter);
+        let (cause, what) = match declared.is_some_and(is_scaled) {
+            true => (causes::SCALE_LEFT, "with the loss scale in it"),
+            false => (causes::NOT_CLIPPED, "before it was clipped"),
+        };
+        Some(cause.reads(format!("the optimizer took the gradient {what}")))
     }
 
     /// A change that has another factor than its weight decay: code that subtracts both apart.
