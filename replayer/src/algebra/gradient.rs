@@ -540,7 +540,10 @@ fn clipping(factor: Factor, coefficient: f64) -> Option<Reading> {
             format!("the gradient is not clipped: its coefficient would be {coefficient:.6}");
         return Some(causes::NOT_CLIPPED.reads(words));
     }
-    let words = format!("the coefficient {coefficient:.6} was applied twice");
-    let is_twice = coefficient < 1.0 && factor.is(coefficient);
-    is_twice.then(|| causes::CLIP_TWICE.reads(words))
+    if coefficient < 1.0 && factor.is(coefficient) {
+        let words = format!("the coefficient {coefficient:.6} was applied twice");
+        return Some(causes::CLIP_TWICE.reads(words));
+    }
+    let words = format!("captured = {:.7} x what clipping gives", factor.value);
+    Some(causes::SCALED.reads(words))
 }

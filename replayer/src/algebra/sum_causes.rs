@@ -345,7 +345,9 @@ impl Solved<'_> {
             |a: &(&Addend, f64), b: &(&Addend, f64)| unit(a.0) != unit(b.0) || is_near(a.1, b.1);
         let by_rank = own.iter().all(|a| own.iter().all(|b| alike(a, b)));
         let differ = own.iter().any(|a| !is_near(a.1, own[0].1));
-        (by_rank && differ && self.is_unique).then(|| {
+        // No rank weighs less than nothing: such coefficients fit something else.
+        let are_weights = own.iter().all(|(_, ratio)| *ratio > 0.0) && !self.has_stale();
+        (by_rank && differ && are_weights && self.is_unique).then(|| {
             causes::RANKS_WEIGHTED
                 .reads(format!("ranks have other weights in it: {}", self.terms()))
         })
@@ -379,6 +381,10 @@ impl Solved<'_> {
             None => format!("{ratio:.4} of {}", unit_words(addend)),
         };
         let mut terms: Vec<String> = terms.map(term).collect();
+        let of_before: f64 = self.stale.iter().map(|at| self.weights[*at]).sum();
+        if of_before != 0.0 {
+            terms.insert(0, format!("{of_before:.4} of what was there before the step"));
+        }
         let more = terms.len().saturating_sub(SHOWN);
         terms.truncate(SHOWN);
         match more {
