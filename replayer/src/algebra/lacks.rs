@@ -23,7 +23,28 @@ pub(super) fn lacks(
     lacks.extend(not_stepped(inventory));
     lacks.extend(lost(inventory));
     lacks.extend(other_settings(inventory));
+    lacks.extend(held_by_some(inventory));
     lacks
+}
+
+/// Parameters that the optimizers of some ranks hold, and those of others do not.
+fn held_by_some(inventory: &Inventory<'_>) -> Option<String> {
+    let is_split = |name: &&str| {
+        let has_stepped = |own: &&Declaration| own.optimizers.iter().any(Optimizer::has_stepped);
+        let declared = inventory.declared.values().filter(has_stepped);
+        let own = declared.filter_map(|own| own.parameters.get(*name));
+        let held: BTreeSet<bool> = own.map(|own| own.optimizer.is_some()).collect();
+        held.len() == 2
+    };
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let split: Vec<&str> = all.iter().copied().filter(is_split).collect();
+    (!split.is_empty()).then(|| {
+        format!(
+            "the optimizers of some ranks hold {}, and those of others do not: what became of the \
+             copies there is not known",
+            pattern(&split, &all)
+        )
+    })
 }
 
 /// A parameter for which ranks declare other settings of its optimizer.

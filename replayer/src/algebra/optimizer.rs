@@ -10,7 +10,7 @@ use backtape::shard::TensorKey;
 
 use super::causes;
 use super::counters::counter;
-use super::declaration::{Hyper, Optimizer, ParameterDeclaration};
+use super::declaration::{Hyper, Optimizer};
 use super::elements::Elements;
 use super::held::is_left_out;
 use super::inventory::Piece;
@@ -241,10 +241,11 @@ impl Judge<'_> {
     /// Whether a copy's step is another rank's: of copies that share the optimizer's work, one
     /// rank's has the state and is judged.
     fn is_stepped_elsewhere(&self, rank: Rank, parameter: &str) -> bool {
-        let has_no_state = |declared: &ParameterDeclaration| declared.absent.contains_key("state");
-        let mut parts = self.inventory.parameters[parameter].tensors.keys();
-        self.inventory.declared_of(rank, parameter).is_some_and(has_no_state)
-            && parts.any(|(part, _)| matches!(part, Part::StateAfter(_)))
+        let inventory = self.inventory;
+        let tensors = inventory.parameters[parameter].tensors.iter();
+        let states = tensors.filter(|((part, _), _)| matches!(part, Part::StateAfter(_)));
+        let mut is_here = states.map(|(_, key)| inventory.holders(key).contains(&rank)).peekable();
+        is_here.peek().is_some() && is_here.all(|is_here| !is_here)
     }
 
     /// What the optimizer is to have done with a parameter; or why that is not known.
