@@ -62,9 +62,10 @@ class Outcome:
         told = json.loads(report.read_text())
         algebra = told.get("algebra") or {}
         diverged = algebra.get("diverged") or []
-        self.verdict = (
-            "agreed" if done.returncode == 0 and not diverged else f"diverged ({done.returncode})"
-        )
+        quiet = {0: "agreed", 3: "incomplete"}
+        self.verdict = f"diverged ({done.returncode})"
+        if not diverged:
+            self.verdict = quiet.get(done.returncode, self.verdict)
         if diverged:
             first = diverged[0]
             reading = first.get("reading") or {}
@@ -110,7 +111,7 @@ def detected(o):
 
 
 def false_alarm(o):
-    return o.fixed and o.verdict not in ("agreed", "not run")
+    return o.fixed and o.verdict not in ("agreed", "incomplete", "not run")
 
 
 def stage_right(o):

@@ -35,6 +35,8 @@ NOTES = """
 - torchtune 2172 and 2436 and pytorch 160285 say what they are to be divided by, which no job could say before; of 2172
   the second name of the cause was added to the expectation then.
 - optax 1170 could not be judged in the first run; its momentum is now corrected and scaled as optax does it.
+- accelerate 3256 may be `param-not-in-optimizer` too, a cause that was named later.
+- A stage of which nothing was judged makes a report incomplete; it was agreed.
 - The replay was mended where a cause was wrong or a twin diverged, each time for all jobs of the kind (CHANGELOG.md).
 
 ## How to read it
@@ -73,6 +75,11 @@ class Row:
         return detected(self.faulty)
 
     @property
+    def incomplete(self):
+        """Whether the report says that something could not be judged."""
+        return self.faulty.verdict == "incomplete"
+
+    @property
     def stage(self):
         return self.detected and self.faulty.stage in self.thread.stages
 
@@ -109,7 +116,8 @@ class Row:
 
     @property
     def twin(self):
-        return self.fixed.verdict == "agreed"
+        """Whether the mended job raises no alarm; what cannot be judged of it may leave it incomplete."""
+        return self.fixed.verdict in ("agreed", "incomplete")
 
 
 def said(answer):
@@ -155,7 +163,7 @@ def summary(rows):
 def cell(row):
     """What a row came to, in one cell of the page: what is not right of it."""
     if not row.detected:
-        parts = ["not detected"]
+        parts = ["incomplete" if row.incomplete else "not detected"]
     else:
         parts = [name for name in ("stage", "group", "factor") if getattr(row, name) is False]
         parts = [f"{name} not right" for name in parts]
@@ -165,7 +173,8 @@ def cell(row):
 
 def page(rows, elsewhere):
     """docs/step-threads.md."""
-    first = [SimpleNamespace(thread=row.thread, **FIRST_RUN[row.thread.case]) for row in rows]
+    of = lambda row: SimpleNamespace(thread=row.thread, incomplete=False, **FIRST_RUN[row.thread.case])
+    first = [of(row) for row in rows]
     lines = [
         PAGE.format(threads=len({row.thread.url for row in rows}), jobs=len(rows)),
         f"- First run: {counts(first)}.",
