@@ -278,6 +278,7 @@ impl Judge<'_> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
         let declared = inventory.declared.get(&rank);
         let value = declared.and_then(|declared| declared.clip_value);
+        let scale = declared.and_then(|declared| declared.loss_scale);
         let mut limits = declared.map(|own| own.limits_of(parameter)).unwrap_or_default();
         if limits.is_empty() && value.is_none() {
             return Err(format!("rank {rank} declares neither a norm nor a value to clip to"));
@@ -293,7 +294,7 @@ impl Judge<'_> {
                 let limit = limit.filter(|_| !is_before);
                 let coefficient = limit.map_or(1.0, |limit| limit.coefficient());
                 let tally = self.scaled((before, key), piece, 1.0)?;
-                let read = |factor: Factor| clipping(factor, coefficient);
+                let read = |factor: Factor| clipping(factor, coefficient, scale);
                 return Ok(self.outcome(&tally, &piece.place, read));
             }
             ([limit], _) => *limit,
@@ -308,7 +309,7 @@ impl Judge<'_> {
             }
         };
         let coefficient = limit.coefficient();
-        let read = |factor: Factor| clipping(factor, coefficient);
+        let read = |factor: Factor| clipping(factor, coefficient, scale);
         let stored = inventory.precision(key);
         // The value is a number of the gradient's format, and bounds what is clipped before or after.
         let rounded = |value: f64| stored.map_or(value, |stored| stored.round64(value));
@@ -344,6 +345,7 @@ impl Judge<'_> {
         limits: [Limit; 2],
     ) -> Result<Outcome, String> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
+        let scale = inventory.declared.get(&rank).and_then(|declared| declared.loss_scale);
         let stored = inventory.precision(key);
         let declared = arithmetic(stored, None);
         let used = Some(stored.unwrap_or(declared.compute));
@@ -357,7 +359,7 @@ impl Judge<'_> {
             ])
         };
         let compared = self.compare(&ClippedTwice, &declared, &piece.place, &operands)?;
-        let read = |factor: Factor| clipping(factor, first * second);
+        let read = |factor: Factor| clipping(factor, first * second, scale);
         Ok(self.outcome(&only(compared)?, &piece.place, read))
     }
 
@@ -534,7 +536,7 @@ fn unscaling(factor: Factor, scale: f64, limit: Option<Limit>) -> Option<Reading
     factor.is(1.0 / scale).then(|| causes::SCALE_TWICE.reads(words))
 }
 
-fn clipping(factor: Factor, coefficient: f64) -> Option<Reading> {
+fn clipping(factor: Factor, coefficient: f64, scale: Option<f64>) -> Option<Reading> {
     if coefficient < 1.0 && factor.is(1.0 / coefficient) {
         let words =
             format!("the gradient is not clipped: its coefficient would be {coefficient:.6}");
@@ -543,6 +545,10 @@ fn clipping(factor: Factor, coefficient: f64) -> Option<Reading> {
     if coefficient < 1.0 && factor.is(coefficient) {
         let words = format!("the coefficient {coefficient:.6} was applied twice");
         return Some(causes::CLIP_TWICE.reads(words));
+    }
+    if let Some(scale) = scale.filter(|scale| factor.is(1.0 / scale) && !is_near(*scale, 1.0)) {
+        let words = format!("it was divided by the loss scale {scale} twice");
+        return Some(causes::SCALE_TWICE.reads(words));
     }
     let words = format!("captured = {:.7} x what clipping gives", factor.value);
     Some(causes::SCALED.reads(words))

@@ -300,8 +300,8 @@ impl Judge<'_> {
         self.read_multiplicities(shares, total, is)
     }
 
-    /// The norm of gradients that have the loss scale in them, which stands for that of gradients
-    /// without.
+    /// The norm of gradients that have the loss scale in them, or from which it was taken out again,
+    /// which stands for that of gradients without.
     fn read_scale(
         &self,
         norm: &Norm,
@@ -311,11 +311,14 @@ impl Judge<'_> {
     ) -> Option<Reading> {
         let scale = self.inventory.declared.get(&rank)?.loss_scale?;
         let power = if joined.power.is_infinite() { 1.0 } else { joined.power };
-        let is_scaled = norm.of.as_deref() == Some("unscaled")
-            && !is_near(scale, 1.0)
-            && is(joined.total * scale.powf(power));
-        let words = format!("it is the norm of the gradients with the loss scale {scale} in them");
-        is_scaled.then(|| causes::CLIP_BEFORE_UNSCALE.reads(words))
+        let is_unscaled = norm.of.as_deref() == Some("unscaled") && !is_near(scale, 1.0);
+        let factor = scale.powf(power);
+        if is_unscaled && is(joined.total * factor) {
+            let words = format!("it is of the gradients with the loss scale {scale} in them");
+            return Some(causes::CLIP_BEFORE_UNSCALE.reads(words));
+        }
+        let words = format!("it is of the gradients divided by the loss scale {scale} once more");
+        (is_unscaled && is(joined.total / factor)).then(|| causes::SCALE_TWICE.reads(words))
     }
 
     /// The parameter whose largest element it is, where that is not the largest of all.

@@ -382,7 +382,7 @@ impl Solved<'_> {
         };
         let mut terms: Vec<String> = terms.map(term).collect();
         let of_before: f64 = self.stale.iter().map(|at| self.weights[*at]).sum();
-        if of_before != 0.0 {
+        if of_before.abs() >= 5e-5 {
             terms.insert(0, format!("{of_before:.4} of what was there before the step"));
         }
         let more = terms.len().saturating_sub(SHOWN);
