@@ -54,7 +54,6 @@ impl Judge<'_> {
             });
             let Some(count) = count else { continue };
             let wrong = count.not_one_more(self.microbatches_of(rank));
-            let wrong = wrong.or_else(|| count.without_moments(inventory));
             let wrong = wrong.or_else(|| count.of_moments(inventory, parameter));
             let Some(divergence) = wrong else { continue };
             let result = Ok(Outcome::Diverged(Box::new(divergence)));
@@ -95,26 +94,6 @@ impl Count<'_> {
         Some(diverged(words, error, readings))
     }
 
-    /// A count of steps none of which had a gradient: what makes the state before a checkpoint is
-    /// loaded into it is often such a step, and the corrections of bias are then those of a later one.
-    fn without_moments(&self, inventory: &Inventory<'_>) -> Option<Divergence> {
-        let Count { name, before, .. } = self;
-        if *before < 1.0 || !inventory.has_counted_nothing() {
-            return None;
-        }
-        let words = format!(
-            "{name} was {before} before the step, and the moments of all parameters were zero: steps \
-             without a gradient are counted"
-        );
-        Some(diverged(
-            words.clone(),
-            before / (before + 1.0),
-            vec![causes::STEP_COUNTER.reads(words)],
-        ))
-    }
-}
-
-impl Count<'_> {
     /// A count that begins anew beside moments of steps before.
     fn of_moments(&self, inventory: &Inventory<'_>, parameter: &str) -> Option<Divergence> {
         let Count { name, before, .. } = self;
@@ -141,6 +120,21 @@ impl Inventory<'_> {
         let mut shards = moments.flat_map(|(_, key)| &self.dump.tensors()[key].shards);
         let is_some = |bytes: &[u8]| bytes.iter().any(|byte| *byte != 0);
         shards.any(|shard| self.dump.intact_bytes(shard).is_some_and(is_some))
+    }
+
+    /// Steps that are counted before this one although every moment of every parameter is zero: what
+    /// makes the state before a checkpoint is loaded into it may be such a step, and the corrections
+    /// of bias are then those of a later one. Gradients may have been zero too.
+    pub(super) fn counted_without_moments(&self) -> Option<String> {
+        let before = |own: &ParameterDeclaration| own.scalar_before(counter(own)?);
+        let own = self.declared.values().flat_map(|declared| declared.parameters.values());
+        let count = own.filter_map(before).find(|count| *count >= 1.0)?;
+        self.has_counted_nothing().then(|| {
+            format!(
+                "{count} steps are counted before this one, and the moments of all parameters are \
+                 zero: either no gradient came until now, or a step without one is counted"
+            )
+        })
     }
 
     /// Whether steps are counted before this one although every moment of every parameter is zero.

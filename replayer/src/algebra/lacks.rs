@@ -24,6 +24,7 @@ pub(super) fn lacks(
     lacks.extend(lost(inventory));
     lacks.extend(other_settings(inventory));
     lacks.extend(held_by_some(inventory));
+    lacks.extend(inventory.counted_without_moments());
     lacks
 }
 
