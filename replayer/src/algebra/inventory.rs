@@ -123,9 +123,12 @@ impl<'a> Inventory<'a> {
         }
     }
 
-    /// Whether a gradient was recorded of some parameter.
+    /// Whether a gradient was recorded of some parameter that has elements.
     pub(crate) fn has_gradients(&self) -> bool {
-        self.parameters.keys().any(|name| self.key(name, &Part::Reduced).is_some())
+        self.parameters.keys().any(|name| {
+            let key = self.key(name, &Part::Reduced);
+            key.is_some_and(|key| !self.dump.tensors()[key].shape.contains(&0))
+        })
     }
 
     /// Whether some rank left an optimizer's step out.

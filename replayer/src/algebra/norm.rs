@@ -116,7 +116,7 @@ impl Judge<'_> {
         }
         let judge = |((at, ..), (rank, ranks)): (&(usize, u64, String), &(Rank, Vec<Rank>))| {
             let norm = &self.inventory.declared[rank].norms[*at];
-            let result = match self.is_of_nothing(*at) {
+            let result = match self.is_of_nothing() {
                 true => Outcome::Diverged(Box::new(void_norms::of_nothing(norm))),
                 false => self.norm(norm, ranks, *at).unwrap_or_else(Outcome::unchecked),
             };

@@ -315,13 +315,12 @@ impl Solved<'_> {
         Some(cause.reads(words))
     }
 
-    /// The ranks that hold the same sum.
+    /// The ranks of the domain that hold the same sum.
     fn alike(&self) -> BTreeSet<Rank> {
         let pieces = self.inventory.pieces(self.key, &|_| ()).into_iter();
-        pieces
-            .filter(|piece| piece.ranks.contains(&self.rank))
-            .flat_map(|piece| piece.ranks)
-            .collect()
+        let own = pieces.filter(|piece| piece.ranks.contains(&self.rank));
+        let ranks = own.flat_map(|piece| piece.ranks);
+        ranks.filter(|rank| self.domain.ranks.contains(rank)).collect()
     }
 
     /// The axes over which it was not reduced, where that gives these ranks to all that hold it.

@@ -8,9 +8,10 @@ use super::judge::Judge;
 use super::outcome::{Divergence, Judged, Outcome, Stage};
 
 impl Judge<'_> {
-    /// Whether every rank gave the function that computes this norm no gradient at all.
-    pub(super) fn is_of_nothing(&self, at: usize) -> bool {
-        let mut norms = self.inventory.declared.values().filter_map(|own| own.norms.get(at));
+    /// Whether every rank gave no gradient at all to any function that computes a norm. One of several
+    /// norms may be of a group that has no gradients in this step.
+    pub(super) fn is_of_nothing(&self) -> bool {
+        let mut norms = self.inventory.declared.values().flat_map(|own| &own.norms);
         norms.all(|norm| norm.of_nothing) && self.inventory.has_gradients()
     }
 
