@@ -199,10 +199,22 @@ class AdamW(torch.optim.Optimizer):
                 state = self.state[one]
                 t, m, v = state.get("t", 0) + 1, state.get("m", 0), state.get("v", 0)
                 state["m"], state["v"] = b1 * m + (1 - b1) * one.grad, b2 * v + (1 - b2) * one.grad**2
-                state["t"], at = t, 1 if self.fault else t
+                state["t"], at = t, 1 if self.fault is True else t
                 step = lr * (1 - b2**at) ** 0.5 / (1 - b1**at)
+                if isinstance(self.fault, str):
+                    self.plain(one, state, group, lr)
+                    continue
                 one -= step * state["m"] / (state["v"].sqrt() + group["eps"])
                 one -= lr * decay * one
+
+
+    def plain(self, one, state, group, lr):
+        """The form of frameworks: the decay first, and the correction inside of the root."""
+        (b1, b2), t = group["betas"], state["t"]
+        rate = {"rate": 3, "sign": -1}.get(self.fault, 1)
+        one -= (1 if self.fault == "decay" else lr) * group["weight_decay"] * one
+        root = (state["v"] / (1 - b2**t)).sqrt() + group["eps"]
+        one -= rate * lr * state["m"] / (1 - b1**t) / root
 
 
 def optimizer_of_a_course(loop, directory):
@@ -299,3 +311,11 @@ def test_a_norm_before_the_last_microbatch_leaves_the_reduction_unchecked(tmp_pa
 
     report = loop.run(tmp_path / "run", module, optimizer, step)
     assert report.verdict == "incomplete" and "before this backward pass" in " ".join(str(report).split()), str(report)
+
+
+@pytest.mark.parametrize("fault, cause", [("rate", "lr-scaled"), ("sign", "update-ascends"), ("decay", "decay-other")])
+def test_a_change_and_its_decay_that_have_other_factors_are_told_apart(tmp_path, fault, cause):
+    """The learning rate of the direction alone, its sign alone, and a decay that is not multiplied by the rate."""
+    report = optimizer_of_a_course(Loop(fault), tmp_path / "run")
+    told = {group["reading"] and group["reading"]["cause"] for group in report.json["algebra"]["diverged"]}
+    assert report.json["algebra"]["diverged"][0]["stage"] == "update" and told == {cause}, str(report)

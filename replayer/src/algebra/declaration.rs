@@ -312,7 +312,7 @@ impl Hyper {
 
     /// A switch that is on and that no rule knows.
     pub(crate) fn other_switch(&self) -> Option<&str> {
-        const KNOWN: [&str; 21] = [
+        const KNOWN: [&str; 15] = [
             "adam_w_mode",
             "amsgrad",
             "bias_correction",
@@ -323,17 +323,11 @@ impl Hyper {
             "differentiable",
             "foreach",
             "fused",
-            "initialised",
-            "is_paged",
             "maximize",
             "multiply_by_parameter_scale",
             "nesterov",
-            "normuon",
             "scale_parameter",
-            "trainable",
             "use_muon",
-            "weight_decay_mask",
-            "momentum",
         ];
         let is_other = |(name, value): &(&String, &Value)| {
             **value == Value::Bool(true) && !KNOWN.contains(&name.as_str())
