@@ -299,7 +299,8 @@ def optimize(job, step, start, warm, rank):
         step_all(built)
     for name, (parameter, _, value) in own.items():
         state = state_of(optimizers, parameter, value)
-        finite(value)
+        # Weights that the working copy cannot hold are none that anybody would keep either.
+        finite(value.to(job.formats.working))
         [finite(entry) for entry in state.values()]
         records[name] |= {"after": value.clone(), "state_after": state}
     return optimizers, records

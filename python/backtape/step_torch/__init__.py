@@ -97,6 +97,8 @@ def step_algebra(
     sample_seed: int = 0,
     reduce: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     rules: Mapping[str, str | Callable[..., Any]] | None = None,
+    accumulation: str | None = None,
+    loss_scale: float | None = None,
 ) -> StepAlgebra:
     """Records every stage of the step from the gradient of a microbatch to the new parameters; one call
     before the first forward of the step.
@@ -120,6 +122,10 @@ def step_algebra(
         {"MyAdam": "AdamW"}, the class of a known one, or {"Tiger": tiger}, a function
         `tiger(param, grad, state, hyper)` that returns the new parameter and a dict of what changes
         in the state; backtape.rule has the functions to write it with.
+    accumulation: "mean" where the job divides the gradients themselves by the number of microbatches,
+        after the backward passes and not by the loss of each. Without it they are summed.
+    loss_scale: what the job multiplies the loss by and divides the gradients by, by code of its own;
+        that of a GradScaler is seen.
 
     A backward pass is a microbatch: the nth that reaches a model has index n. What a job does not
     do is left out; what it does and backtape cannot see is named in the declaration, with the
@@ -132,7 +138,10 @@ def step_algebra(
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         owners = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         sampling = sampling_of(sample, sample_seed)
-        said = Said(checked(reduce, tape.mesh), rule_declared.checked(rules))
+        if accumulation not in (None, "sum", "mean"):
+            raise ValueError(f"accumulation={accumulation!r}: it is 'sum' or 'mean'")
+        rules = rule_declared.checked(rules)
+        said = Said(checked(reduce, tape.mesh), rules, accumulation, loss_scale)
         capture = Capture(tape, models, owners, sampling, said)
         choose(capture.parts, optimizers.known(owners), names, groups)
         tape.at_end("step algebra", functools.partial(finish, capture))

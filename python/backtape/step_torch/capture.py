@@ -26,6 +26,8 @@ class Said:
 
     reduce: dict[str, list[dict[str, Any]]] | None  # by globs of names
     rules: dict[str, Any]  # by the names of optimizers' classes
+    accumulation: str | None = None  # "sum" or "mean" over microbatches
+    loss_scale: float | None = None  # of the job's own
 
 
 class Capture:
@@ -50,6 +52,7 @@ class Capture:
         self.owners = owners  # the optimizers as the job gave them
         self.reduce = said.reduce
         self.rules = said.rules
+        self.accumulation = said.accumulation
         self.sampling = sampling
         self.parts = parts_of(models)
         for part in self.own:
@@ -61,6 +64,8 @@ class Capture:
         self.norms: list[dict[str, Any]] = []
         self.clip_value: float | None = None
         self.loss_scale: float | None = None
+        # What a GradScaler, or the job itself, multiplied the loss by.
+        self.scaled_loss = None if said.loss_scale is None else float(said.loss_scale)
         self.divisor = 1.0  # of the sum over microbatches
         self.steps: list[Any] = []  # of optimizers.Step, by optimizer
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters

@@ -43,7 +43,8 @@ def declaration(capture: Capture) -> dict[str, Any]:
         "framework": f"torch {torch.__version__}",
         "microbatches": max(capture.microbatches, default=0),
         "loss_scale": as_json(capture.loss_scale),
-        **({"accumulation": "mean"} if capture.divisor != 1.0 else {}),
+        **_scaled_loss(capture),
+        **_accumulation(capture),
         "skipped": any(step.skipped for step in steps),
         "norms": [_norm(entry) for entry in capture.norms if not is_later(entry)],
         "clip_value": as_json(capture.clip_value),
@@ -56,6 +57,17 @@ def declaration(capture: Capture) -> dict[str, Any]:
         **({"sampled": sampled} if sampled is not None else {}),
         **({"squares": squares} if squares else {}),
     }
+
+
+def _accumulation(capture: Capture) -> dict[str, Any]:
+    said = capture.accumulation or ("mean" if capture.divisor != 1.0 else None)
+    return {} if said is None else {"accumulation": said}
+
+
+def _scaled_loss(capture: Capture) -> dict[str, Any]:
+    """The scale that a GradScaler gave the loss, where it did not take it out again."""
+    is_kept = capture.loss_scale is None and capture.scaled_loss is not None
+    return {"scaled_loss": as_json(capture.scaled_loss)} if is_kept else {}
 
 
 def _norm(entry: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +97,7 @@ def _parameter(
     first = part if part.same_as is None else named.get(part.same_as, part)
     optimizer, group = first.place or (None, None)
     # With a gradient of its own in between, a second step is another update.
-    others = [] if first.later else sorted({index for index, _ in first.places} - {optimizer})
+    others = [] if first.later else sorted(first.stepped_by - {optimizer})
     return {
         "optimizer": optimizer,
         "group": group,
@@ -122,6 +134,8 @@ def _optimizer(step: Step) -> dict[str, Any]:
         told["sharded_by"] = kind.__name__
     if step.others:
         told["foreign"] = step.others
+    if step.again:
+        told["again"] = True
     return told | {"skipped": step.skipped, "steps": step.count}
 
 

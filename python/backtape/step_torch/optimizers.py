@@ -42,6 +42,8 @@ class Step:
         self.count = 0  # how often the optimizer has stepped
         self.ended = False  # its first step is over
         self.depth = 0  # calls of `step` that run: one inside another is that of a base class
+        self.has_closure = False  # the job has its gradients computed inside of the step
+        self.again = False  # it stepped once more, and no backward pass came between
         self.skipped = False
 
     def is_of(self, optimizer: Any) -> bool:
@@ -97,8 +99,17 @@ class Step:
         with self.capture.guarded(type(self.optimizer).__name__):
             self.depth += 1
             if self.depth > 1:
+                # A job's own class may set these in its `step`, before it calls that of its base.
+                if self.count == 1:
+                    self.groups = self.hyper_parameters()
+                    if not self.has_closure:
+                        self._take_gradients(self.first_parts())
                 return None
             self.count += 1
+            self.has_closure = callable(options.get("closure")) or (
+                len(args) > 1 and callable(args[1])
+            )
+            self._note_gradients()
             if self.count > 1:
                 return None
             # What torch tells its fused optimizers, which take the scale out themselves.
@@ -119,6 +130,16 @@ class Step:
                 return (args[0], self._watched(args[1], parts), *args[2:]), options
             self._take_gradients(parts)
         return None
+
+    def _note_gradients(self) -> None:
+        """Notes of which parameters it steps now, and whether it stepped them before by the same gradient."""
+        held = self.parts()
+        own = [part for part in held if self.has_closure or part.gradient() is not None]
+        for part in own:
+            part.stepped_by.add(self.index)
+        is_second = self.count == 2 and bool(own) and not self.has_closure
+        if is_second and not any(part.later for part in held):
+            self.again = True
 
     def _watched(self, closure: Callable[[], Any], parts: list[Part]) -> Callable[[], Any]:
         """A closure with which a job has its gradients computed inside of the step: they are recorded

@@ -44,6 +44,8 @@ class Part:
     absent: dict[str, str] = field(default_factory=dict)
     place: tuple[int, int] | None = None  # optimizer and group
     places: set[tuple[int, int]] = field(default_factory=set)  # of every optimizer that holds it
+    # Of every optimizer that stepped while it had a gradient.
+    stepped_by: set[int] = field(default_factory=set)
     later: bool = False  # a backward pass reached it after the step
     first_pass: int = 0  # the passes before this one were of another update
     marks: tuple[Any, ...] = ()  # what shows whether something stepped since the last pass

@@ -16,6 +16,8 @@ def start(capture: Capture) -> None:
             capture.patches.attribute(kind, "unscale_", _unscale(capture))
         if "step" in vars(kind):
             capture.patches.attribute(kind, "step", _step(capture))
+        if "scale" in vars(kind):
+            capture.patches.attribute(kind, "scale", _scale(capture))
 
 
 def kinds(kind: type) -> Iterator[type]:
@@ -28,6 +30,16 @@ def kinds(kind: type) -> Iterator[type]:
 def step_of(capture: Capture, optimizer: Any) -> Step | None:
     """The step of this optimizer, if it is one of those that are recorded."""
     return next((step for step in capture.steps if step.is_of(optimizer)), None)
+
+
+def _scale(capture: Capture) -> Any:
+    def observe(scaler: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        yield
+        # Read once, as it waits for the device.
+        if capture.scaled_loss is None and scaler.is_enabled():
+            capture.scaled_loss = float(scaler.get_scale())
+
+    return observe
 
 
 def _unscale(capture: Capture) -> Any:

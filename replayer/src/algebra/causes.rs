@@ -1,6 +1,6 @@
 //! The causes of a step's divergences: one table, which docs/step-causes.md repeats for people.
 
-use super::outcome::Reading;
+use super::outcome::{Misfit, Reading};
 
 /// A known cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ causes! {
         "what each rank divides its loss by: ranks with fewer tokens must not weigh more";
     SCALED = "gradient-scaled",
         "the gradient is multiplied by a number that is no size of the job",
-        "what multiplies this gradient between the backward and here; clipping by code of the job's own is declared by `.norm()`";
+        "what multiplies this gradient between the backward and here; clipping by code of the job's own, and a loss scale, have to be declared";
     SCALE_LEFT = "loss-scale-left-in",
         "the loss scale was not taken out",
         "where the loss scale is taken out: it must happen once, before the norm";
@@ -123,6 +123,9 @@ causes! {
     LR_SCALED = "lr-scaled",
         "the change is that of another learning rate",
         "the schedule, and what multiplies the learning rate";
+    SETTING_OTHER = "setting-other",
+        "a setting of the optimizer is another than the declared one",
+        "where the optimizer is built: its betas, momentum and eps, and what changes them afterwards";
     STEP_COUNTER = "step-counter",
         "the bias correction is that of another step",
         "where the step counter is kept, restored and counted up";
@@ -208,7 +211,8 @@ pub(crate) fn named(name: &str) -> Cause {
 impl Cause {
     /// What reproduces a divergence, in words of the job.
     pub(crate) fn reads(self, words: impl Into<String>) -> Reading {
-        Reading { cause: self.name, words: words.into(), look: self.look }
+        let (words, misfit) = (words.into(), Misfit::default());
+        Reading { cause: self.name, words, look: self.look, misfit }
     }
 }
 

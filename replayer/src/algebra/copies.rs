@@ -8,10 +8,15 @@ use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::causes;
+use super::counters::counter;
 use super::domain::Domain;
 use super::inventory::{Inventory, Piece};
 use super::judge::{Judge, Operand, arithmetic, ranks};
-use super::outcome::{Divergence, Judged, Outcome, Stage};
+use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::rules::Rule;
+use crate::compare::Tally;
+use crate::kernels::round::Precision;
+use crate::number::short;
 use crate::ops::table::op;
 
 /// A copy of a tensor.
@@ -54,6 +59,22 @@ impl Inventory<'_> {
     }
 }
 
+/// Why a working copy is not its master copy rounded.
+fn unlike_master(tally: &Tally, stored: Option<Precision>) -> Reading {
+    let overflows = tally.first_nonfinite.as_ref().zip(stored).filter(|(at, stored)| {
+        at.captured.is_infinite() && at.reference.abs() > stored.largest_finite()
+    });
+    let Some((at, stored)) = overflows else {
+        return causes::MASTER_STALE.reads("the working copy is not the master copy rounded");
+    };
+    causes::UNKNOWN.reads(format!(
+        "the master copy is {} there, and the largest number of {} is {}: the working copy overflows",
+        short(at.reference),
+        stored.name(),
+        short(stored.largest_finite())
+    ))
+}
+
 impl Judge<'_> {
     /// Whether all copies of a parameter are the same after the step.
     pub(crate) fn copies(&self, parameter: &str) -> Vec<Judged> {
@@ -76,7 +97,7 @@ impl Judge<'_> {
                     | Part::StateBefore(_)
                     | Part::StateAfter(_)
             );
-            if !is_copied {
+            if !is_copied || self.is_part_of_own(parameter, part, key) {
                 continue;
             }
             let copies = self.copies_of(parameter, key).into_iter();
@@ -85,6 +106,22 @@ impl Judge<'_> {
             );
         }
         judged
+    }
+
+    /// Whether it is the state of an optimizer that no rule is known of, in another shape than the
+    /// parameter's: each rank may keep that of its own rows, and nothing says that these are copies.
+    fn is_part_of_own(&self, parameter: &str, part: &Part, key: &TensorKey) -> bool {
+        let inventory = self.inventory;
+        let is_state = matches!(part, Part::StateBefore(_) | Part::StateAfter(_));
+        let shape = |key: &TensorKey| &inventory.dump.tensors()[key].shape;
+        let is_other = |after: &TensorKey| shape(after) != shape(key);
+        let is_unknown = || {
+            inventory.declared.values().any(|own| {
+                let of = own.optimizer_of(parameter);
+                of.is_some_and(|(own, hyper)| Rule::of(own, hyper, 1.0).is_none())
+            })
+        };
+        is_state && inventory.key(parameter, &Part::After).is_some_and(is_other) && is_unknown()
     }
 
     fn copies_of(&self, parameter: &str, key: &TensorKey) -> Vec<Judged> {
@@ -121,10 +158,24 @@ impl Judge<'_> {
             let own = |piece: &Piece| inventory.hashes(before, piece.ranks[0]);
             pieces.iter().any(|piece| own(piece) != own(&pieces[0]))
         });
-        let words = match were_apart {
-            true => "the copies differed before the step already",
-            false => "the copies were the same before the step and differ after it",
+        let counts: BTreeMap<String, Vec<Rank>> =
+            pieces.iter().flat_map(|piece| &piece.ranks).fold(BTreeMap::new(), |mut all, rank| {
+                all.entry(self.counted_before(*rank, parameter)).or_default().push(*rank);
+                all
+            });
+        let words = match (were_apart, counts.len()) {
+            (_, 2..) => {
+                let each = counts.iter().map(|(count, own)| format!("{count} on {}", ranks(own)));
+                let each = each.collect::<Vec<_>>().join(", ");
+                format!("the optimizers' states are not the same before the step: {each}")
+            }
+            (true, _) => "the copies differed before the step already".into(),
+            (false, _) => "the copies were the same before the step and differ after it".into(),
         };
+        let mut reading = causes::COPIES_DRIFT.reads(words);
+        if counts.len() > 1 {
+            reading.look = "how each rank's optimizer gets its state, as from a checkpoint";
+        }
         Divergence {
             reason: format!("{} hold different values of it", versions.join("; ")),
             factor: None,
@@ -132,8 +183,15 @@ impl Judge<'_> {
             floor: 0.0,
             worst: None,
             reading: None,
-            readings: vec![causes::COPIES_DRIFT.reads(words)],
+            readings: vec![reading],
         }
+    }
+
+    /// How many steps a rank's optimizer has counted before this one, in words.
+    fn counted_before(&self, rank: Rank, parameter: &str) -> String {
+        let declared = self.inventory.declared_of(rank, parameter);
+        let count = declared.and_then(|own| own.scalar_before(counter(own)?));
+        count.map_or_else(|| "no state".into(), |count| format!("{count} steps"))
     }
 
     /// The working copy against the master copy.
@@ -156,8 +214,7 @@ impl Judge<'_> {
                 let tally = compared.into_iter().next().ok_or("it has no elements")?.1?;
                 Ok(match self.outcome(&tally, &piece.place, |_| None) {
                     Outcome::Diverged(mut divergence) => {
-                        let words = "the working copy is not the master copy rounded";
-                        divergence.readings = vec![causes::MASTER_STALE.reads(words)];
+                        divergence.readings = vec![unlike_master(&tally, stored)];
                         Outcome::Diverged(divergence)
                     }
                     other => other,

@@ -54,7 +54,7 @@ impl Judge<'_> {
             });
             let Some(count) = count else { continue };
             let wrong = count.not_one_more(self.microbatches_of(rank));
-            let wrong = wrong.or_else(|| count.of_moments(inventory, parameter));
+            let wrong = wrong.or_else(|| count.of_moments(inventory, rank, parameter));
             let Some(divergence) = wrong else { continue };
             let result = Ok(Outcome::Diverged(Box::new(divergence)));
             judged.push(self.judged(Stage::State, parameter, (after, &piece), result));
@@ -73,6 +73,33 @@ impl Judge<'_> {
     }
 }
 
+/// A count of several steps is no fault of the counter where the state is not that of one step
+/// either: then several may have been taken. `judged`: all of one parameter's optimizer.
+pub(super) fn doubt_counters(judged: &mut [Judged]) {
+    let is_count = |own: &Reading| own.cause == causes::STEP_COUNTER.name;
+    let is_unexplained = judged.iter().any(|one| {
+        let divergence = one.result.divergence();
+        divergence
+            .is_some_and(|own| own.readings.iter().all(|own| own.cause == causes::UNKNOWN.name))
+    });
+    for one in judged.iter_mut().filter(|_| is_unexplained) {
+        let Outcome::Diverged(divergence) = &mut one.result else { continue };
+        for reading in divergence.readings.iter_mut().filter(|own| is_count(own)) {
+            if reading.words.ends_with(SEVERAL) {
+                let words = format!(
+                    "{}, and the state is not that of one step: more than one may have been taken \
+                     while the tape was open",
+                    reading.words
+                );
+                *reading = causes::UNKNOWN.reads(words);
+            }
+        }
+    }
+}
+
+/// What a count of more than one step is, in words.
+const SEVERAL: &str = ": several steps are counted";
+
 impl Count<'_> {
     /// A count that is not that of one step more.
     fn not_one_more(&self, microbatches: Option<f64>) -> Option<Divergence> {
@@ -82,7 +109,10 @@ impl Count<'_> {
         }
         let more = match (after - before, microbatches) {
             (0.0, _) => ": this step is not counted",
-            (by, Some(microbatches)) if by == microbatches => ": microbatches are counted",
+            (by, Some(microbatches)) if by == microbatches && by > 1.0 => {
+                ": microbatches are counted"
+            }
+            (by, _) if by > 1.0 => SEVERAL,
             _ => "",
         };
         let words = format!("{name} was {before} before the step and is {after} after it{more}");
@@ -95,9 +125,14 @@ impl Count<'_> {
     }
 
     /// A count that begins anew beside moments of steps before.
-    fn of_moments(&self, inventory: &Inventory<'_>, parameter: &str) -> Option<Divergence> {
+    fn of_moments(
+        &self,
+        inventory: &Inventory<'_>,
+        rank: Rank,
+        parameter: &str,
+    ) -> Option<Divergence> {
         let Count { name, before, .. } = self;
-        if *before != 0.0 || !inventory.has_moments(parameter) {
+        if *before != 0.0 || !inventory.has_moments(rank, parameter) {
             return None;
         }
         let words =
@@ -111,15 +146,18 @@ fn diverged(reason: String, error: f64, readings: Vec<Reading>) -> Divergence {
 }
 
 impl Inventory<'_> {
-    /// Whether some moment of a parameter was not zero before the step.
-    fn has_moments(&self, parameter: &str) -> bool {
+    /// Whether some moment of a parameter that a rank recorded was not zero before the step.
+    fn has_moments(&self, rank: Rank, parameter: &str) -> bool {
         let tensors = &self.parameters[parameter].tensors;
         let moments = tensors.iter().filter(|((part, _), _)| {
             matches!(part, Part::StateBefore(state) if MOMENTS.contains(&state.as_str()))
         });
         let mut shards = moments.flat_map(|(_, key)| &self.dump.tensors()[key].shards);
         let is_some = |bytes: &[u8]| bytes.iter().any(|byte| *byte != 0);
-        shards.any(|shard| self.dump.intact_bytes(shard).is_some_and(is_some))
+        shards.any(|shard| {
+            self.dump.record(shard).rank == rank
+                && self.dump.intact_bytes(shard).is_some_and(is_some)
+        })
     }
 
     /// Steps that are counted before this one although every moment of every parameter is zero: what

@@ -28,6 +28,9 @@ pub(crate) struct Declaration {
     /// What the loss was multiplied by.
     #[serde(default, deserialize_with = "number")]
     pub loss_scale: Option<f64>,
+    /// What a GradScaler multiplied the loss by, where it did not take it out again.
+    #[serde(default, deserialize_with = "number")]
+    pub scaled_loss: Option<f64>,
     /// The optimizer's step was left out.
     #[serde(default)]
     pub skipped: bool,
@@ -233,6 +236,9 @@ pub(crate) struct Optimizer {
     /// How often it was called to step; `None` where the job has not said it.
     #[serde(default)]
     pub steps: Option<u32>,
+    /// It stepped once more, and no backward pass came between.
+    #[serde(default)]
+    pub again: bool,
     /// The hyper-parameters of each group.
     #[serde(default)]
     pub groups: Vec<Hyper>,
@@ -308,31 +314,6 @@ impl Hyper {
             own.is_some() && other.is_some() && own != other
         };
         self.0.keys().find(is_other).map(String::as_str)
-    }
-
-    /// A switch that is on and that no rule knows.
-    pub(crate) fn other_switch(&self) -> Option<&str> {
-        const KNOWN: [&str; 15] = [
-            "adam_w_mode",
-            "amsgrad",
-            "bias_correction",
-            "capturable",
-            "centered",
-            "debias",
-            "decoupled_weight_decay",
-            "differentiable",
-            "foreach",
-            "fused",
-            "maximize",
-            "multiply_by_parameter_scale",
-            "nesterov",
-            "scale_parameter",
-            "use_muon",
-        ];
-        let is_other = |(name, value): &(&String, &Value)| {
-            **value == Value::Bool(true) && !KNOWN.contains(&name.as_str())
-        };
-        self.0.iter().find(is_other).map(|(name, _)| name.as_str())
     }
 
     /// Whether a switch is on; a number is on where it is not 0.

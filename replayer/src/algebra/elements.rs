@@ -72,6 +72,13 @@ impl<'a> Elements<'a> {
         }
     }
 
+    /// The first element of each of so many rows.
+    pub(crate) fn firsts(&self, rows: usize) -> Elements<'a> {
+        let columns = self.len() / rows.max(1);
+        let matrix = self.matrix(rows, columns);
+        Elements::of((0..rows).map(|row| matrix.get_f64(row * columns)).collect())
+    }
+
     /// As a matrix of so many rows and columns.
     pub(crate) fn matrix(&self, rows: usize, cols: usize) -> Matrix<'_> {
         let values = match self {

@@ -345,10 +345,10 @@ fn is_unknown(reading: &Reading) -> bool {
 fn partly(left: f64, divergence: &Divergence) -> Option<Reading> {
     let is_far = left.sqrt() > 0.1 * divergence.error.min(1.0);
     is_far.then(|| {
-        let share = 100.0 * left.sqrt();
-        let words = format!(
-            "no sum of the recorded gradients gives it: {share:.2} % of it is none of theirs"
-        );
+        // Parameters that one fault hits differ in the share, and are told together.
+        let part = if left.sqrt() > 0.5 { "more than half" } else { "a part" };
+        let words =
+            format!("no sum of the recorded gradients gives it: {part} of it is none of theirs");
         causes::UNKNOWN.reads(words)
     })
 }

@@ -5,7 +5,7 @@ use backtape::shard::TensorKey;
 
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
-use super::optimizer::{Supposed, Tensors, hyper_numbers};
+use super::supposed::{Supposed, Tensors, hyper_numbers};
 
 /// What fits the change of a parameter.
 pub(super) struct Fit {
@@ -135,6 +135,10 @@ impl Judge<'_> {
                 (planes[at].left(solved) <= 4.0 * explained).then_some(solved)
             };
             let ((a, b), (x, y)) = (is_made(at)?, is_made(at + 1)?);
+            let is_same = |one: f64, other: f64| (one - other).abs() <= 8.0 * explained.max(1e-9);
+            if is_same(a, x) && is_same(b, y) {
+                return None;
+            }
             // As many decimals as rounding leaves.
             let digits = (-(8.0 * explained).log10()).floor().clamp(1.0, 4.0) as usize;
             let [a, b, x, y] = [a, b, x, y].map(|number| format!("{number:.digits$}"));
@@ -146,10 +150,10 @@ impl Judge<'_> {
 }
 
 /// The operands without a stage, so that it is computed and not read.
-fn without<'a>(operands: Vec<Operand<'a>>, name: &str) -> Vec<Operand<'a>> {
+pub(super) fn without<'a>(operands: Vec<Operand<'a>>, name: &str) -> Vec<Operand<'a>> {
     operands.into_iter().filter(|operand| operand.name != name).collect()
 }
 
-fn widened(operands: &[Operand<'_>], name: &str) -> Option<Vec<f64>> {
+pub(super) fn widened(operands: &[Operand<'_>], name: &str) -> Option<Vec<f64>> {
     Some(operands.iter().find(|operand| operand.name == name)?.values.clone().widened())
 }

@@ -80,6 +80,7 @@ impl Judge<'_> {
         judged.extend(judge.accumulated_by_devices(parameter));
         judged.extend(judge.reduced(parameter));
         judged.extend(judge.unscaled(parameter));
+        judged.extend(judge.scale_kept(parameter));
         judged.extend(judge.clipped(parameter));
         let whole = judge.scaled_squares(parameter, &judged);
         judged.extend(whole);
@@ -150,7 +151,9 @@ impl Judge<'_> {
             };
             return key.zip(piece).map(told).into_iter().collect();
         }
-        let Some(key) = inventory.key(parameter, &Part::Reduced) else { return Vec::new() };
+        let Some(key) = inventory.key(parameter, &Part::Reduced) else {
+            return self.reduced_and_unscaled(parameter);
+        };
         let mut domains: BTreeMap<Rank, Domain> = BTreeMap::new();
         for rank in inventory.holders(key) {
             domains.insert(rank, Domain::of(inventory, rank, parameter));
@@ -181,7 +184,7 @@ impl Judge<'_> {
 
     /// The sum or the mean over microbatches of what a domain brings together. Where the job has
     /// not said which, either is right.
-    fn sum_of_addends(
+    pub(super) fn sum_of_addends(
         &self,
         (parameter, key, piece): (&str, &TensorKey, &Piece),
         addends: &[Addend],
@@ -216,11 +219,15 @@ impl Judge<'_> {
         let mean = 1.0 / microbatches.len().max(1) as f64;
         let declared = self.inventory.declared.get(&rank);
         let is_jax = declared.is_some_and(|own| own.framework.starts_with("jax"));
-        match declared.and_then(|own| own.accumulation) {
+        let mut all = match declared.and_then(|own| own.accumulation) {
             Some(ReduceOp::Mean) => vec![mean],
             None if is_jax && mean < 1.0 => vec![mean, 1.0],
             _ => vec![1.0],
-        }
+        };
+        // A job may take the scale of its loss out by itself, before anybody looks.
+        let scale = declared.and_then(|own| own.scaled_loss);
+        all.extend(scale.map(|scale| all[0] / scale));
+        all
     }
 
     /// The gradient after the loss scale was taken out.
@@ -253,7 +260,9 @@ impl Judge<'_> {
         let before = [Part::Unscaled, Part::Reduced];
         let before = before.iter().find_map(|part| inventory.key(parameter, part));
         let (Some(key), Some(before)) = (inventory.key(parameter, &Part::Clipped), before) else {
-            return before.and_then(|key| self.clipped_late(parameter, key)).into_iter().collect();
+            let late = before.and_then(|key| self.clipped_late(parameter, key));
+            let left = || before.and_then(|key| self.left_unclipped(parameter, key));
+            return late.or_else(left).into_iter().collect();
         };
         let judge = |piece: &Piece| {
             let result = self.clipping(parameter, (before, key), piece);

@@ -9,15 +9,18 @@ use backtape::shard::TensorKey;
 
 use super::causes::{self, Cause};
 use super::declaration::{Declaration, Optimizer};
-use super::inventory::Piece;
+use super::inventory::{Inventory, Piece};
 use super::judge::{Judge, ranks};
-use super::outcome::{Divergence, Judged, Outcome, Stage};
+use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
+use super::rules::Rule;
+use super::supposed::Tensors;
 
 impl Judge<'_> {
     /// A parameter that no optimizer holds, or whose step some ranks alone took.
     pub(super) fn held(&self, parameter: &str) -> Vec<Judged> {
         let split = self.skipped_by_some(parameter).or_else(|| self.not_held(parameter));
-        split.or_else(|| self.stepped_by_several(parameter)).into_iter().collect()
+        let again = || self.stepped_again(parameter);
+        split.or_else(|| self.stepped_by_several(parameter)).or_else(again).into_iter().collect()
     }
 
     /// Ranks that left out the step that others took of the same parameter.
@@ -46,7 +49,11 @@ impl Judge<'_> {
             false => ("did not call the optimizer's step", causes::NO_OP),
         };
         let words = format!("{} {did}, and {} took it", ranks(&skipped), ranks(&stepped));
-        Some(self.stepped_otherwise(parameter, (key, &skipped), words, cause))
+        let look = match cause == causes::NO_OP {
+            true => "the condition under which a rank calls the optimizer's step",
+            false => cause.look,
+        };
+        Some(self.stepped_otherwise(parameter, (key, &skipped), words, Cause { look, ..cause }))
     }
 
     /// A parameter with a gradient that is in no optimizer, where one holds a tensor of its shape
@@ -74,6 +81,53 @@ impl Judge<'_> {
         })
     }
 
+    /// A gradient that was not cleared because no optimizer holds its parameter: that is what is
+    /// wrong, and not when `zero_grad` is called.
+    pub(super) fn not_cleared_as_not_held(&self, parameter: &str, judged: &mut [Judged]) {
+        for one in judged {
+            let Outcome::Diverged(divergence) = &mut one.result else { continue };
+            let is_stale = |own: &Reading| own.cause == causes::NOT_CLEARED.name;
+            if divergence.readings.iter().any(is_stale) && self.inventory.is_held_by_none(parameter)
+            {
+                let words = "the gradient that was there before the step is still in it, and no \
+                             optimizer that was given holds the parameter: none clears its \
+                             gradient, and none steps it";
+                divergence.readings = vec![causes::NOT_HELD.reads(words)];
+            }
+        }
+    }
+
+    /// A parameter and its state, where the job says that it left the step out: both stay as they are.
+    pub(super) fn left_out(&self, tensors: &Tensors<'_>, piece: &Piece) -> Vec<Judged> {
+        let (inventory, rank, parameter) = (self.inventory, tensors.rank, tensors.parameter);
+        let declared = inventory.declared.get(&rank);
+        if !declared.is_some_and(|declared| is_left_out(declared, parameter)) {
+            return Vec::new();
+        }
+        let parts = inventory.parameters[parameter].tensors.keys();
+        let states = parts.filter_map(|(part, _)| match part {
+            Part::StateAfter(name) if Rule::is_state(name) => {
+                Some((Stage::State, Part::StateBefore(name.clone()), part.clone()))
+            }
+            _ => None,
+        });
+        let own = [(Stage::Update, Part::Before, Part::After)];
+        let of = |(stage, before, part): (Stage, Part, Part)| {
+            let before = inventory.key(parameter, &before)?;
+            let after = inventory.key(parameter, &part)?;
+            let [one, other] = [before, after].map(|key| inventory.hashes(key, rank));
+            if one.is_empty() || one.len() != other.len() {
+                return None;
+            }
+            let result = match one == other {
+                true => Outcome::Agreed { seen_from: None, error: 0.0, floor: 0.0 },
+                false => Outcome::Diverged(Box::new(changed_although_left_out(&part))),
+            };
+            Some(self.judged(stage, parameter, (after, piece), Ok(result)))
+        };
+        states.chain(own).filter_map(of).collect()
+    }
+
     /// A parameter that several optimizers stepped with the same gradient.
     fn stepped_by_several(&self, parameter: &str) -> Option<Judged> {
         let key = self.inventory.key(parameter, &Part::After)?;
@@ -97,6 +151,22 @@ impl Judge<'_> {
                 of.join(" and ")
             );
             self.stepped_otherwise(parameter, (key, &ranks), words, causes::UPDATED_TWICE)
+        })
+    }
+
+    /// A parameter whose optimizer stepped twice by the same gradient.
+    fn stepped_again(&self, parameter: &str) -> Option<Judged> {
+        let key = self.inventory.key(parameter, &Part::After)?;
+        let declared = self.inventory.declared.iter();
+        let is_again = |declared: &Declaration| {
+            declared.optimizer_of(parameter).is_some_and(|(optimizer, _)| optimizer.again)
+        };
+        let ranks: Vec<Rank> =
+            declared.filter(|(_, own)| is_again(own)).map(|own| *own.0).collect();
+        let words = "the optimizer stepped once more, and no backward pass came between: it took the \
+                     same gradient twice";
+        (!ranks.is_empty()).then(|| {
+            self.stepped_otherwise(parameter, (key, &ranks), words.into(), causes::UPDATED_TWICE)
         })
     }
 
@@ -138,6 +208,36 @@ impl Judge<'_> {
         let shape = self.inventory.dump.tensors()[key].shape.iter();
         let place = shape.map(|extent| (0, *extent)).collect();
         Piece { ranks: ranks.to_vec(), place: IndexBox(place) }
+    }
+}
+
+impl Inventory<'_> {
+    /// Whether no optimizer holds a parameter, on any rank, though one stepped others.
+    pub(super) fn is_held_by_none(&self, parameter: &str) -> bool {
+        let declared = || self.declared.values();
+        let mut own = declared().filter_map(|declared| declared.parameters.get(parameter));
+        own.all(|own| own.optimizer.is_none() && own.trainable == Some(true))
+            && declared().flat_map(|own| &own.optimizers).any(Optimizer::has_stepped)
+    }
+
+    /// Whether the optimizer of a parameter stepped again while the tape was open.
+    pub(super) fn has_later_steps(&self, parameter: &str) -> bool {
+        let own = self.declared.values().filter_map(|own| own.parameters.get(parameter));
+        own.into_iter().any(|own| own.absent.contains_key("later_steps"))
+    }
+}
+
+fn changed_although_left_out(part: &Part) -> Divergence {
+    let words =
+        format!("the job left the optimizer's step out, and {part} is not what it was before");
+    Divergence {
+        reason: words.clone(),
+        factor: None,
+        error: 1.0,
+        floor: 0.0,
+        worst: None,
+        reading: None,
+        readings: vec![causes::UNKNOWN.reads(words)],
     }
 }
 

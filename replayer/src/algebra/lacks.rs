@@ -24,8 +24,56 @@ pub(super) fn lacks(
     lacks.extend(lost(inventory));
     lacks.extend(other_settings(inventory));
     lacks.extend(held_by_some(inventory));
+    lacks.extend(held_by_none(inventory));
+    lacks.extend(later_steps(inventory));
+    lacks.extend(scaled_norm(inventory));
     lacks.extend(inventory.counted_without_moments());
     lacks
+}
+
+/// Parameters with a gradient that no optimizer holds, where one stepped others.
+fn held_by_none(inventory: &Inventory<'_>) -> Option<String> {
+    let has_gradient = |name: &&str| inventory.key(name, &Part::Reduced).is_some();
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let unheld = all.iter().copied().filter(has_gradient);
+    let unheld: Vec<&str> = unheld.filter(|name| inventory.is_held_by_none(name)).collect();
+    (!unheld.is_empty()).then(|| {
+        format!(
+            "no optimizer that was given holds {}, which got a gradient: whether it is updated is not \
+             known (one that is not to be trained has requires_grad=False)",
+            pattern(&unheld, &all)
+        )
+    })
+}
+
+/// Parameters whose optimizer stepped again within the tape.
+fn later_steps(inventory: &Inventory<'_>) -> Option<String> {
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let again: Vec<&str> =
+        all.iter().copied().filter(|name| inventory.has_later_steps(name)).collect();
+    (!again.is_empty()).then(|| {
+        format!(
+            "the optimizer of {} stepped several times while the tape was open, and its first step \
+             alone was judged: open a tape around each step",
+            pattern(&again, &all)
+        )
+    })
+}
+
+/// A norm that nothing is clipped by, of gradients with the loss scale in them. The job may divide it
+/// before it reports it.
+fn scaled_norm(inventory: &Inventory<'_>) -> Option<String> {
+    let mut declared = inventory.declared.values().flat_map(|own| {
+        let scale = own.loss_scale.filter(|scale| *scale != 1.0);
+        own.norms.iter().enumerate().filter_map(move |(at, norm)| Some((at, norm, scale?)))
+    });
+    let (at, _, scale) = declared.find(|(_, norm, _)| {
+        norm.of.as_deref() == Some("reduced") && norm.max_norm.is_none() && !norm.of_nothing
+    })?;
+    Some(format!(
+        "norm {at} is of gradients with the loss scale {scale} in them, so that it is {scale} x that of \
+         the gradients which the optimizer takes"
+    ))
 }
 
 /// Parameters that the optimizers of some ranks hold, and those of others do not.
@@ -41,8 +89,8 @@ fn held_by_some(inventory: &Inventory<'_>) -> Option<String> {
     let split: Vec<&str> = all.iter().copied().filter(is_split).collect();
     (!split.is_empty()).then(|| {
         format!(
-            "the optimizers of some ranks hold {}, and those of others do not: what became of the \
-             copies there is not known",
+            "{}: the optimizer of some rank holds each of them, and those of other ranks do not: what \
+             became of the copies there is not known",
             pattern(&split, &all)
         )
     })

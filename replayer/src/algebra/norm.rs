@@ -6,43 +6,19 @@ use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use backtape::nan::larger;
 use backtape::part::Part;
-use backtape::shard::TensorKey;
-use rayon::prelude::*;
 
 use super::causes;
 use super::copies::OTHERS;
 use super::declaration::Norm;
-use super::domain::fewer_bits;
-use super::elements::Elements;
 use super::gradient::is_near;
-use super::inventory::Piece;
 use super::judge::Judge;
+use super::norm_shares::{Expected, Share, root};
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
-use super::squares::Held;
 use super::void_norms;
-use crate::assemble::pieces;
-use crate::kernels::policy::Sum;
 use crate::kernels::round::Precision;
-
-/// What a norm may be off by, in standard deviations of its rounding: one number is compared, and
-/// beyond 6.5 a normal falls once in 10¹⁰.
-const REACH: f64 = 6.5;
 
 /// Roundings, in units of the format, that a norm in few bits may be off by.
 const NORM_ROUNDINGS: f64 = 8.0;
-
-/// The norm of one parameter, to the power that sums.
-#[derive(Clone, Debug, Default)]
-struct Share {
-    /// `Σ |g|^p`, or the largest element, of the whole gradient.
-    whole: f64,
-    /// The same of what each rank holds.
-    held: BTreeMap<Rank, f64>,
-    /// Variance of the rounding of `whole`.
-    variance: f64,
-    /// How many ranks hold each element.
-    copies: f64,
-}
 
 /// A norm as the job has it and as it should be.
 struct Joined {
@@ -92,13 +68,6 @@ impl Joined {
     }
 }
 
-/// By how much `x^(1/p)` errs for each unit of `ln x`, where a job has `1/p` in f32. A job takes
-/// such a root of each parameter, of what a rank holds, and of all.
-fn exponent_error(power: f64) -> f64 {
-    let exponent = 1.0 / power;
-    (f64::from(exponent as f32) - exponent).abs()
-}
-
 impl Judge<'_> {
     /// Every norm that a rank declares, those that are the same on several ranks once.
     pub(crate) fn norms(&self) -> Vec<Judged> {
@@ -128,13 +97,6 @@ impl Judge<'_> {
         groups.iter().map(judge).collect()
     }
 
-    /// The parameters of a norm: those that any rank names beside it, as a rank names only those
-    /// of which it holds a part.
-    fn normed(&self, at: usize) -> BTreeSet<&str> {
-        let norms = self.inventory.declared.values().filter_map(|own| own.norms.get(at));
-        norms.flat_map(|norm| norm.parameters.iter().map(String::as_str)).collect()
-    }
-
     /// A norm that these ranks declare.
     fn norm(&self, norm: &Norm, ranks: &[Rank], at: usize) -> Result<Outcome, String> {
         let (is_local, rank) = (norm.value.is_none(), ranks[0]);
@@ -150,34 +112,27 @@ impl Judge<'_> {
         }
         let power =
             norm.power().ok_or_else(|| format!("a norm of kind {} is not known", norm.kind))?;
-        let (shares, stored) = self.shares(norm, rank, (at, power))?;
-        let is_max = power.is_infinite();
-        let join = |values: &mut dyn Iterator<Item = f64>| match is_max {
-            true => values.fold(0.0, larger),
-            false => values.sum(),
-        };
-        let root = |total: f64| if is_max { total } else { total.powf(1.0 / power) };
+        let shares = self.shares(norm, rank, (at, power))?;
         let own = |share: &Share| match is_local {
             true => share.held.get(&rank).copied().unwrap_or(0.0),
             false => share.whole,
         };
-        let total = join(&mut shares.values().map(own));
-        let expected = root(total);
-        let variance: f64 = shares.values().map(|share| share.variance).sum();
-        let format = stored.unwrap_or(Precision::F32);
-        // Each parameter's norm and the whole's are stored; a root divides a relative error by p.
-        let relative =
-            if is_max { 0.0 } else { variance.sqrt() / (power * total.max(f64::MIN_POSITIVE)) };
-        let unit = format.unit_roundoff().max(Precision::F32.unit_roundoff());
-        let roots = 3.0 * exponent_error(power) * total.max(f64::MIN_POSITIVE).ln().abs();
-        let small = (1.0 + (shares.len() as f64).sqrt()) * format.smallest_subnormal();
-        let allowed = expected * (REACH * relative + 4.0 * unit + roots) + small;
+        let right = shares.expected(power, &own);
+        let Expected { total, norm: expected, allowed } = right;
         // A step is left out for gradients that are not finite, and their norm is neither.
-        let is_infinite = !expected.is_finite() || expected > format.largest_finite();
+        let most = shares.stored.unwrap_or(Precision::F32).largest_finite();
+        let is_infinite = !expected.is_finite() || expected > most;
         if is_infinite && !value.is_finite() && self.inventory.is_left_out() {
             return Ok(Outcome::Agreed { seen_from: None, error: 0.0, floor: 0.0 });
         }
-        if (value - expected).abs() <= allowed {
+        // Ranks that hold other values under one name hold other parameters, or copies that drifted:
+        // a norm that is right for one of the two is no fault.
+        let others = shares.others().map(|name| format!("{name} is in it: {OTHERS}"));
+        let apart = shares.expected(power, &|share| share.apart.unwrap_or_else(|| own(share)));
+        if let Some(why) = others.clone().filter(|_| right.is(value) || apart.is(value)) {
+            return Err(why);
+        }
+        if right.is(value) {
             let least = expected.max(f64::MIN_POSITIVE);
             let (error, floor) = ((value - expected).abs() / least, allowed / least);
             return Ok(Outcome::Agreed { seen_from: Some(floor), error, floor });
@@ -198,7 +153,7 @@ impl Judge<'_> {
         let tolerance = (allowed / expected).max(1e-6);
         // What is as near to the right norm as the job's explains nothing.
         let is = |other: f64| {
-            let other = root(other);
+            let other = root(other, power);
             let is_apart = (other - expected).abs() > 2.0 * tolerance * expected;
             is_apart && (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
@@ -206,10 +161,13 @@ impl Judge<'_> {
         let read = self
             .read_scale(norm, rank, &joined, &is)
             .or_else(|| joined.read_rounded())
-            .or_else(|| self.read_norm(&shares, (ranks, total, is_max), &is))
-            .or_else(|| joined.read_rounded_parts(&shares, &is));
+            .or_else(|| self.read_norm(&shares.by_parameter, (ranks, total, power), &is))
+            .or_else(|| joined.read_rounded_parts(&shares.by_parameter, &is));
         divergence.readings = read.into_iter().collect();
-        Ok(Outcome::Diverged(Box::new(divergence)))
+        match others.filter(|_| divergence.readings.is_empty()) {
+            Some(why) => Err(why),
+            None => Ok(Outcome::Diverged(Box::new(divergence))),
+        }
     }
 
     /// Why the gradients that a norm is of were not recorded, where they were clipped before it, and
@@ -225,60 +183,16 @@ impl Judge<'_> {
             .then(|| "it is of gradients between two clippings, which were not recorded".into())
     }
 
-    /// The share of each parameter of a norm, and the format of fewest bits that one is stored in.
-    fn shares(
-        &self,
-        norm: &Norm,
-        rank: Rank,
-        (at, power): (usize, f64),
-    ) -> Result<(BTreeMap<&str, Share>, Option<Precision>), String> {
-        let of = norm.of.as_deref().unwrap_or("reduced");
-        let mut shares: BTreeMap<&str, Share> = BTreeMap::new();
-        let (mut stored, mut lost) = (None, Vec::new());
-        for parameter in self.normed(at) {
-            let key = self.key_of(parameter, of);
-            if self.inventory.are_others(parameter) {
-                return Err(format!("{parameter} is in it: {OTHERS}"));
-            }
-            if let Some(held) = self.inventory.declared_squares(parameter, of, rank) {
-                let (held, squares_of) = (held?, (parameter, key));
-                stored = fewer_bits(stored, held.format);
-                shares.insert(parameter, self.declared_share(squares_of, &held, power)?);
-            } else if let Some(key) = key {
-                let format = self.inventory.precision(key);
-                stored = fewer_bits(stored, format);
-                shares.insert(parameter, self.share(key, rank, power, format)?);
-            } else {
-                lost.push(parameter);
-            }
-        }
-        if let Some(first) = lost.first() {
-            return Err(format!(
-                "the gradients of {} of its parameters were not recorded, {first} among them",
-                lost.len()
-            ));
-        }
-        if shares.is_empty() {
-            return Err("it names no parameters".into());
-        }
-        Ok((shares, stored))
-    }
-
-    fn key_of(&self, parameter: &str, of: &str) -> Option<&TensorKey> {
-        let name = format!("step.{of}:{parameter}");
-        self.inventory.key(parameter, &Part::of_tensor(&name)?.0)
-    }
-
     /// What enters instead, in place of each element once.
     fn read_norm(
         &self,
         shares: &BTreeMap<&str, Share>,
-        (declaring, total, is_max): (&[Rank], f64, bool),
+        (declaring, total, power): (&[Rank], f64, f64),
         is: &dyn Fn(f64) -> bool,
     ) -> Option<Reading> {
         let held = |rank: &Rank| -> f64 {
             let own = shares.values().filter_map(|share| share.held.get(rank)).copied();
-            if is_max { own.fold(0.0, larger) } else { own.sum() }
+            if power.is_infinite() { own.fold(0.0, larger) } else { own.sum() }
         };
         let ranks: BTreeSet<Rank> =
             shares.values().flat_map(|share| share.held.keys().copied()).collect();
@@ -290,7 +204,7 @@ impl Judge<'_> {
             return Some(causes::NORM_LOCAL.reads(words));
         }
         let all: f64 = ranks.iter().map(held).sum();
-        if is_max {
+        if power.is_infinite() {
             return self.read_largest(shares, is);
         }
         if is(all) {
@@ -374,9 +288,13 @@ impl Judge<'_> {
                 return Some(causes::NORM_MISSES.reads(words));
             }
         }
+        let mesh = &self.inventory.dump.manifest.mesh.0;
+        let sizes: Vec<f64> = mesh.iter().map(|(_, size)| f64::from(*size)).collect();
         for (group, names) in &groups {
             let copies = names.iter().map(|name| shares[*name].copies).fold(1.0, f64::max);
-            for times in [copies, 1.0 / copies] {
+            // Devices of one process hold copies that it records once.
+            let counts = [copies, sizes.iter().product()].into_iter().chain(sizes.iter().copied());
+            for times in counts.flat_map(|count| [count, 1.0 / count]) {
                 if times != 1.0 && is(total + (times - 1.0) * sum(names)) {
                     let words = format!("{group} are in it {times:.4} times");
                     return Some(causes::NORM_COPIES.reads(words));
@@ -412,137 +330,6 @@ impl Judge<'_> {
         });
         groups
     }
-
-    /// `Σ |g|^p` of a gradient, each element once; where copies differ, that of the rank counts.
-    fn share(
-        &self,
-        key: &TensorKey,
-        rank: Rank,
-        power: f64,
-        format: Option<Precision>,
-    ) -> Result<Share, String> {
-        let mut share = Share { copies: 1.0, ..Share::default() };
-        let mut counted: Vec<IndexBox> = Vec::new();
-        let sum = Sum { precision: Precision::F32, ..Sum::NATIVE };
-        let mut copies = self.inventory.pieces(key, &|_| ());
-        copies.sort_by_key(|piece| !piece.ranks.contains(&rank));
-        for piece in copies {
-            let [value, squares, count] = self.powers(key, &piece, power)?;
-            for rank in &piece.ranks {
-                let held = share.held.entry(*rank).or_default();
-                *held = if power.is_infinite() { larger(*held, value) } else { *held + value };
-            }
-            if counted.contains(&piece.place) {
-                continue;
-            }
-            counted.push(piece.place.clone());
-            share.copies = share.copies.max(piece.ranks.len() as f64);
-            share.whole = match power.is_infinite() {
-                true => larger(share.whole, value),
-                false => share.whole + value,
-            };
-            let unit = format.map_or(0.0, Precision::unit_roundoff);
-            share.variance += sum.variance(count, value, squares) + (2.0 * unit * value).powi(2);
-            share.variance += count * Precision::F32.smallest_subnormal().powi(2);
-        }
-        Ok(share)
-    }
-
-    /// The share of a gradient that is not recorded whole, by the sums of squares that ranks declare.
-    /// None can be smaller than that of what the rank recorded.
-    fn declared_share(
-        &self,
-        (parameter, key): (&str, Option<&TensorKey>),
-        held: &Held,
-        power: f64,
-    ) -> Result<Share, String> {
-        if power != 2.0 {
-            return Err(format!(
-                "{parameter} is not recorded whole, and of such a gradient ranks declare the sum \
-                 of squares alone"
-            ));
-        }
-        let mut recorded: BTreeMap<Rank, f64> = BTreeMap::new();
-        for piece in key.map(|key| self.inventory.pieces(key, &|_| ())).unwrap_or_default() {
-            let [value, ..] = self.powers(key.expect("it has pieces"), &piece, power)?;
-            for rank in piece.ranks {
-                *recorded.entry(rank).or_default() += value;
-            }
-        }
-        // How far two sums of the same squares in f64 may be apart.
-        let elements: u64 = held.parts.iter().map(|(elements, _)| elements).sum();
-        let most = 1.0 + elements as f64 * f64::EPSILON;
-        let is_less = |(rank, sum): &(&Rank, &f64)| {
-            recorded.get(rank).is_some_and(|part| *part > **sum * most)
-        };
-        if let Some((rank, sum)) = held.by_rank.iter().find(is_less) {
-            return Err(format!(
-                "rank {rank} declares {sum:e} as the sum of the squares of {parameter}, and what \
-                 it recorded of it has more"
-            ));
-        }
-        let sum = Sum { precision: Precision::F32, ..Sum::NATIVE };
-        let unit = held.format.map_or(0.0, Precision::unit_roundoff);
-        // The sum of fourth powers is not known; it is at most the square of that of squares.
-        let variance = |(count, value): &(u64, f64)| {
-            sum.variance(*count as f64, *value, value * value) + (2.0 * unit * value).powi(2)
-        };
-        Ok(Share {
-            whole: held.whole(),
-            held: held.by_rank.clone(),
-            variance: held.parts.iter().map(variance).sum(),
-            copies: held.copies as f64,
-        })
-    }
-
-    /// `Σ |g|^p`, `Σ |g|^2p` and the count of the elements of a piece.
-    fn powers(&self, key: &TensorKey, piece: &Piece, power: f64) -> Result<[f64; 3], String> {
-        let parts = pieces(&piece.place, 8);
-        let part = |part: &IndexBox| {
-            let values = self.inventory.elements(key, piece.ranks[0], part)?;
-            Ok(powers_of(&values, power))
-        };
-        let parts: Vec<Result<[f64; 3], String>> = parts.par_iter().map(part).collect();
-        let mut total = [0.0; 3];
-        for part in parts {
-            let [value, squares, count] = part?;
-            let before: f64 = total[0];
-            let joined = if power.is_infinite() { larger(before, value) } else { before + value };
-            total = [joined, total[1] + squares, total[2] + count];
-        }
-        Ok(total)
-    }
-}
-
-/// `Σ |x|^p`, or the largest `|x|`, `Σ |x|^2p` and the count of some elements.
-fn powers_of(values: &Elements<'_>, power: f64) -> [f64; 3] {
-    const BLOCK: usize = 1024;
-    // In several sums beside each other, which a processor adds at once.
-    const AT_ONCE: usize = 4;
-    let (matrix, count) = (values.matrix(1, values.len()), values.len());
-    let (mut block, mut sums, mut squares) = ([0.0; BLOCK], [0.0; AT_ONCE], [0.0; AT_ONCE]);
-    for from in (0..count).step_by(BLOCK) {
-        let here = BLOCK.min(count - from);
-        matrix.span_f64(from, &mut block[..here]);
-        block[here..].fill(0.0);
-        for chunk in block.chunks_exact(AT_ONCE) {
-            for (lane, x) in chunk.iter().enumerate() {
-                let x = x.abs();
-                if power.is_infinite() {
-                    sums[lane] = larger(sums[lane], x);
-                    continue;
-                }
-                let raised = if power == 2.0 { x * x } else { x.powf(power) };
-                sums[lane] += raised;
-                squares[lane] += raised * raised;
-            }
-        }
-    }
-    let whole = match power.is_infinite() {
-        true => sums.into_iter().fold(0.0, larger),
-        false => sums.iter().sum(),
-    };
-    [whole, squares.iter().sum(), count as f64]
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use serde::Serialize;
 
+use super::declaration::Norm;
 use super::inventory::Inventory;
 use super::names::pattern;
 use super::outcome::{Energies, Judged, Outcome, Reading};
@@ -38,7 +39,11 @@ impl NormGap {
         judged: &[Judged],
         names: &[&str],
     ) -> Option<NormGap> {
-        let sums = || judged.iter().filter(|one| one.tensor.starts_with("step.reduced:"));
+        let normed = normed(inventory);
+        let sums = || {
+            let own = judged.iter().filter(|one| one.tensor.starts_with("step.reduced:"));
+            own.filter(|one| normed.is_empty() || normed.contains(one.parameter.as_str()))
+        };
         let is_lacking = |one: &Judged| {
             one.energies.is_none() && matches!(one.result, Outcome::Unchecked { .. })
         };
@@ -70,16 +75,35 @@ impl NormGap {
         // The sums of several boxes are added in f64 too.
         let added = sums.len() as f64 * f64::EPSILON / 2.0 * (whole.captured + whole.right);
         let apart = whole.apart + added;
-        let mut declared = inventory.declared.values().flat_map(|own| &own.norms);
+        // A norm that the job took of gradients without the loss scale is of smaller ones.
+        let scale = scale_in(inventory);
         Some(NormGap {
-            reported: declared.next().and_then(|norm| norm.value),
-            captured: whole.captured.sqrt(),
-            right: whole.right.sqrt(),
+            reported: first(inventory).and_then(|norm| norm.value),
+            captured: whole.captured.sqrt() / scale,
+            right: whole.right.sqrt() / scale,
             estimated: !samples.is_empty(),
             shares: shares(parts, apart),
-            apart,
+            apart: apart / (scale * scale),
         })
     }
+}
+
+/// The first norm that a rank declares.
+fn first<'a>(inventory: &'a Inventory<'_>) -> Option<&'a Norm> {
+    inventory.declared.values().find_map(|own| own.norms.first())
+}
+
+/// The parameters of the first norm, on any rank: a job may take several, each of others.
+fn normed<'a>(inventory: &'a Inventory<'_>) -> BTreeSet<&'a str> {
+    let norms = inventory.declared.values().filter_map(|own| own.norms.first());
+    norms.flat_map(|norm| norm.parameters.iter().map(String::as_str)).collect()
+}
+
+/// The loss scale that reduced gradients have in them, and the first norm has not.
+fn scale_in(inventory: &Inventory<'_>) -> f64 {
+    let is_without = first(inventory).is_some_and(|norm| norm.of.as_deref() != Some("reduced"));
+    let mut scales = inventory.declared.values().filter_map(|own| own.loss_scale);
+    scales.next().filter(|_| is_without).unwrap_or(1.0)
 }
 
 /// The shares of the sum of these parts; none where rounding explains it, as where wrong parts

@@ -4,57 +4,18 @@
 use std::collections::BTreeMap;
 
 use backtape::identity::Rank;
-use backtape::index_box::IndexBox;
 use backtape::part::{OF_GRADIENT, Part};
 use backtape::shard::TensorKey;
 
 use super::causes;
-use super::counters::counter;
+use super::counters::{counter, doubt_counters};
 use super::declaration::{Hyper, Optimizer};
-use super::elements::Elements;
 use super::held::is_left_out;
 use super::inventory::Piece;
-use super::judge::{Compared, Judge, Operand, arithmetic, is_refuted};
+use super::judge::{Compared, Judge};
 use super::outcome::{Judged, Outcome, Reading, Stage};
 use super::rules::Rule;
-use super::wholes::Whole;
-use crate::kernels::round::Precision;
-
-/// What an optimizer is supposed to have done with one piece of a parameter.
-#[derive(Clone)]
-pub(super) struct Supposed<'a> {
-    pub(super) rule: Rule,
-    /// The rule of a step that was taken before this one, of which nothing was recorded.
-    pub(super) first: Option<Rule>,
-    pub(super) hyper: &'a Hyper,
-    /// The parameter whose state it took.
-    pub(super) state_of: &'a str,
-    /// The gradient that it took.
-    pub(super) gradient: &'a TensorKey,
-    /// What the gradient was multiplied by on the way, where the clipped one was not recorded.
-    pub(super) coefficient: f64,
-    /// What its learning rate was multiplied by.
-    pub(super) lr_factor: f64,
-    /// The weight decay, where it is not the declared one.
-    pub(super) weight_decay: Option<f64>,
-    /// Whether it forgot its state.
-    pub(super) is_reset: bool,
-    /// Whether norms and matrices inside the rule are of the rank's own part of the parameter.
-    pub(super) is_local: bool,
-    /// The format that its numbers are rounded to, where that is not the parameter's.
-    pub(super) computed_in: Option<Precision>,
-}
-
-/// The tensors of one parameter's step of the optimizer.
-#[derive(Clone, Copy)]
-pub(super) struct Tensors<'a> {
-    pub(super) parameter: &'a str,
-    pub(super) before: &'a TensorKey,
-    pub(super) after: &'a TensorKey,
-    pub(super) rank: Rank,
-    /// Whether this is the first step, before which there is no state.
-    pub(super) is_first: bool,
-}
+use super::supposed::{Supposed, Tensors};
 
 impl Judge<'_> {
     /// The optimizer's stages of a parameter.
@@ -99,6 +60,7 @@ impl Judge<'_> {
                 divergence.readings = twice.iter().cloned().collect();
             }
         }
+        doubt_counters(&mut judged);
         judged
     }
 
@@ -182,7 +144,12 @@ impl Judge<'_> {
             let (Some(before), Some(after)) = keys else { return false };
             inventory.hashes(before, rank) == inventory.hashes(after, rank)
         };
-        pairs.len() > 1 && pairs.iter().all(is_same)
+        // A gradient of zeros may leave moments as they are; the step is counted all the same.
+        let own = inventory.declared_of(rank, parameter);
+        let is_counted = own.is_some_and(|own| {
+            counter(own).is_some_and(|name| own.scalar_before(name) != own.scalar_after(name))
+        });
+        pairs.len() > 1 && pairs.iter().all(is_same) && !is_counted
     }
 
     fn optimized(&self, tensors: &Tensors<'_>, piece: &Piece) -> Vec<Judged> {
@@ -191,7 +158,8 @@ impl Judge<'_> {
             vec![self.judged(Stage::Update, parameter, (tensors.after, piece), Ok(outcome))]
         };
         if let Some(outcome) = self.without_step(rank, parameter) {
-            return without(outcome);
+            let left_out = self.left_out(tensors, piece);
+            return if left_out.is_empty() { without(outcome) } else { left_out };
         }
         if self.is_stepped_elsewhere(rank, parameter) {
             return Vec::new();
@@ -258,7 +226,7 @@ impl Judge<'_> {
         let step = counted.unwrap_or(if tensors.is_first { 1.0 } else { f64::NAN });
         let rule = self.rule_of(tensors, (optimizer, hyper), step)?;
         if !matches!(rule, Rule::Formula(_))
-            && let Some(why) = self.not_of_rule(rank, parameter, hyper)
+            && let Some(why) = self.not_of_rule(rank, parameter, (&rule, hyper))
         {
             return Err(why);
         }
@@ -282,6 +250,7 @@ impl Judge<'_> {
             coefficient: self.coefficient(rank, parameter),
             lr_factor: 1.0,
             weight_decay: None,
+            settings: Vec::new(),
             is_reset: false,
             is_local: false,
             computed_in: None,
@@ -289,10 +258,17 @@ impl Judge<'_> {
     }
 
     /// Why the step of a parameter is not that of its rule alone.
-    fn not_of_rule(&self, rank: Rank, parameter: &str, hyper: &Hyper) -> Option<String> {
-        if let Some(switch) = hyper.other_switch() {
+    fn not_of_rule(
+        &self,
+        rank: Rank,
+        parameter: &str,
+        (rule, hyper): (&Rule, &Hyper),
+    ) -> Option<String> {
+        let names = rule.names();
+        if let Some(switch) = names.other_switch(hyper) {
             return Some(format!(
-                "the optimizer's switch {switch} is on, and no rule here knows it"
+                "the optimizer's switch {switch} is on, and the rule of {} does not know it",
+                names.words
             ));
         }
         let inventory = self.inventory;
@@ -330,8 +306,10 @@ impl Judge<'_> {
             let wrong = |rule| self.agrees(tensors, piece, &Supposed { rule, ..(*form).clone() });
             form.rule.variations().into_iter().any(|variation| wrong(variation.rule))
         };
-        let own = std::iter::once(&supposed).chain(&forms);
-        right.or_else(|| own.into_iter().find(is_known)).cloned().unwrap_or(supposed)
+        let is_fitted = |form: &&Supposed<'_>| self.solved(tensors, piece, form).is_some();
+        let own = || std::iter::once(&supposed).chain(&forms);
+        let wrong = || own().find(is_known).or_else(|| own().find(is_fitted));
+        right.or_else(wrong).unwrap_or(&supposed).clone()
     }
 
     /// Compares a state that is kept in few bits once more where it is not what the rule gives in
@@ -436,150 +414,9 @@ impl Judge<'_> {
             state.recorded.iter().find_map(|own| inventory.key(tensors.parameter, &part(own)))?;
         Some((Stage::State, key))
     }
-
-    /// Compares the stages of a supposed rule.
-    pub(super) fn stages(
-        &self,
-        tensors: &Tensors<'_>,
-        piece: &Piece,
-        supposed: &Supposed<'_>,
-    ) -> Result<Vec<Compared>, String> {
-        let stored = self.inventory.precision(tensors.after);
-        let declared = arithmetic(supposed.computed_in.or(stored), None);
-        // Without what is made of the whole parameter its state is judged all the same.
-        let (wholes, lacking) = match self.wholes(tensors, piece, supposed) {
-            Ok(wholes) => (wholes, None),
-            Err(why) => (Vec::new(), Some(why)),
-        };
-        let operands = |part: &IndexBox| self.operands(tensors, supposed, &wholes, part);
-        let compared = match &supposed.first {
-            None => supposed.rule.compare(self, &declared, &piece.place, &operands),
-            Some(first) => {
-                supposed.rule.compare_after(first, self, &declared, &piece.place, &operands)
-            }
-        }?;
-        let told =
-            |(name, tally): Compared| (name, tally.map_err(|why| lacking.clone().unwrap_or(why)));
-        Ok(compared.into_iter().map(told).collect())
-    }
-
-    /// What a supposed rule takes and gives of a part of the parameter.
-    pub(super) fn operands(
-        &self,
-        tensors: &Tensors<'_>,
-        supposed: &Supposed<'_>,
-        wholes: &[Whole],
-        part: &IndexBox,
-    ) -> Result<Vec<Operand<'_>>, String> {
-        let inventory = self.inventory;
-        let given = |name, key: &TensorKey| {
-            let values = inventory.elements(key, tensors.rank, part)?;
-            Ok::<_, String>(Operand::part(name, values, None))
-        };
-        let recorded = |name, key: &TensorKey| {
-            Ok::<_, String>(Operand { rounded: inventory.precision(key), ..given(name, key)? })
-        };
-        let mut gradient = given("grad", supposed.gradient)?;
-        if supposed.coefficient != 1.0 {
-            let mut values = gradient.values.widened();
-            values.iter_mut().for_each(|x| *x *= supposed.coefficient);
-            gradient.values = Elements::of(values);
-            // The product was rounded, and so was its coefficient.
-            gradient.rounded = inventory.precision(supposed.gradient);
-        }
-        let mut operands =
-            vec![gradient, given("before", tensors.before)?, recorded("after", tensors.after)?];
-        if let Some(key) = inventory.key(tensors.parameter, &Part::Update) {
-            operands.push(recorded("update", key)?);
-        }
-        for state in supposed.rule.names().states {
-            let find = |parameter: &str, part: fn(String) -> Part| {
-                let key = |own: &&str| inventory.key(parameter, &part((*own).to_string()));
-                state.recorded.iter().find_map(key)
-            };
-            // In place of a tensor that a parameter has not, optimizers keep one of another shape.
-            let shape = |key: &TensorKey| &inventory.dump.tensors()[key].shape;
-            let is_fit = |key: &&TensorKey| {
-                !supposed.rule.takes_wholes() || shape(key) == shape(tensors.after)
-            };
-            let before = find(supposed.state_of, Part::StateBefore).filter(is_fit);
-            let after = find(tensors.parameter, Part::StateAfter).filter(is_fit);
-            // A state that there is after a later step, and was not recorded before it, is unknown.
-            let is_unknown = before.is_none() && after.is_some() && !tensors.is_first;
-            match before.filter(|_| !supposed.is_reset) {
-                Some(key) => operands.push(given(state.before, key)?),
-                None if is_unknown => {}
-                None => {
-                    let zeros = Elements::zeros(part.elements().unwrap_or(0) as usize);
-                    operands.push(Operand::part(state.before, zeros, None));
-                }
-            }
-            if let Some(key) = after {
-                operands.push(recorded(state.after, key)?);
-            }
-        }
-        let rounded = supposed.computed_in.unwrap_or(Precision::F32);
-        for (name, value) in hyper_numbers(supposed)? {
-            operands.push(Operand::row(name, vec![value], Some(rounded)));
-        }
-        operands.extend(wholes.iter().flat_map(|whole| whole.operands(part)));
-        Ok(operands)
-    }
-
-    /// Whether a supposition gives every stage that was recorded.
-    pub(super) fn agrees(
-        &self,
-        tensors: &Tensors<'_>,
-        piece: &Piece,
-        supposed: &Supposed<'_>,
-    ) -> bool {
-        let Ok(compared) = self.trial().stages(tensors, piece, supposed) else { return false };
-        if compared.iter().any(is_refuted) {
-            return false;
-        }
-        let bound = self.bound(&piece.place);
-        let of_tensor = compared
-            .iter()
-            .filter(|(name, _)| self.tensor_of(tensors, &supposed.rule, name).is_some());
-        // What cannot be made of the whole parameter agrees with nothing.
-        let is_lacking = |(name, tally): &Compared| *name == "after" && tally.is_err();
-        if supposed.rule.takes_wholes() && compared.iter().any(is_lacking) {
-            return false;
-        }
-        let mut judged = of_tensor.filter_map(|(_, tally)| tally.as_ref().ok());
-        let mut any = false;
-        judged.all(|tally| {
-            any = true;
-            tally.excess(&bound).is_none()
-        }) && any
-    }
-
-    pub(super) fn learning_rate(&self, supposed: &Supposed<'_>) -> Option<f64> {
-        let numbers = hyper_numbers(supposed).ok()?;
-        numbers.iter().find(|(name, _)| RATES.contains(name)).map(|(_, value)| *value)
-    }
 }
 
 /// What a step that was skipped is, in words.
 const LEFT_OUT: &str = "the job left the optimizer's step out";
-/// What the learning rate is called; in a declared formula it has the name that the job gives it.
-const RATES: [&str; 2] = ["lr", "learning_rate"];
 /// What a reset of the state is, in words.
 pub(super) const RESET: &str = "the state before this step is not in the state after it";
-
-/// The hyper-parameters of a rule as numbers.
-pub(super) fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str, f64)>, String> {
-    let names = supposed.rule.names();
-    let number = |(name, ..): &(&'static str, &'static [&'static str], f64)| {
-        let value = match (*name, names.number(supposed.hyper, name)) {
-            (own, lr) if RATES.contains(&own) => lr * supposed.lr_factor,
-            ("weight_decay", decay) => supposed.weight_decay.unwrap_or(decay),
-            (_, other) => other,
-        };
-        match value.is_nan() {
-            true => Err(format!("the optimizer declares no {name}")),
-            false => Ok((*name, value)),
-        }
-    };
-    names.hyper.iter().map(number).collect()
-}

@@ -10,9 +10,10 @@ use super::fits::Fit;
 use super::gradient::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
-use super::optimizer::{RESET, Supposed, Tensors};
+use super::optimizer::RESET;
 use super::outcome::{Reading, Stage};
 use super::rules::Rule;
+use super::supposed::{Supposed, Tensors};
 use crate::number::short;
 
 /// A factor of a change that is nothing but rounding, where the change of which it is one agrees.
@@ -46,26 +47,27 @@ impl Judge<'_> {
         piece: &Piece,
         supposed: &Supposed<'_>,
     ) -> Vec<Reading> {
-        let agrees = |other: &Supposed<'_>| self.agrees(tensors, piece, other);
+        let misfit = |other: &Supposed<'_>| self.misfit(tensors, piece, other);
         if let Some(reading) = self.no_op(tensors, piece) {
             return vec![reading];
         }
         let mut readings = Vec::new();
         let reset = Supposed { is_reset: true, ..supposed.clone() };
-        if !tensors.is_first && agrees(&reset) {
-            readings.push(causes::STATE_RESET.reads(RESET));
+        if let Some(misfit) = misfit(&reset).filter(|_| !tensors.is_first) {
+            readings.push(causes::STATE_RESET.reads(RESET).fitting(misfit));
         }
         let shape = &self.inventory.dump.tensors()[tensors.after].shape;
         if supposed.rule.takes_wholes() && piece.place != IndexBox::whole(shape) {
             let local = Supposed { is_local: true, ..supposed.clone() };
-            if agrees(&local) {
+            if let Some(misfit) = misfit(&local) {
                 let words = "what the rule takes of the whole parameter is of this rank's part";
-                readings.push(causes::SHARDED_NORM.reads(words));
+                readings.push(causes::SHARDED_NORM.reads(words).fitting(misfit));
             }
         }
         for variation in supposed.rule.variations() {
-            if agrees(&Supposed { rule: variation.rule, ..supposed.clone() }) {
-                readings.push(causes::named(variation.cause).reads(variation.words));
+            if let Some(misfit) = misfit(&Supposed { rule: variation.rule, ..supposed.clone() }) {
+                let reading = causes::named(variation.cause).reads(variation.words);
+                readings.push(reading.fitting(misfit));
             }
         }
         readings.extend(self.as_it_was(tensors, piece, supposed));
@@ -75,12 +77,16 @@ impl Judge<'_> {
         readings.extend(twice.iter().filter(|_| is_tied).cloned());
         readings.extend(self.solved(tensors, piece, supposed));
         readings.extend(twice.filter(|_| !is_tied));
+        if readings.is_empty() {
+            readings.extend(self.other_setting(tensors, piece, supposed));
+            readings.extend(self.scaled_gradient(tensors, piece, supposed));
+        }
         let others = self.other_gradients(tensors, supposed);
-        if let Some(other) = others.iter().find(|other| agrees(other)) {
+        if let Some((other, misfit)) = others.iter().find_map(|own| Some((own, misfit(own)?))) {
             let part = Part::of_tensor(other.gradient.tensor.as_str()).map(|(part, _)| part);
             let part = part.map(|part| part.to_string()).unwrap_or_default();
             let words = format!("the optimizer took the gradient of the stage {part}");
-            readings.push(causes::OTHER_GRADIENT.reads(words));
+            readings.push(causes::OTHER_GRADIENT.reads(words).fitting(misfit));
         }
         readings
     }
@@ -113,7 +119,7 @@ impl Judge<'_> {
     }
 
     /// A learning rate or a weight decay that gives the change, solved from it.
-    fn solved(
+    pub(super) fn solved(
         &self,
         tensors: &Tensors<'_>,
         piece: &Piece,
@@ -121,31 +127,21 @@ impl Judge<'_> {
     ) -> Option<Reading> {
         let declared = supposed.hyper.number("weight_decay").unwrap_or(0.0);
         let fit = self.fitted(tensors, piece, supposed)?;
-        let (lr_factor, decay) = (fit.factor, fit.weight_decay);
-        let scaled = Supposed { lr_factor, ..supposed.clone() };
-        if is_near(lr_factor, -1.0) && self.agrees(tensors, piece, &scaled) {
-            return Some(causes::ASCENDS.reads("the update has the wrong sign"));
+        let (mut lr_factor, decay) = (fit.factor, fit.weight_decay);
+        // What decays after its change does not move in proportion to the learning rate.
+        if supposed.rule.decays_late() {
+            let scaled = Supposed { lr_factor, ..supposed.clone() };
+            lr_factor *= self.fitted(tensors, piece, &scaled)?.factor;
         }
-        if !is_near(lr_factor, 1.0) && self.agrees(tensors, piece, &scaled) {
-            let lr = self.learning_rate(supposed)?;
-            let sizes = self.sizes_of(tensors.rank, lr_factor);
-            // A change that is lost in rounding is that of any small learning rate, and bias
-            // corrections of a formula make factors as well.
-            let lost = Supposed { lr_factor: 0.0, ..supposed.clone() };
-            let is_correction = match &supposed.rule {
-                Rule::Formula(formula) => sizes.is_empty() && formula.corrects_by(lr_factor),
-                _ => false,
-            };
-            if is_correction || self.agrees(tensors, piece, &lost) {
-                return None;
-            }
-            let words = format!(
-                "the change is {} x that of the declared learning rate {}: it is that of {}{sizes}",
-                short(lr_factor),
-                short(lr),
-                short(lr * lr_factor),
-            );
-            return Some(causes::LR_SCALED.reads(words));
+        // The wrong sign is likelier than any other number that rounding leaves possible.
+        let opposite = Supposed { lr_factor: -1.0, ..supposed.clone() };
+        if lr_factor < 0.0
+            && let Some(misfit) = self.misfit(tensors, piece, &opposite)
+        {
+            return Some(causes::ASCENDS.reads("the update has the wrong sign").fitting(misfit));
+        }
+        if let Some(told) = self.other_rate(tensors, piece, supposed, lr_factor) {
+            return told;
         }
         if decay.is_nan() {
             return None;
@@ -159,19 +155,60 @@ impl Judge<'_> {
         let decayed =
             |weight_decay: &f64| Supposed { weight_decay: Some(*weight_decay), ..supposed.clone() };
         let mut others = others.filter(|weight_decay| *weight_decay != declared);
-        let weight_decay = others.find(|other| self.agrees(tensors, piece, &decayed(other)))?;
+        let (weight_decay, misfit) =
+            others.find_map(|own| Some((own, self.misfit(tensors, piece, &decayed(&own))?)))?;
         let cause = if declared == 0.0 { causes::DECAY_EXCLUDED } else { causes::DECAY_OTHER };
         let words = format!(
             "the parameter decays by {}, and {} is declared",
             short(weight_decay),
             short(declared)
         );
-        Some(cause.reads(words))
+        Some(cause.reads(words).fitting(misfit))
+    }
+
+    /// A learning rate that gives the change, near this factor of the declared one: `None` where no
+    /// such one does, and nothing in it where others would do as well.
+    fn other_rate(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        supposed: &Supposed<'_>,
+        fitted: f64,
+    ) -> Option<Option<Reading>> {
+        let lr = self.learning_rate(supposed)?;
+        // Of many elements some say the factor more exactly than the fit of all: a round number may.
+        let round = [2, 3].map(|digits| to_digits(lr * fitted, digits) / lr);
+        let whole = [fitted.round(), 1.0 / (1.0 / fitted).round()];
+        let near = whole.into_iter().chain(round).filter(|own| (own / fitted - 1.0).abs() < 2e-3);
+        let (factor, misfit) = near.chain([fitted]).find_map(|lr_factor| {
+            let scaled = Supposed { lr_factor, ..supposed.clone() };
+            let is_other = lr_factor.is_finite() && lr_factor != 0.0 && !is_near(lr_factor, 1.0);
+            let misfit = is_other.then(|| self.misfit(tensors, piece, &scaled))??;
+            Some((lr_factor, misfit))
+        })?;
+        let sizes = self.sizes_of(tensors.rank, factor);
+        // A change that is lost in rounding is that of any small learning rate, and bias corrections of
+        // a formula make factors as well.
+        let lost = Supposed { lr_factor: 0.0, ..supposed.clone() };
+        let is_correction = match &supposed.rule {
+            Rule::Formula(formula) => sizes.is_empty() && formula.corrects_by(factor),
+            _ => false,
+        };
+        if is_correction || self.agrees(tensors, piece, &lost) {
+            return Some(None);
+        }
+        let words = format!(
+            "the change is {} x that of the declared learning rate {}: it is that of {}{sizes}",
+            short(factor),
+            short(lr),
+            short(lr * factor),
+        );
+        Some(Some(causes::LR_SCALED.reads(words).fitting(misfit)))
     }
 
     /// Whether a supposition gives every tensor of the state that was recorded, whatever it gives of
     /// the change.
-    fn agrees_in_state(
+    pub(super) fn agrees_in_state(
         &self,
         tensors: &Tensors<'_>,
         piece: &Piece,
@@ -286,4 +323,13 @@ impl Judge<'_> {
         let groups = optimizer.map(|(optimizer, _)| &optimizer.groups[..]).unwrap_or_default();
         groups.iter().filter_map(|group| group.number("weight_decay")).collect()
     }
+}
+
+/// A number to so many digits, as people write settings.
+fn to_digits(x: f64, digits: i32) -> f64 {
+    if x == 0.0 || !x.is_finite() {
+        return x;
+    }
+    let unit = 10f64.powi(x.abs().log10().floor() as i32 - digits + 1);
+    (x / unit).round() * unit
 }

@@ -148,6 +148,41 @@ pub struct Reading {
     pub words: String,
     /// What to look at.
     pub look: &'static str,
+    /// How far what it gives is from what was captured; absent where that was not measured.
+    #[serde(skip)]
+    pub misfit: Misfit,
+}
+
+/// The sum of squared errors in units of what rounding explains. It says how well a reading fits
+/// and not which one it is, so that all are equal.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Misfit(pub Option<f64>);
+
+impl PartialEq for Misfit {
+    fn eq(&self, _other: &Misfit) -> bool {
+        true
+    }
+}
+
+impl Eq for Misfit {}
+
+impl PartialOrd for Misfit {
+    fn partial_cmp(&self, other: &Misfit) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Misfit {
+    fn cmp(&self, _other: &Misfit) -> std::cmp::Ordering {
+        std::cmp::Ordering::Equal
+    }
+}
+
+impl Reading {
+    /// The same, and how well it fits.
+    pub(crate) fn fitting(self, misfit: f64) -> Reading {
+        Reading { misfit: Misfit(Some(misfit)), ..self }
+    }
 }
 
 impl Outcome {

@@ -10,10 +10,10 @@ use serde_json::Value;
 use super::declaration::{Hyper, Optimizer};
 use super::inventory::{Inventory, Piece};
 use super::judge::{Judge, arithmetic};
-use super::optimizer::Tensors;
 use super::outcome::{Divergence, Judged, Outcome, Stage};
 use super::rules::Rule;
 use super::rules::formula::{Formula, Parameter};
+use super::supposed::Tensors;
 use crate::number::plural;
 
 /// By which rule an optimizer was judged that no rule is known of by its own name.

@@ -1,6 +1,6 @@
 //! The sums of squares that ranks declare of gradients which are not recorded whole.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
@@ -102,6 +102,12 @@ impl Inventory<'_> {
 }
 
 impl Held {
+    /// The sum over everything that ranks hold, where those of the same sum hold copies.
+    pub(crate) fn versions(&self) -> f64 {
+        let sums: BTreeSet<u64> = self.by_rank.values().map(|sum| sum.to_bits()).collect();
+        sums.into_iter().map(f64::from_bits).sum()
+    }
+
     /// The sum over all elements, each once.
     pub(crate) fn whole(&self) -> f64 {
         self.parts.iter().map(|(_, sum)| sum).sum()

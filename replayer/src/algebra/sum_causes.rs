@@ -42,11 +42,11 @@ pub(crate) fn named(solved: &Solved<'_>) -> Reading {
     let stale = solved.not_cleared().or_else(|| solved.only_stale());
     let simple = stale.or_else(|| solved.factor()).or_else(|| solved.window());
     let by_microbatch = simple.or_else(|| solved.doubled()).or_else(|| solved.divided_again());
-    let known = by_microbatch.or_else(|| solved.group());
-    known
-        .or_else(|| solved.nothing())
-        .or_else(|| solved.unequal_ranks())
-        .unwrap_or_else(|| causes::UNKNOWN.reads(format!("it is the sum of {}", solved.terms())))
+    let known = by_microbatch.or_else(|| solved.group()).or_else(|| solved.partly_reduced());
+    known.or_else(|| solved.nothing()).or_else(|| solved.unequal_ranks()).unwrap_or_else(|| {
+        let words = format!("it is the sum of {} (each should be in it once)", solved.terms());
+        causes::UNKNOWN.reads(words)
+    })
 }
 
 /// Who computed an addend: a rank, or one of its devices.
@@ -116,7 +116,15 @@ impl Solved<'_> {
             true => String::new(),
             false => format!(", which is {}", explanations.join(", or ")),
         };
-        Some(cause.reads(format!("captured = {factor:.7} x reference on every element{equals}")))
+        let is_mean = cause == causes::MICROBATCH_SCALE && factor < 1.0;
+        let meant = match is_mean {
+            true => {
+                " (where the job divides the gradients themselves, accumulation=\"mean\" says so)"
+            }
+            false => "",
+        };
+        let words = format!("captured = {factor:.7} x reference on every element{equals}{meant}");
+        Some(cause.reads(words))
     }
 
     /// The products of sizes that a factor equals.
@@ -227,8 +235,40 @@ impl Solved<'_> {
             let by_one = of_rank.windows(2).all(|pair| is_near(pair[0].1 - pair[1].1, 1.0));
             is_near(last, 1.0) && falls && (powers || by_one) && !is_near(of_rank[0].1, last)
         });
+        // A sum over two ranks that is taken again with each microbatch gives the same.
+        let again = self.reduced_again();
+        if let Some(words) = again {
+            let words = match is_doubled {
+                true => format!("{words}, or a rank adds that sum to itself"),
+                false => words,
+            };
+            let cause = if is_doubled { causes::UNKNOWN } else { causes::REDUCED_TWICE };
+            return Some(cause.reads(words));
+        }
         let words = "what was summed before is added once more with each microbatch";
         is_doubled.then(|| causes::ACCUMULATE_DOUBLES.reads(words))
+    }
+
+    /// What was summed over ranks before, summed over them again with each microbatch.
+    fn reduced_again(&self) -> Option<String> {
+        let mut own = self.own();
+        own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
+        let sums = self.domain.axes.iter().filter(|axis| axis.op == ReduceOp::Sum);
+        let is_again = |size: f64| {
+            own.chunk_by(|a, b| a.0.rank == b.0.rank).all(|of_rank| {
+                let falls = |pair: &[(&Addend, f64)]| is_near(pair[0].1 / pair[1].1, size);
+                of_rank.len() > 1
+                    && of_rank.windows(2).all(falls)
+                    && of_rank.last().is_some_and(|last| is_near(last.1, 1.0))
+            })
+        };
+        let axis = sums.filter(|axis| axis.size > 1).find(|axis| is_again(axis.size as f64))?;
+        self.is_of_domain_alone().then(|| {
+            format!(
+                "what was summed over {} before is summed over it again with each microbatch",
+                axis.name
+            )
+        })
     }
 
     /// The sum over the microbatches before divided by the size of an axis with each reduction.
@@ -288,6 +328,39 @@ impl Solved<'_> {
         let is_subset = taken.is_subset(&declared);
         let cause = if is_subset { causes::RANK_LEFT_OUT } else { causes::WRONG_GROUP };
         Some(cause.reads(words))
+    }
+
+    /// Some microbatches reduced, and of the others the rank's own gradient alone.
+    fn partly_reduced(&self) -> Option<Reading> {
+        let own = self.own();
+        let microbatches: BTreeSet<_> = own.iter().map(|(addend, _)| addend.microbatch).collect();
+        let (mut reduced, mut kept) = (BTreeSet::new(), BTreeSet::new());
+        for microbatch in microbatches {
+            let mut of = own.iter().filter(|(addend, _)| addend.microbatch == microbatch);
+            let is_kept = |(addend, ratio): &(&Addend, f64)| match addend.rank == self.rank {
+                true => is_near(ratio * self.domain.scale, 1.0),
+                false => *ratio == 0.0,
+            };
+            if of.clone().all(|(_, ratio)| is_near(*ratio, 1.0)) {
+                reduced.insert(microbatch);
+            } else if of.all(is_kept) {
+                kept.insert(microbatch);
+            } else {
+                return None;
+            }
+        }
+        let is_part = !reduced.is_empty() && !kept.is_empty();
+        let is_known = is_part && !self.has_stale() && self.is_of_domain_alone();
+        is_known.then(|| {
+            causes::NOT_REDUCED.reads(format!(
+                "of {} only the rank's own gradient is in it, which was not reduced; {} reduced",
+                microbatch_words(&kept),
+                match reduced.len() {
+                    1 => format!("{} was", microbatch_words(&reduced)),
+                    _ => format!("{} were", microbatch_words(&reduced)),
+                }
+            ))
+        })
     }
 
     /// Some devices of one process alone.

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use backtape::identity::Rank;
 use serde::Serialize;
 
-use super::causes;
+use super::causes::{self, Cause};
 use super::inventory::Inventory;
 use super::lacks::lacks;
 use super::names::pattern;
@@ -124,6 +124,7 @@ impl StepReport {
     /// Brings together what was judged.
     pub(super) fn of(inventory: &Inventory<'_>, mut judged: Vec<Judged>) -> StepReport {
         settle(&mut judged);
+        withdraw_rates(inventory, &mut judged);
         let names: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
         let table = table(inventory, &judged);
         let stages = stages(&judged);
@@ -136,10 +137,7 @@ impl StepReport {
             stages,
             norm: NormGap::of(inventory, &judged, &names),
             diverged: groups(&judged, &names),
-            unchecked: unchecked(&judged, &names)
-                .into_iter()
-                .chain(later_steps(inventory, &names))
-                .collect(),
+            unchecked: unchecked(&judged, &names),
             faults: inventory.faults.clone(),
             table,
             judged,
@@ -204,20 +202,102 @@ fn settle(judged: &mut [Judged]) {
             explained.insert(one.parameter.clone());
         }
     }
-    for one in judged {
+    let misfits = misfits(judged);
+    for one in judged.iter_mut() {
         let stage = one.stage;
         let Outcome::Diverged(divergence) = &mut one.result else { continue };
         let count = |reading: &Reading| counts[&(stage, reading.cause)].len();
-        // The first of equally frequent ones is the simplest.
-        let best = divergence.readings.iter().rev().max_by_key(|reading| count(reading));
-        divergence.reading = best.cloned();
+        let most = divergence.readings.iter().map(count).max().unwrap_or(0);
+        let all = divergence.readings.iter().filter(|reading| count(reading) == most);
+        divergence.reading = likeliest(&all.collect::<Vec<_>>(), stage, &misfits);
     }
+    adopt(judged);
+}
+
+/// Gives parameters that have a factor and no cause the cause of others with that factor at the same
+/// stage: a factor of very few elements is not proved by them.
+fn adopt(judged: &mut [Judged]) {
+    let known = |one: &Judged| {
+        let divergence = one.result.divergence()?;
+        let reading = divergence.reading.clone().filter(is_known)?;
+        Some((one.stage, divergence.factor?, reading))
+    };
+    let known: Vec<(Stage, f64, Reading)> = judged.iter().filter_map(known).collect();
+    for one in judged {
+        let stage = one.stage;
+        let Outcome::Diverged(divergence) = &mut one.result else { continue };
+        let Some(factor) = divergence.factor else { continue };
+        if divergence.reading.as_ref().is_some_and(is_known) {
+            continue;
+        }
+        let same = |own: &&(Stage, f64, Reading)| own.0 == stage && is_one_factor(own.1, factor);
+        if let Some((.., reading)) = known.iter().find(same) {
+            divergence.reading = Some(reading.clone());
+        } else if one.place.elements() == Some(1) {
+            // Any error of one element is a factor.
+            (divergence.reading, divergence.factor) = (None, None);
+        }
+    }
+}
+
+fn is_known(reading: &Reading) -> bool {
+    reading.cause != causes::UNKNOWN.name
+}
+
+/// By how much a reading must fit better than a simpler one to be preferred: twice the logarithm of
+/// how much likelier it makes what was captured, here 20 times.
+const CLEARLY: f64 = 6.0;
+
+/// How many parameters a reading reproduces at a stage, and how well in all.
+type Misfits = BTreeMap<(Stage, Reading), (usize, f64)>;
+
+fn misfits(judged: &[Judged]) -> Misfits {
+    let mut all = Misfits::new();
+    for one in judged {
+        for reading in one.result.divergence().into_iter().flat_map(|own| &own.readings) {
+            let of = all.entry((one.stage, reading.clone())).or_default();
+            *of = (of.0 + 1, of.1 + reading.misfit.0.unwrap_or(f64::NAN));
+        }
+    }
+    all
+}
+
+/// Causes with a number that was solved for: they fit beside others that have none, and say less.
+const FITTED: [Cause; 5] = [
+    causes::LR_SCALED,
+    causes::DECAY_EXCLUDED,
+    causes::DECAY_OTHER,
+    causes::SETTING_OTHER,
+    causes::SCALED,
+];
+
+/// The first of several readings, which is the simplest, or one that reproduces as many parameters
+/// and fits them clearly better. Where two causes without a fitted number fit alike, either may be
+/// the right one.
+fn likeliest(readings: &[&Reading], stage: Stage, misfits: &Misfits) -> Option<Reading> {
+    let of = |reading: &Reading| misfits[&(stage, reading.clone())];
+    let first = readings.first()?;
+    let count = of(first).0;
+    let same = readings.iter().filter(|own| of(own).0 == count && !of(own).1.is_nan());
+    let lowest = same.clone().min_by(|a, b| of(a).1.total_cmp(&of(b).1));
+    let best = lowest.filter(|own| of(first).1 - of(own).1 > CLEARLY).unwrap_or(first);
+    let is_fitted = |own: &Reading| FITTED.iter().any(|cause| cause.name == own.cause);
+    let is_as_good = |own: &&&Reading| {
+        own.cause != best.cause && !is_fitted(own) && of(own).1 - of(best).1 <= CLEARLY
+    };
+    let other = same.clone().find(is_as_good).filter(|_| !is_fitted(best));
+    Some(match other {
+        None => (*best).clone(),
+        Some(other) => causes::UNKNOWN.reads(format!(
+            "{} ({}), or {} ({}): both give what was recorded to rounding",
+            best.words, best.cause, other.words, other.cause
+        )),
+    })
 }
 
 /// Takes back causes that fit much where the same stage of other parameters has no cause: a sum in
 /// few bits explains whatever errs by as little, and a factor that was fitted whatever is one.
 fn withdraw(judged: &mut [Judged]) {
-    let is_known = |reading: &Reading| reading.cause != causes::UNKNOWN.name;
     let is_unexplained = |one: &&Judged| {
         one.result.divergence().is_some_and(|own| !own.readings.iter().any(is_known))
     };
@@ -231,6 +311,36 @@ fn withdraw(judged: &mut [Judged]) {
                 *own = causes::UNKNOWN.reads(own.words.clone());
             }
         }
+    }
+}
+
+/// Learning rates of several sizes for parameters of one group of an optimizer are none: each of these
+/// has a factor of its own, as where a rule takes a norm or a size of each parameter.
+fn withdraw_rates(inventory: &Inventory<'_>, judged: &mut [Judged]) {
+    let is_rate = |one: &Judged| {
+        let reading = one.result.divergence()?.reading.as_ref()?;
+        (reading.cause == causes::LR_SCALED.name).then_some(())?;
+        let declared = inventory.declared_of(*one.ranks.first()?, &one.parameter)?;
+        Some(((declared.optimizer, declared.group), one.result.divergence()?.factor?))
+    };
+    let mut factors: BTreeMap<_, Vec<f64>> = BTreeMap::new();
+    for (group, factor) in judged.iter().filter_map(is_rate) {
+        let own = factors.entry(group).or_default();
+        if !own.iter().any(|other| (other / factor - 1.0).abs() < 0.02) {
+            own.push(factor);
+        }
+    }
+    for one in judged {
+        let Some((group, _)) = is_rate(one).filter(|(group, _)| factors[group].len() > 2) else {
+            continue;
+        };
+        let count = factors[&group].len();
+        let Outcome::Diverged(divergence) = &mut one.result else { continue };
+        let words = format!(
+            "its change has a factor that is none of the learning rate: parameters of one group have \
+             {count} different ones"
+        );
+        divergence.reading = Some(causes::UNKNOWN.reads(words));
     }
 }
 
@@ -279,10 +389,15 @@ fn groups(judged: &[Judged], names: &[&str]) -> Vec<Group> {
         };
         groups.entry((one.stage, divergence.reading.clone(), apart)).or_default().push(one);
     }
-    joined(groups)
-        .into_iter()
-        .map(|(stage, reading, own)| group(stage, reading, &own, names))
-        .collect()
+    let joined = joined(groups).into_iter();
+    let mut groups: Vec<Group> =
+        joined.map(|(stage, reading, own)| group(stage, reading, &own, names)).collect();
+    // What has a cause says more than what has none, and what is of many more than what is of few.
+    groups.sort_by_key(|group| {
+        let is_unknown = !group.reading.as_ref().is_some_and(is_known);
+        (group.stage, is_unknown, std::cmp::Reverse(group.parameters.len()))
+    });
+    groups
 }
 
 /// Relative distance of factors of several parameters that are told as one: what is printed of them
@@ -367,20 +482,4 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
         floor: divergence.floor,
         worst: divergence.worst.as_ref().map(at),
     }
-}
-
-/// Parameters whose optimizer stepped several times within the tape.
-fn later_steps(inventory: &Inventory<'_>, names: &[&str]) -> Option<Unchecked> {
-    let is_of = |name: &&str| {
-        let mut declared = inventory.declared.values().filter_map(|own| own.parameters.get(*name));
-        declared.any(|own| own.absent.contains_key("later_steps"))
-    };
-    let own: Vec<&str> = names.iter().copied().filter(is_of).collect();
-    (!own.is_empty()).then(|| Unchecked {
-        stage: Stage::Update,
-        what: pattern(&own, names),
-        why:
-            "the optimizer stepped several times while the tape was open: the first step is judged"
-                .into(),
-    })
 }

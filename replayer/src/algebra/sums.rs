@@ -92,6 +92,11 @@ impl Judge<'_> {
                 false => addends,
             };
             let weights = Operand { rows, ..Operand::row("weights", weights.clone(), None) };
+            // Elements that are all alike are rounded alike: one of them says as much as all.
+            let (addends, total) = match is_alike(&addends, rows) && is_alike(&total, 1) {
+                true => (addends.firsts(rows), total.firsts(1)),
+                false => (addends, total),
+            };
             let addends = Operand { rows, ..Operand::part("addends", addends, rounded) };
             Ok(vec![addends, weights, Operand::part("total", total, stored)])
         };
@@ -99,6 +104,17 @@ impl Judge<'_> {
         let (_, tally) = compared.into_iter().next().ok_or("it has no elements")?;
         tally
     }
+}
+
+/// Whether every row has equal elements, and more than one.
+fn is_alike(values: &Elements<'_>, rows: usize) -> bool {
+    let columns = values.len() / rows.max(1);
+    let matrix = values.matrix(rows, columns);
+    let is_first = |row: usize| {
+        let first = matrix.get_f64(row * columns);
+        (1..columns).all(|column| matrix.get_f64(row * columns + column) == first)
+    };
+    columns > 1 && (0..rows).all(is_first)
 }
 
 /// Lets addends be infinite where the recorded sum is not finite and some order of adding them, in

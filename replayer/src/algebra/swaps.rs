@@ -6,8 +6,8 @@ use backtape::part::Part;
 use super::causes;
 use super::inventory::Piece;
 use super::judge::Judge;
-use super::optimizer::{Supposed, Tensors};
 use super::outcome::Reading;
+use super::supposed::{Supposed, Tensors};
 
 /// Elements of a parameter by which other parameters are tried before all of it is compared.
 const TRIED: u64 = 4096;
@@ -45,12 +45,17 @@ impl Judge<'_> {
             let (first, rule) = (rule(first)?, rule(second)?);
             Some(Supposed { first: Some(first), rule, ..supposed.clone() })
         };
-        let mut steps = steps.into_iter().filter(|[first, _]| !(*first < 1.0)).filter_map(of);
-        steps.any(|other| self.agrees(tensors, piece, &other)).then(|| {
-            let names =
-                if self.is_tied(tensors.parameter) { ", which has several names" } else { "" };
-            let words = format!("the step is applied to the parameter{names} twice");
-            causes::UPDATED_TWICE.reads(words)
+        let steps = steps.into_iter().filter(|[first, _]| !(*first < 1.0)).filter_map(of);
+        let steps: Vec<Supposed<'_>> = steps.collect();
+        let names = if self.is_tied(tensors.parameter) { ", which has several names" } else { "" };
+        let words = format!("the step is applied to the parameter{names} twice");
+        if let Some(misfit) = steps.iter().find_map(|other| self.misfit(tensors, piece, other)) {
+            return Some(causes::UPDATED_TWICE.reads(words).fitting(misfit));
+        }
+        // The second step may have had another learning rate.
+        let in_state = steps.iter().any(|other| self.agrees_in_state(tensors, piece, other));
+        in_state.then(|| {
+            causes::UPDATED_TWICE.reads(format!("{words}, as its state says: by other settings"))
         })
     }
 

@@ -15,6 +15,30 @@ impl Judge<'_> {
         norms.all(|norm| norm.of_nothing) && self.inventory.has_gradients()
     }
 
+    /// A gradient that the job does not clip, where it clips others of the same optimizer.
+    pub(super) fn left_unclipped(&self, parameter: &str, key: &TensorKey) -> Option<Judged> {
+        let piece = self.inventory.pieces(key, &|_| ()).into_iter().next()?;
+        let declared = self.inventory.declared.get(&piece.ranks[0])?;
+        let own = declared.parameters.get(parameter)?;
+        let is_of_same = |other: &String| {
+            declared.parameters.get(other).is_some_and(|of| of.optimizer == own.optimizer)
+        };
+        let mut limits = declared.norms.iter().filter(|norm| norm.limit().is_some());
+        let clips_others = limits.any(|norm| norm.parameters.iter().any(is_of_same));
+        let is_in = declared.norms.iter().any(|norm| norm.is_of(parameter));
+        let is_left = clips_others
+            && !is_in
+            && own.optimizer.is_some()
+            && !own.absent.contains_key("clipped")
+            && declared.clip_value.is_none();
+        let why =
+            "the job clips gradients of the same optimizer by a norm that leaves this one out";
+        is_left.then(|| {
+            let outcome = Ok(Outcome::not_done(why.into()));
+            self.judged(Stage::Clip, parameter, (key, &piece), outcome)
+        })
+    }
+
     /// A gradient that the job clips after its optimizer has taken it.
     pub(super) fn clipped_late(&self, parameter: &str, key: &TensorKey) -> Option<Judged> {
         let late = |declared: &Declaration| {

@@ -8,12 +8,12 @@ use backtape::shard::TensorKey;
 
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
-use super::optimizer::{Supposed, Tensors};
 use super::orthogonal::{Newton, orthogonalised};
 use super::outcome::{Judged, Stage};
 use super::rules::Rule;
 use super::rules::adafactor::{Adafactor, FACTORS};
 use super::rules::muon::{Muon, Taken};
+use super::supposed::{Supposed, Tensors};
 use crate::assemble::pieces;
 use crate::kernels::policy::Sum;
 use crate::kernels::round::Precision;

@@ -88,6 +88,13 @@ pub trait Number:
         self
     }
 
+    /// This number, on the way to which `of` was multiplied by `factor`, a number that is made of
+    /// settings alone. Frameworks that keep a setting as a tensor make it in f32, in whatever format
+    /// the rest is.
+    fn by_settings(self, _of: Self, _factor: Self) -> Self {
+        self
+    }
+
     /// `1 - t²`, the derivative of tanh where tanh is t. As a product, since t² is near 1 where
     /// tanh bends most.
     fn one_minus_square(self) -> Self {

@@ -404,6 +404,15 @@ impl Number for Uncertain<'_> {
         self
     }
 
+    fn by_settings(self, of: Self, factor: Self) -> Self {
+        if self.roundings.unit >= Precision::F32.unit_roundoff() {
+            return self;
+        }
+        let mut rounding = self.roundings.exact(0.0);
+        rounding.err_as_scalar(Precision::F32.deviation(factor.value));
+        self + of * rounding
+    }
+
     /// A constant is rounded before it is used, which changes nothing of what the product errs by.
     #[inline(always)]
     fn times(self, constant: f64) -> Self {

@@ -9,6 +9,7 @@ use std::ops::{Add, Div, Mul, Sub};
 
 use super::program::{Action, Choice, Function, Known, Node, Place, Program, Term, Two};
 use crate::kernels::number::Number;
+use crate::kernels::round::Precision;
 use crate::kernels::uncertain::{LAST, Roundings, Uncertain};
 
 /// An input of a formula.
@@ -183,7 +184,7 @@ impl<'t, 'a> Tracing<'t, 'a> {
         self.0.nodes.borrow()[node].is_uncertain
     }
 
-    fn between(self) -> Option<crate::kernels::round::Precision> {
+    fn between(self) -> Option<Precision> {
         self.0.roundings.between()
     }
 }
@@ -448,6 +449,17 @@ impl Number for Traced<'_, '_> {
                 tracing.node(Action::Changed(node, change.term(), precision), place, false)
             }
         }
+    }
+
+    fn by_settings(self, of: Self, factor: Self) -> Self {
+        let tracing = self.tracing();
+        let roundings = tracing.0.roundings;
+        if roundings.unit() >= Precision::F32.unit_roundoff() {
+            return self;
+        }
+        let Traced::Known(factor, _) = factor else { return factor.known_only(|number| number) };
+        let rounding = roundings.exact(0.0).by_settings(roundings.exact(1.0), factor);
+        self + of * Traced::Known(rounding, tracing)
     }
 
     fn times(self, constant: f64) -> Self {

@@ -186,7 +186,7 @@ impl SumsOfSquares {
         }
         let rest = (reported * reported - self.exact).max(0.0).sqrt();
         format!(
-            "larger than the norm over the dumped gradients ({exact:.8}): gradients of norm {rest:.8} were not dumped"
+            "larger than the norm over the tapped gradients ({exact:.8}): those of the other parameters have the norm {rest:.8}"
         )
     }
 }
@@ -222,7 +222,7 @@ mod tests {
             (50.0, "before clipping"),
             (f64::from(squares.bf16).sqrt(), "summed in bf16"),
             (1.0, "after clipping"),
-            (70.0, "were not dumped"),
+            (70.0, "other parameters"),
         ] {
             assert!(
                 squares.says(reported).contains(words),

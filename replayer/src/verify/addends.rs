@@ -5,12 +5,13 @@
 
 use std::collections::BTreeMap;
 
+use backtape::identity::Rank;
 use backtape::index_box::{IndexBox, gaps_in};
 use backtape::shard::TensorKey;
 
 use super::contents::Contents;
 use super::finding::{FindingKind, NotChecked, VerifyFinding};
-use super::{absent_ranks, agreement};
+use super::{absent_ranks, agreement, name_tensors};
 use crate::dump::addend::{Addend, group};
 use crate::dump::{ShardRef, StepDump, TensorInfo, name_ranks};
 
@@ -49,21 +50,37 @@ pub(super) fn findings(
         }),
     }
     let absent = absent_ranks(dump, info);
-    if absent.is_empty() {
-        return all_findings;
-    }
-    if dump.listed {
-        not_checked.push(NotChecked {
-            what: format!("whether {} should hold an addend of {key}", name_ranks(&absent)),
-            why: "no mesh placement says which ranks the sum goes over".into(),
-        });
-    } else {
+    if !absent.is_empty() && !dump.listed {
         let who = name_ranks(&absent);
         let sentence = format!("{key}: an addend may be lost: nothing of it was found from {who}");
         let finding = VerifyFinding::fault(FindingKind::MissingAddend, sentence);
         all_findings.push(finding.of(key).by(absent));
     }
     all_findings
+}
+
+/// Ranks without an addend of tensors of which nothing says which ranks their sums go over: those
+/// of the same ranks together, as a step has many.
+pub(super) fn undeclared(dump: &StepDump) -> Vec<NotChecked> {
+    let mut by_ranks: BTreeMap<Vec<Rank>, Vec<&TensorKey>> = BTreeMap::new();
+    for (key, info) in dump.tensors().iter().filter(|_| dump.listed) {
+        let comparable = !info.disagreements.iter().any(|d| d.spoils_bytes());
+        let is_sum = comparable && info.partial.is_some();
+        let by_rank = |addend: &Addend| matches!(addend, Addend::Rank(_));
+        if is_sum && group(dump, info).keys().any(by_rank) {
+            by_ranks.entry(absent_ranks(dump, info)).or_default().push(key);
+        }
+    }
+    by_ranks.remove(&Vec::new());
+    let told = |(ranks, keys): (Vec<Rank>, Vec<&TensorKey>)| NotChecked {
+        what: format!(
+            "whether {} should hold an addend of {}",
+            name_ranks(&ranks),
+            name_tensors(keys.into_iter()).unwrap_or_default()
+        ),
+        why: "no mesh placement says which ranks the sum goes over".into(),
+    };
+    by_ranks.into_iter().map(told).collect()
 }
 
 /// The boxes of one addend that no intact shard holds.

@@ -127,6 +127,7 @@ pub fn verify(dump: &StepDump, progress: &(dyn Fn(u64) + Sync)) -> Verification 
         not_checked.extend(unchecked);
     }
     findings.extend(records::findings(dump, &mut not_checked));
+    not_checked.extend(addends::undeclared(dump));
     not_checked.extend(outside(&samples));
     not_checked.extend(unproved(dump, &verdicts, &contents));
     // The sort is stable: findings of one kind and tensor keep the order of their boxes.
@@ -280,8 +281,8 @@ fn outside(samples: &Samples) -> Option<NotChecked> {
     })
 }
 
-/// Tensors whose boxes the job alone knows, in words; `None` where there are none.
-fn unplaced<'a>(keys: impl Iterator<Item = &'a TensorKey>) -> Option<String> {
+/// Tensors in words: some by name, and how many others; `None` where there are none.
+fn name_tensors<'a>(keys: impl Iterator<Item = &'a TensorKey>) -> Option<String> {
     const NAMED: usize = 8;
     let (mut named, mut others, mut of_step) = (Vec::new(), 0, 0);
     for key in keys {
@@ -308,20 +309,16 @@ fn unplaced<'a>(keys: impl Iterator<Item = &'a TensorKey>) -> Option<String> {
 /// What none of the checks can prove.
 fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) -> Vec<NotChecked> {
     let mut not_checked = Vec::new();
-    for (key, info) in dump.tensors().iter().filter(|(_, info)| info.ragged) {
-        not_checked.push(NotChecked {
-            what: format!("how long each rank's part of {key} should be"),
-            why: format!(
-                "it is ragged: every rank recorded a part of its own length, and the whole, {:?}, is those parts one after the other in the order of the mesh",
-                info.shape
-            ),
-        });
-    }
+    let ragged = dump.tensors().iter().filter(|(_, info)| info.ragged).map(|(key, _)| key);
+    not_checked.extend(name_tensors(ragged).map(|what| NotChecked {
+        what: format!("how long each rank's part of {what} should be"),
+        why: "every rank recorded a part of its own length, and the whole is those parts one after the other in the order of the mesh".into(),
+    }));
     let by_job = verdicts
         .iter()
         .filter(|verdict| verdict.fingerprint_source == FingerprintSource::Recorder)
         .map(|verdict| &verdict.key);
-    not_checked.extend(unplaced(by_job).map(|what| NotChecked {
+    not_checked.extend(name_tensors(by_job).map(|what| NotChecked {
         what: format!("the place of {what}"),
         why: "the box is the job's own declaration: the recorder's fingerprint proves that it travelled unchanged, not that it was right".into(),
     }));

@@ -20,6 +20,7 @@ pub(crate) const NAMES: Names = Names {
     words: "Adafactor without momentum",
     source: "Shazeer and Stern 2018",
     counts_steps: true,
+    switches: &["factored", "maximize", "multiply_by_parameter_scale", "scale_parameter"],
     wholes: &[
         ("rate", "rate_variance"),
         ("rows_columns", "rows_columns_variance"),

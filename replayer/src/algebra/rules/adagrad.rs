@@ -16,6 +16,7 @@ pub(crate) const NAMES: Names = Names {
     words: "Adagrad",
     source: "Duchi, Hazan and Singer 2011",
     counts_steps: false,
+    switches: &["adagrad_w_mode", "maximize"],
     wholes: &[],
     states: &[State { after: "sum", before: "sum_before", recorded: &["sum", "sum_of_squares"] }],
     hyper: &[LR, ("lr_decay", &["lr_decay"], 0.0), ("eps", &["eps"], f64::NAN), WEIGHT_DECAY],

@@ -2,8 +2,9 @@
 //! Kumar 2018).
 
 use super::formulas::{
-    Descent, class, corrected, correction, divided, is_own_code, moving, root, square,
+    Descent, class, corrected, correction, is_optax, is_own_code, moving, root, square,
 };
+use super::nadam::Nadam;
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
 use super::{
     BETA1, BETA2, EPS, EPS_ROOT, FIRST_MOMENT, LR, Names, Rule, SECOND_MOMENT, State, Variation,
@@ -13,13 +14,21 @@ use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub(crate) const CLASSES: &[&str] = &["Adam", "AdamW", "adam", "adamw", "FusedAdam"];
+pub(crate) const CLASSES: &[&str] = &["Adam", "AdamW", "adam", "adamw", "FusedAdam", "amsgrad"];
 
 /// How frameworks call its tensors and hyper-parameters.
 pub(crate) const NAMES: Names = Names {
     words: "Adam, AdamW, AMSGrad",
     source: "Kingma and Ba 2015; Reddi et al. 2018",
     counts_steps: true,
+    switches: &[
+        "adam_w_mode",
+        "amsgrad",
+        "bias_correction",
+        "correct_bias",
+        "decoupled_weight_decay",
+        "maximize",
+    ],
     wholes: &[],
     states: &[
         FIRST_MOMENT,
@@ -42,6 +51,8 @@ pub(crate) struct Adam {
     pub descent: Descent,
     /// Whether the largest second moment divides.
     pub amsgrad: bool,
+    /// Whether the second moment is corrected before the largest is taken, as optax does.
+    pub corrects_first: bool,
     /// How often the first and the second moment are divided by `1 - β^step`.
     pub corrections: [u32; 2],
     /// Whether ε is added to the second moment, and not to its root.
@@ -56,7 +67,11 @@ pub(crate) struct Adam {
 impl Adam {
     pub(super) fn of(optimizer: &Optimizer, hyper: &Hyper, step: f64) -> Option<Adam> {
         let name = class(optimizer)?;
-        CLASSES.contains(&name).then(|| Adam {
+        // optax's adam with that switch is its nadam.
+        let is_other = is_optax(optimizer) && hyper.is_on("nesterov");
+        let is_off = |name: &str| hyper.0.contains_key(name) && !hyper.is_on(name);
+        let corrections = u32::from(!is_off("bias_correction") && !is_off("correct_bias"));
+        (CLASSES.contains(&name) && !is_other).then(|| Adam {
             step,
             descent: Descent {
                 maximize: hyper.is_on("maximize"),
@@ -65,8 +80,9 @@ impl Adam {
                     || hyper.is_on("adam_w_mode"),
                 late: false,
             },
-            amsgrad: hyper.is_on("amsgrad"),
-            corrections: [1, 1],
+            amsgrad: hyper.is_on("amsgrad") || name == "amsgrad",
+            corrects_first: name == "amsgrad",
+            corrections: [corrections; 2],
             eps_inside: false,
             eps_hat: false,
             is_own_code: is_own_code(optimizer),
@@ -98,6 +114,11 @@ impl Adam {
         all.push(of_eps(Rule::Adam, self.eps_inside, Adam { eps_inside, ..own() }));
         all.extend(of_descent(Rule::Adam, self.descent, |descent| Adam { descent, ..own() }));
         all.extend(of_step(Rule::Adam, self.step, |step| Adam { step, ..own() }));
+        if !self.amsgrad {
+            let words = "the update is NAdam's: the gradient of this step is in it twice";
+            let rule = Nadam::of_adam(self.step, self.descent);
+            all.push(vary(Rule::Nadam, "nesterov", words, rule));
+        }
         all
     }
 }
@@ -126,14 +147,18 @@ op! {
                 moving(exp_avg_sq_before, squared, beta2)
             },
             "the second moment";
-        max_exp_avg_sq: Plane Forward Each |op, exp_avg_sq, max_exp_avg_sq_before|
-            if op.amsgrad { exp_avg_sq.larger(max_exp_avg_sq_before) } else { exp_avg_sq },
+        max_exp_avg_sq: Plane Forward Each |op, exp_avg_sq, max_exp_avg_sq_before, beta2| {
+                let times = if op.corrects_first { op.corrections[1] } else { 0 };
+                let own = corrected(exp_avg_sq, correction(beta2, op.step), times);
+                if op.amsgrad { own.larger(max_exp_avg_sq_before) } else { own }
+            },
             "the second moment that divides";
         update: Plane Forward Each
             |op, before, exp_avg, max_exp_avg_sq, lr, beta1, beta2, eps, eps_root, weight_decay| {
                 let first = corrected(exp_avg, correction(beta1, op.step), op.corrections[0]);
                 let second = correction(beta2.clone(), op.step);
-                let second = corrected(max_exp_avg_sq.clone(), second, op.corrections[1]) + eps_root;
+                let times = if op.corrects_first { 0 } else { op.corrections[1] };
+                let second = corrected(max_exp_avg_sq.clone(), second, times) + eps_root;
                 let root = match op.eps_hat {
                     true => {
                         let rest = correction(beta2, op.step).sqrt().scalar();
@@ -141,8 +166,7 @@ op! {
                     }
                     false => root(second, eps, op.eps_inside),
                 };
-                let moved = divided(first, root);
-                op.descent.update(moved, before, weight_decay, lr)
+                op.descent.by_quotient((first, root), before, weight_decay, lr)
             },
             "what is added to the parameter";
         after: Plane Forward Each |op, before, update, lr, weight_decay|

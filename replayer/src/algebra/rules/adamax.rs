@@ -2,7 +2,7 @@
 //! `m = β1 m + (1 - β1) g`, `u = max(β2 u, |g| + ε)`, `θ -= η m / ((1 - β1^t) u)`. The paper has no
 //! ε; torch and optax have it here.
 
-use super::formulas::{Descent, class, corrected, correction, divided, moving};
+use super::formulas::{Descent, class, corrected, correction, moving};
 use super::variation::{of_corrections, of_descent, of_step, vary};
 use super::{BETA1, BETA2, EPS, FIRST_MOMENT, LR, Names, Rule, State, Variation, WEIGHT_DECAY};
 use crate::algebra::declaration::{Hyper, Optimizer};
@@ -16,6 +16,7 @@ pub(crate) const NAMES: Names = Names {
     words: "Adamax",
     source: "Kingma and Ba 2015",
     counts_steps: true,
+    switches: &["maximize"],
     wholes: &[],
     states: &[
         FIRST_MOMENT,
@@ -99,8 +100,7 @@ op! {
                     true => (exp_inf + eps.scalar()).step(),
                     false => exp_inf,
                 };
-                let direction = divided(first, largest);
-                op.descent.update(direction, before, weight_decay, lr)
+                op.descent.by_quotient((first, largest), before, weight_decay, lr)
             },
             "what is added to the parameter";
         after: Plane Forward Each |op, before, update, lr, weight_decay|

@@ -47,6 +47,19 @@ impl Descent {
         self.subtracted(direction.scaled(lr.clone()), before, weight_decay, lr)
     }
 
+    /// What is added to a parameter that is moved by `lr first / root`. Frameworks multiply before
+    /// they divide, and what is too small for a format then is lost.
+    pub(crate) fn by_quotient<N: Number>(
+        &self,
+        (first, root): (N, N),
+        before: N,
+        weight_decay: N,
+        lr: N,
+    ) -> N {
+        let moved = divided(first * lr.clone().scalar(), root).step_alike();
+        self.subtracted(moved, before, weight_decay, lr)
+    }
+
     /// What is added to a parameter from which `moved` is subtracted.
     pub(crate) fn subtracted<N: Number>(&self, moved: N, before: N, weight_decay: N, lr: N) -> N {
         let still = moved.times(-1.0);
@@ -60,7 +73,11 @@ impl Descent {
     /// The parameter after the step. One that decays by itself may be stored in between.
     pub(crate) fn after<N: Number>(&self, before: N, update: N, weight_decay: N, lr: N) -> N {
         let after = before.clone() + update;
-        if self.decoupled { after.changed(before * weight_decay * lr) } else { after }
+        if !self.decoupled {
+            return after;
+        }
+        let kept = lr.constant(1.0) - weight_decay.clone() * lr.clone();
+        after.by_settings(before.clone(), kept).changed(before * weight_decay * lr)
     }
 }
 

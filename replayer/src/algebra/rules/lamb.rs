@@ -17,6 +17,7 @@ pub(crate) const NAMES: Names = Names {
     words: "LAMB",
     source: "You et al. 2020",
     counts_steps: true,
+    switches: &["debias"],
     wholes: &[("ratio", "ratio_variance")],
     states: &[FIRST_MOMENT, SECOND_MOMENT],
     hyper: &[LR, BETA1, BETA2, ("eps", &["eps"], 1e-6), EPS_ROOT, WEIGHT_DECAY],

@@ -15,6 +15,7 @@ pub(crate) const NAMES: Names = Names {
     words: "Lion",
     source: "Chen et al. 2023",
     counts_steps: false,
+    switches: &["maximize"],
     wholes: &[],
     states: &[State {
         after: "exp_avg",

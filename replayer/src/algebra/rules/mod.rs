@@ -51,6 +51,8 @@ pub(crate) struct Names {
     pub source: &'static str,
     /// Whether it depends on which step it is, however it is switched.
     pub counts_steps: bool,
+    /// Switches that it heeds, beside those that say how it is computed alone.
+    pub switches: &'static [&'static str],
     /// Inputs of the table that are made of the whole parameter (`wholes`), each with the name that
     /// its variance has.
     pub wholes: &'static [(&'static str, &'static str)],
@@ -128,13 +130,30 @@ impl Rule {
         }
     }
 
+    /// Whether the parameter decays after it moved.
+    pub(crate) fn decays_late(&self) -> bool {
+        matches!(self, Rule::Adam(rule) if rule.descent.decoupled && rule.descent.late)
+    }
+
     /// Whether it takes a norm or a matrix of the whole parameter.
     pub(crate) fn takes_wholes(&self) -> bool {
         !self.names().wholes.is_empty()
     }
 }
 
+/// Switches that say how an optimizer is computed, and change nothing of its formula.
+const OF_COMPUTING: [&str; 4] = ["capturable", "differentiable", "foreach", "fused"];
+
 impl Names {
+    /// A switch that is on and that the rule does not know.
+    pub(crate) fn other_switch<'h>(&self, hyper: &'h Hyper) -> Option<&'h str> {
+        let is_known = |name: &str| OF_COMPUTING.contains(&name) || self.switches.contains(&name);
+        let is_other = |(name, value): &(&String, &serde_json::Value)| {
+            **value == serde_json::Value::Bool(true) && !is_known(name)
+        };
+        hyper.0.iter().find(is_other).map(|(name, _)| name.as_str())
+    }
+
     /// A declared hyper-parameter, by its name in the table; NaN where neither the job nor all
     /// frameworks alike say it.
     pub(crate) fn number(&self, hyper: &Hyper, name: &str) -> f64 {

@@ -15,6 +15,7 @@ pub(crate) const NAMES: Names = Names {
     words: "Muon of matrices",
     source: "Jordan et al. 2024",
     counts_steps: false,
+    switches: &["nesterov", "use_muon"],
     wholes: &[("orthogonal", "orthogonal_variance"), ("alike", "alike_variance")],
     states: &[State {
         after: "momentum_buffer",

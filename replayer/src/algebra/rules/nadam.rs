@@ -6,9 +6,7 @@
 //!
 //! In torch `μ_t = β1 (1 - 0.96^{t ψ} / 2)`, in optax it is `β1`.
 
-use super::formulas::{
-    Descent, class, corrected, correction, divided, is_optax, moving, root, square,
-};
+use super::formulas::{Descent, class, corrected, correction, is_optax, moving, root, square};
 use super::variation::{of_corrections, of_descent, of_eps, of_step, vary};
 use super::{
     BETA1, BETA2, EPS, EPS_ROOT, FIRST_MOMENT, LR, Names, Rule, SECOND_MOMENT, Variation,
@@ -26,6 +24,7 @@ pub(crate) const NAMES: Names = Names {
     words: "NAdam",
     source: "Dozat 2016",
     counts_steps: true,
+    switches: &["decoupled_weight_decay", "maximize", "nesterov"],
     wholes: &[],
     states: &[FIRST_MOMENT, SECOND_MOMENT],
     hyper: &[LR, BETA1, BETA2, EPS, EPS_ROOT, WEIGHT_DECAY],
@@ -59,7 +58,8 @@ impl Nadam {
             step,
             descent: Descent {
                 maximize: hyper.is_on("maximize"),
-                decoupled: name == "nadamw" || hyper.is_on("decoupled_weight_decay"),
+                decoupled: ["nadamw", "adamw"].contains(&name)
+                    || hyper.is_on("decoupled_weight_decay"),
                 late: false,
             },
             momentum_decay: (!is_optax(optimizer)).then_some(decay),
@@ -68,7 +68,21 @@ impl Nadam {
             corrections: 1,
             eps_inside: false,
         };
-        CLASSES.contains(&name).then(|| nadam.scheduled())
+        let is_of_adam = ["adam", "adamw"].contains(&name) && hyper.is_on("nesterov");
+        (CLASSES.contains(&name) || is_of_adam).then(|| nadam.scheduled())
+    }
+
+    /// NAdam as optax has it: with the momentum that Adam has.
+    pub(super) fn of_adam(step: f64, descent: Descent) -> Nadam {
+        Nadam {
+            step,
+            descent,
+            momentum_decay: None,
+            factors: [1.0; 3],
+            looks_ahead: true,
+            corrections: 1,
+            eps_inside: false,
+        }
     }
 
     /// The same with the factors of its step and decay.
@@ -161,8 +175,8 @@ op! {
                 let direction = op.direction(gradient, exp_avg, beta1).step();
                 let correction = correction(beta2, op.step);
                 let second = corrected(exp_avg_sq, correction, op.corrections) + eps_root;
-                let moved = divided(direction, root(second, eps, op.eps_inside));
-                op.descent.update(moved, before, weight_decay, lr)
+                let root = root(second, eps, op.eps_inside);
+                op.descent.by_quotient((direction, root), before, weight_decay, lr)
             },
             "what is added to the parameter";
         // torch adds the part of the gradient and that of the moment one after the other.

@@ -24,6 +24,7 @@ pub(crate) const NAMES: Names = Names {
     words: "RAdam",
     source: "Liu et al. 2020",
     counts_steps: true,
+    switches: &["decoupled_weight_decay", "maximize"],
     wholes: &[],
     states: super::nadam::NAMES.states,
     hyper: super::nadam::NAMES.hyper,

@@ -20,6 +20,7 @@ pub(crate) const NAMES: Names = Names {
     words: "RMSprop, centered or not, with momentum",
     source: "Tieleman and Hinton 2012; Graves 2013",
     counts_steps: false,
+    switches: &["bias_correction", "centered", "eps_in_sqrt", "maximize", "nesterov"],
     wholes: &[],
     states: &[
         State { after: "square_avg", before: "square_avg_before", recorded: &["square_avg", "nu"] },
@@ -87,7 +88,9 @@ impl Rmsprop {
         };
         let mut second = correct(square_avg);
         if self.centered {
-            second = (second - square(correct(grad_avg))).step();
+            // Rounding may bring the variance below 0, where a job that rounds otherwise has none.
+            let zero = second.constant(0.0);
+            second = (second - square(correct(grad_avg))).step().larger(zero);
         }
         divided(gradient, root(second, eps, self.eps_inside))
     }

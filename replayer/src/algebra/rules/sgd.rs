@@ -15,6 +15,7 @@ pub(crate) const NAMES: Names = Names {
     words: "SGD with momentum, dampening, Nesterov",
     source: "Polyak 1964; Sutskever et al. 2013",
     counts_steps: false,
+    switches: &["maximize", "nesterov"],
     wholes: &[],
     states: &[State {
         after: "momentum_buffer",

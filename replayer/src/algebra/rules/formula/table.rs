@@ -220,6 +220,7 @@ impl Making<'_> {
             words: kept(&format!("the declared formula of {}", self.form.optimizer)),
             source: "the job",
             counts_steps: false,
+            switches: &[],
             wholes: &[],
             states: states.collect::<Vec<_>>().leak(),
             hyper: rows.collect::<Vec<_>>().leak(),
