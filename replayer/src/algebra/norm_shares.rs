@@ -184,10 +184,24 @@ impl Judge<'_> {
             share.whole = add(share.whole);
             let unit = format.map_or(0.0, Precision::unit_roundoff);
             share.variance += sum.variance(count, value, squares) + (2.0 * unit * value).powi(2);
-            share.variance += alike(count, value, squares);
+            share.variance += match power == 2.0 {
+                true => alike(count, value, squares),
+                false => in_classes(count, value, self.classes(key, &piece)?),
+            };
             share.variance += count * Precision::F32.smallest_subnormal().powi(2);
         }
         Ok(share)
+    }
+
+    /// How many different values the elements of a piece have, where these are few; by its first ones.
+    fn classes(&self, key: &TensorKey, piece: &Piece) -> Result<Option<usize>, String> {
+        const LOOKED_AT: usize = 4096;
+        let Some(part) = pieces(&piece.place, 8).into_iter().next() else { return Ok(None) };
+        let values = self.inventory.elements(key, piece.ranks[0], &part)?;
+        let (matrix, count) = (values.matrix(1, values.len()), values.len().min(LOOKED_AT));
+        let sizes = (0..count).map(|at| matrix.get_f64(at).abs()).filter(|size| *size > 0.0);
+        let classes = sizes.map(f64::to_bits).collect::<BTreeSet<_>>().len();
+        Ok((classes > 0 && 2 * classes < count).then_some(classes))
     }
 
     /// The share of a gradient that is not recorded whole, by the sums of squares that ranks declare.
@@ -256,6 +270,13 @@ impl Judge<'_> {
         }
         Ok(total)
     }
+}
+
+/// The same of addends that have few different values, each of which errs in one direction by itself.
+/// Only norms of squares are added up in many sums beside each other.
+fn in_classes(count: f64, sum: f64, classes: Option<usize>) -> f64 {
+    let most = count * Precision::F32.unit_roundoff() * sum / 2.0;
+    classes.map_or(0.0, |classes| (most / REACH).powi(2) / classes as f64)
 }
 
 /// What equal addends add to the variance of their sum: each partial sum of a binade is rounded the same

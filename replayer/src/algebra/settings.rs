@@ -27,7 +27,7 @@ impl Judge<'_> {
         let fitted = shares.filter_map(|(name, declared)| {
             let fitted = self.solved_setting(tensors, piece, supposed, (name, *declared))?;
             let is_other = (fitted - declared).abs() > NEAR * (1.0 - declared).max(NEAR)
-                && (-1e-9..1.0).contains(&fitted);
+                && (-1e-9..0.999_999).contains(&fitted);
             is_other.then_some((*name, *declared, fitted))
         });
         let fitted: Vec<(&'static str, f64, f64)> = fitted.collect();

@@ -253,7 +253,6 @@ impl Solved<'_> {
     fn reduced_again(&self) -> Option<String> {
         let mut own = self.own();
         own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
-        let sums = self.domain.axes.iter().filter(|axis| axis.op == ReduceOp::Sum);
         let is_again = |size: f64| {
             own.chunk_by(|a, b| a.0.rank == b.0.rank).all(|of_rank| {
                 let falls = |pair: &[(&Addend, f64)]| is_near(pair[0].1 / pair[1].1, size);
@@ -262,7 +261,8 @@ impl Solved<'_> {
                     && of_rank.last().is_some_and(|last| is_near(last.1, 1.0))
             })
         };
-        let axis = sums.filter(|axis| axis.size > 1).find(|axis| is_again(axis.size as f64))?;
+        let mut axes = self.domain.axes.iter().filter(|axis| axis.size > 1);
+        let axis = axes.find(|axis| is_again(axis.size as f64))?;
         self.is_of_domain_alone().then(|| {
             format!(
                 "what was summed over {} before is summed over it again with each microbatch",

@@ -307,7 +307,7 @@ fn withdraw(judged: &mut [Judged]) {
         let Outcome::Diverged(divergence) = &mut one.result else { continue };
         divergence.readings.retain(|own| own.cause != causes::LOW_PRECISION.name);
         for own in &mut divergence.readings {
-            if own.cause == causes::LR_SCALED.name {
+            if [causes::LR_SCALED.name, causes::SETTING_OTHER.name].contains(&own.cause) {
                 *own = causes::UNKNOWN.reads(own.words.clone());
             }
         }

@@ -4,6 +4,7 @@ use backtape::index_box::IndexBox;
 use backtape::part::Part;
 
 use super::causes;
+use super::counters::counter;
 use super::inventory::Piece;
 use super::judge::Judge;
 use super::outcome::Reading;
@@ -52,7 +53,15 @@ impl Judge<'_> {
         if let Some(misfit) = steps.iter().find_map(|other| self.misfit(tensors, piece, other)) {
             return Some(causes::UPDATED_TWICE.reads(words).fitting(misfit));
         }
-        // The second step may have had another learning rate.
+        // The second step may have had another learning rate, where both are counted.
+        let own = self.inventory.declared_of(tensors.rank, tensors.parameter);
+        let counted = own.and_then(|own| {
+            let name = counter(own)?;
+            Some(own.scalar_after(name)? - own.scalar_before(name)?)
+        });
+        if counted != Some(2.0) {
+            return None;
+        }
         let in_state = steps.iter().any(|other| self.agrees_in_state(tensors, piece, other));
         in_state.then(|| {
             causes::UPDATED_TWICE.reads(format!("{words}, as its state says: by other settings"))
