@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -57,6 +57,14 @@ class Step:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
+        # torch sets the hooks of a class when an optimizer of just that class is made: the `step` that a
+        # job's own class calls of its base may have none.
+        for kind in type(optimizer).__mro__[1:]:
+            if kind is torch.optim.Optimizer:
+                break
+            step = vars(kind).get("step")
+            if step is not None and not getattr(step, "hooked", False):
+                self.capture.patches.attribute(kind, "step", self._of_base)
 
     def parts(self) -> list[Part]:
         """The parameters of which it has values on this rank; the group of each is noted."""
@@ -99,11 +107,7 @@ class Step:
         with self.capture.guarded(type(self.optimizer).__name__):
             self.depth += 1
             if self.depth > 1:
-                # A job's own class may set these in its `step`, before it calls that of its base.
-                if self.count == 1:
-                    self.groups = self.hyper_parameters()
-                    if not self.has_closure:
-                        self._take_gradients(self.first_parts())
+                self._begin_inner()
                 return None
             self.count += 1
             self.has_closure = callable(options.get("closure")) or (
@@ -130,6 +134,22 @@ class Step:
                 return (args[0], self._watched(args[1], parts), *args[2:]), options
             self._take_gradients(parts)
         return None
+
+    def _of_base(self, optimizer: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        """Sees the `step` of a base class, which the job's own class calls."""
+        is_inner = optimizer is self.optimizer and self.depth > 0
+        if is_inner:
+            with self.capture.guarded(type(self.optimizer).__name__):
+                self._begin_inner()
+        yield
+        self.ended = self.ended or is_inner
+
+    def _begin_inner(self) -> None:
+        """Takes what a job's own class changed in its `step` before it called that of its base."""
+        if self.count == 1 and not self.ended:
+            self.groups = self.hyper_parameters()
+            if not self.has_closure:
+                self._take_gradients(self.first_parts())
 
     def _note_gradients(self) -> None:
         """Notes of which parameters it steps now, and whether it stepped them before by the same gradient."""
@@ -163,8 +183,9 @@ class Step:
     def _after(self, *_: Any) -> None:
         with self.capture.guarded(type(self.optimizer).__name__):
             self.depth -= 1
+            # What the step of the base took is taken, whatever the job's own does after it.
+            self.ended = True
             if self.depth == 0 and self.count == 1:
-                self.ended = True
                 self._take_values("after", self.first_parts())
 
     def _take_gradients(self, parts: list[Part]) -> None:
