@@ -246,8 +246,9 @@ LOOPS = {
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_right_loop_agrees(tmp_path, loop):
+    """Of several steps within one tape the first is judged, which the verdict says."""
     report = loop(Loop(False), tmp_path / "run")
-    assert report.verdict == "agreed", str(report)
+    assert report.verdict == ("incomplete" if loop is several_steps else "agreed"), str(report)
 
 
 @pytest.mark.parametrize("loop", [one for one in LOOPS if one is not sharpness_aware], ids=lambda loop: loop.__name__)
