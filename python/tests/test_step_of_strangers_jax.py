@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from test_step_algebra_jax import loss, model, record, taken
 from test_step_replay import first, replayed, stepped
 
@@ -80,7 +80,7 @@ def test_a_switch_that_the_rule_does_not_know_leaves_the_update_unchecked(tmp_pa
     assert off.verdict == "agreed", str(off)
 
 
-def unscaled_before_the_reduction(by):
+def unscaled_before_the_reduction(mesh, by):
     """Each of four devices divides its gradient by the loss scale, and then the mean over them is taken: no array is
     reduced and has the scale in it."""
     params, _ = model()
@@ -97,7 +97,8 @@ def unscaled_before_the_reduction(by):
         new_params = optax.apply_updates(params, updates)
         return {"new_params": new_params, "local_grads": [local], "unscaled": unscaled, "new_opt_state": new_state}
 
-    return {"params": params, "opt_state": opt_state} | run(params, opt_state)
+    step = {"params": params, "opt_state": opt_state} | run(params, opt_state)
+    return step | {"local_grads": jax.device_put(step["local_grads"], NamedSharding(mesh, P("data")))}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_gradients_that_were_unscaled_before_they_were_reduced_are_judged(tmp_pa
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
         record(
-            tmp_path / "run", unscaled_before_the_reduction(by), optimizer=ADAM, loss_scale=SCALE, local_axis="data",
+            tmp_path / "run", unscaled_before_the_reduction(mesh, by), optimizer=ADAM, loss_scale=SCALE, local_axis="data",
             reduce={"*": [{"axis": "data", "op": "mean"}]},
         )  # fmt: skip
     report = backtape.replay(tmp_path / "run", step=0, compare=["step"])

@@ -143,8 +143,8 @@ def gradients_divided_by_microbatches(job, directory):
     return job.run(directory, optimizer, step, **options)
 
 
-class Scheduled(torch.optim.AdamW):
-    """An AdamW that warms up and clips by itself."""
+class MoreInItsStep:
+    """What is put before an optimizer so that it warms up and clips by itself."""
 
     form, number = "right", 0
 
@@ -152,7 +152,7 @@ class Scheduled(torch.optim.AdamW):
         self.number += 1
         own = self.param_groups[0]
         own["lr"] = 1e-3 * self.number
-        if self.form == "right":
+        if self.form != "clipped too late":
             clip_grad_norm_(own["params"], 0.01)
         super().step(closure)
         if self.form == "clipped too late":
@@ -160,7 +160,12 @@ class Scheduled(torch.optim.AdamW):
 
 
 def optimizer_that_does_more_in_its_step(job, directory):
-    optimizer = Scheduled(job.parameters)
+    """torch gives the `step` of a class its hooks when one is made of that very class, and not of one below it."""
+    own = torch.optim.AdamW.step
+    base = type("Base", (torch.optim.AdamW,), {"step": own.__wrapped__ if hasattr(own, "hooked") else own})
+    if job.form == "beside another one":
+        base(job.parameters)
+    optimizer = type("Scheduled", (MoreInItsStep, base), {})(job.parameters)
     optimizer.form = job.form
 
     def step():
@@ -284,6 +289,7 @@ JOBS = [
     (gradients_divided_by_microbatches, "right", Told()),
     (gradients_divided_by_microbatches, "undeclared", Told("diverged", "accumulate", "microbatch-scale", ALL, MEAN)),
     (optimizer_that_does_more_in_its_step, "right", Told()),
+    (optimizer_that_does_more_in_its_step, "beside another one", Told()),
     (optimizer_that_does_more_in_its_step, "clipped too late", LATE),
     (probe_on_detached_features, "right", Told()),
     (probe_on_detached_features, "not cleared", Told("diverged", "update", "tied-updated-twice", ALL[:2])),
