@@ -1,4 +1,4 @@
-"""One rank of a torch job over gloo, as strangers to backtape wrote them, run by test_step_of_strangers.py.
+"""One rank of a torch job over gloo, as strangers to backtape wrote them, run by test_step_of_strangers_ranks.py.
 
     python strangers_ranks.py RANK WORLD PORT DIRECTORY SCENARIO ...
 
@@ -40,24 +40,24 @@ class Model(nn.Module):
 def own_reduction(form):
     """Gradients are brought together by code of the job, which says what is meant by `reduce=`.
 
-    `again`: `.grad` is summed over ranks after each microbatch, and holds what was summed before.
+    `again`: `.grad` is summed over ranks after each microbatch, and holds what was summed before; `again-mean`: what
+    comes of it is divided by the number of ranks at the end.
     `sum`: nobody divides by the number of ranks.
     """
     module = Model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
-    def communicate(divisor):
+    def communicate():
         for one in module.parameters():
             dist.all_reduce(one.grad)
-            one.grad /= divisor
 
     def step(loss):
         for index in range(MICROBATCHES):
             loss(module).backward()
-            if form == "again":
-                communicate(1)
-            elif index == MICROBATCHES - 1:
-                communicate(1 if form == "sum" else world)
+            if form.startswith("again") or index == MICROBATCHES - 1:
+                communicate()
+        for one in module.parameters() if form in ("right", "again-mean") else ():
+            one.grad /= world
         optimizer.step()
         optimizer.zero_grad()
 
@@ -83,6 +83,7 @@ def first():
 SCENARIOS = {
     "right": lambda: own_reduction("right"),
     "again": lambda: own_reduction("again"),
+    "again-mean": lambda: own_reduction("again-mean"),
     "sum": lambda: own_reduction("sum"),
     "first": first,
 }

@@ -2,18 +2,15 @@
 know makes the step incomplete."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
-from processes import free_port, run_ranks
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import backtape
 import backtape.torch
 
-PROGRAM = Path(__file__).with_name("strangers_ranks.py")
 SCALE = 256.0
 
 
@@ -52,6 +49,14 @@ class Job:
     def loss(self):
         return self.module(torch.randn(32, 8)).square().mean()
 
+    def backward(self, optimizer, scaled=lambda loss: loss):
+        optimizer.zero_grad()
+        scaled(self.loss()).backward()
+
+    def plain(self, optimizer):
+        """One backward pass and the optimizer's step."""
+        return lambda: (self.backward(optimizer), optimizer.step())
+
     def run(self, directory, optimizers, step, **options):
         with backtape.Recorder(dir=directory, strict=True, steps="2") as recorder:
             for number in range(3):
@@ -84,46 +89,31 @@ def second_step_within_the_tape(job, directory):
     optimizer = torch.optim.AdamW(job.parameters, lr=1e-2)
 
     def step():
-        optimizer.zero_grad()
-        job.loss().backward()
+        job.backward(optimizer)
         optimizer.step()
         if job.form == "another gradient":
-            optimizer.zero_grad()
-            job.loss().backward()
+            job.backward(optimizer)
         optimizer.step()
 
     return job.run(directory, optimizer, step)
 
 
-def scale_of_a_scaler(job, directory):
-    """The scaler multiplies the loss, and its own step is not called: the job has to divide by hand."""
+def loss_scale(job, directory):
+    """That of a scaler whose own step is not called, or one in the job's own code: the job has to divide by hand."""
     optimizer = torch.optim.AdamW(job.parameters, lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    is_own = job.form.startswith("own")
 
     def step():
-        optimizer.zero_grad()
-        scaler.scale(job.loss()).backward()
+        job.backward(optimizer, lambda loss: loss * SCALE if is_own else scaler.scale(loss))
         divide(job, SCALE)
         optimizer.step()
 
-    return job.run(directory, optimizer, step)
-
-
-def scale_of_the_jobs_own(job, directory):
-    """A number in the job's own code, which `loss_scale=` declares."""
-    optimizer = torch.optim.AdamW(job.parameters, lr=1e-2)
-
-    def step():
-        optimizer.zero_grad()
-        (job.loss() * SCALE).backward()
-        divide(job, SCALE)
-        optimizer.step()
-
-    return job.run(directory, optimizer, step, loss_scale=SCALE)
+    return job.run(directory, optimizer, step, **({"loss_scale": SCALE} if is_own else {}))
 
 
 def divide(job, by):
-    if job.form != "left in":
+    if not job.form.endswith("left in"):
         for one in job.parameters:
             one.grad /= by
 
@@ -167,13 +157,7 @@ def optimizer_that_does_more_in_its_step(job, directory):
         base(job.parameters)
     optimizer = type("Scheduled", (MoreInItsStep, base), {})(job.parameters)
     optimizer.form = job.form
-
-    def step():
-        optimizer.zero_grad()
-        job.loss().backward()
-        optimizer.step()
-
-    return job.run(directory, optimizer, step, rules={"Scheduled": "AdamW"})
+    return job.run(directory, optimizer, job.plain(optimizer), rules={"Scheduled": "AdamW"})
 
 
 def probe_on_detached_features(job, directory):
@@ -186,10 +170,7 @@ def probe_on_detached_features(job, directory):
         optimizers[0].zero_grad()
         body(batch).square().mean().backward()
         optimizers[0].step()
-        if job.form == "right":
-            optimizers[1].zero_grad()
-        else:
-            head.zero_grad()
+        (optimizers[1] if job.form == "right" else head).zero_grad()
         head(body(batch).detach()).square().mean().backward()
         optimizers[1].step()
 
@@ -236,45 +217,37 @@ class SGD(torch.optim.Optimizer):
 
 def numbers_that_the_groups_do_not_say(job, directory):
     """`form`: the class, and what it uses in place of what its groups say."""
-    kind, used = job.form
-    optimizer = kind(job.parameters, **used)
-
-    def step():
-        optimizer.zero_grad()
-        job.loss().backward()
-        optimizer.step()
-
-    return job.run(directory, optimizer, step)
+    optimizer = job.form[0](job.parameters, **job.form[1])
+    return job.run(directory, optimizer, job.plain(optimizer))
 
 
 def norm_for_the_log(job, directory):
     """A norm that nothing is clipped by, before or after the scaler took out its scale."""
     optimizer = torch.optim.AdamW(job.parameters, lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    norm = lambda: get_total_norm([one.grad for one in job.parameters])
 
     def step():
-        optimizer.zero_grad()
-        scaler.scale(job.loss()).backward()
+        job.backward(optimizer, scaler.scale)
         for part in ("norm", "unscale") if job.form == "scaled" else ("unscale", "norm"):
-            if part == "norm":
-                get_total_norm([one.grad for one in job.parameters])
-            else:
-                scaler.unscale_(optimizer)
+            norm() if part == "norm" else scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
 
     return job.run(directory, optimizer, step)
 
 
-UNHELD, AGAIN = "no optimizer that was given holds 2.* (2 parameters)", "stepped several times while the tape was open"
+UNHELD = "no optimizer that was given holds 2.* (2 parameters)"
+AGAIN = "stepped several times while the tape was open"
+EPS = "eps is 0.001000, and 1.000e-4 is declared"
 KEPT = Told("diverged", "unscale", "loss-scale-left-in", ALL, factor=SCALE)
 MEAN = 'where the job divides the gradients themselves, accumulation="mean" says so'
 LATE = Told("diverged", "clip", "clip-recorded-not-applied", ALL)
 TWICE = Told("diverged", "update", "tied-updated-twice", ALL)
 
 
-def other(words):
-    return Told("diverged", cause="setting-other", stage="state", parameters=ALL, words=words)
+def other(words, stage="state"):
+    return Told("diverged", stage, "setting-other", ALL, words)
 
 
 JOBS = [
@@ -282,10 +255,10 @@ JOBS = [
     (part_that_no_optimizer_holds, "stale", Told("diverged", "accumulate", "param-not-in-optimizer", ALL[2:])),
     (second_step_within_the_tape, "another gradient", Told("incomplete", words=AGAIN)),
     (second_step_within_the_tape, "the same gradient", TWICE),
-    (scale_of_a_scaler, "right", Told()),
-    (scale_of_a_scaler, "left in", KEPT),
-    (scale_of_the_jobs_own, "right", Told()),
-    (scale_of_the_jobs_own, "left in", KEPT),
+    (loss_scale, "scaler, divided", Told()),
+    (loss_scale, "scaler, left in", KEPT),
+    (loss_scale, "own, divided", Told()),
+    (loss_scale, "own, left in", KEPT),
     (gradients_divided_by_microbatches, "right", Told()),
     (gradients_divided_by_microbatches, "undeclared", Told("diverged", "accumulate", "microbatch-scale", ALL, MEAN)),
     (optimizer_that_does_more_in_its_step, "right", Told()),
@@ -296,7 +269,7 @@ JOBS = [
     (numbers_that_the_groups_do_not_say, (AdamW, {}), Told()),
     (numbers_that_the_groups_do_not_say, (AdamW, {"beta1": 0.8}), other("beta1 is 0.8000, and 0.9000 is declared")),
     (numbers_that_the_groups_do_not_say, (AdamW, {"beta2": 0.95}), other("beta2 is 0.9500, and 0.9950 is declared")),
-    (numbers_that_the_groups_do_not_say, (AdamW, {"eps": 1e-3}), Told("diverged", "update", "setting-other", ALL, "eps is 0.001000, and 1.000e-4 is declared")),
+    (numbers_that_the_groups_do_not_say, (AdamW, {"eps": 1e-3}), other(EPS, "update")),
     (numbers_that_the_groups_do_not_say, (SGD, {}), Told()),
     (numbers_that_the_groups_do_not_say, (SGD, {"momentum": 0.5}), other("momentum is 0.5000, and 0.9000 is declared")),
     (norm_for_the_log, "right", Told()),
@@ -318,8 +291,7 @@ def test_parameters_that_a_clip_leaves_out_are_named_and_the_step_agrees(tmp_pat
     optimizer = sgd(job.parameters)
 
     def step():
-        optimizer.zero_grad()
-        job.loss().backward()
+        job.backward(optimizer)
         clip_grad_norm_(job.module[0].parameters(), 0.01)
         optimizer.step()
 
@@ -327,25 +299,3 @@ def test_parameters_that_a_clip_leaves_out_are_named_and_the_step_agrees(tmp_pat
     Told().is_told_by(report)
     (line,) = [one for one in report.json["algebra"]["unchecked"] if one["stage"] == "clip"]
     assert "2.*" in line["what"] and "a norm that leaves this one out" in line["why"], line
-
-
-# Of jobs on several ranks over gloo, by how many there are.
-RANKS = {
-    2: {
-        "right": Told(),
-        "again": Told("diverged", "reduce", "unknown", words="summed over it again with each microbatch, or a rank adds"),
-        "first": Told("diverged", "reduce", "not-reduced-over-axis"),
-        "sum": Told("diverged", "reduce", "reduce-sum-for-mean", ("inner.weight", "inner.bias", "outer.weight", "outer.bias"), factor=2.0),
-    },
-    3: {"again": Told("diverged", "reduce", "reduced-twice", words="is summed over it again with each microbatch")},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("world", RANKS)
-def test_what_several_ranks_do_is_told(tmp_path, world):
-    run_ranks(PROGRAM, world, free_port(), tmp_path, *RANKS[world])
-    for scenario, told in RANKS[world].items():
-        report = backtape.replay(tmp_path / scenario, step=1, compare=["step"])
-        told.is_told_by(report)
-        if scenario == "sum":
-            assert [one["stage"] for one in report.json["algebra"]["diverged"]] == ["reduce"], str(report)
