@@ -243,7 +243,6 @@ EPS = "eps is 0.001000, and 1.000e-4 is declared"
 KEPT = Told("diverged", "unscale", "loss-scale-left-in", ALL, factor=SCALE)
 MEAN = 'where the job divides the gradients themselves, accumulation="mean" says so'
 LATE = Told("diverged", "clip", "clip-recorded-not-applied", ALL)
-TWICE = Told("diverged", "update", "tied-updated-twice", ALL)
 
 
 def other(words, stage="state"):
@@ -254,7 +253,7 @@ JOBS = [
     (part_that_no_optimizer_holds, "cleared", Told("incomplete", words=UNHELD)),
     (part_that_no_optimizer_holds, "stale", Told("diverged", "accumulate", "param-not-in-optimizer", ALL[2:])),
     (second_step_within_the_tape, "another gradient", Told("incomplete", words=AGAIN)),
-    (second_step_within_the_tape, "the same gradient", TWICE),
+    (second_step_within_the_tape, "the same gradient", Told("diverged", "update", "tied-updated-twice", ALL)),
     (loss_scale, "scaler, divided", Told()),
     (loss_scale, "scaler, left in", KEPT),
     (loss_scale, "own, divided", Told()),
