@@ -318,6 +318,12 @@ of_rule(
     ("value=-lr /", 'value=-defaults["lr"] /'),
     hyper={"weight_decay": 0.0},
 )
+of_rule(
+    "setting-other",
+    "The optimizer has a beta of its own, as the paper had it, and does not read that of the parameter's group.",
+    "AdamW",
+    ("v.mul_(beta2)", "beta2 = 0.999\nv.mul_(beta2)"),
+)
 plant(
     "step-counter",
     "The counter goes up with each microbatch; or it is not restored with the state.",

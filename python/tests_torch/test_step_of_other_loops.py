@@ -80,7 +80,7 @@ def sharpness_aware(loop, directory):
 
 
 def several_steps(loop, directory):
-    """Several steps of the optimizer within one tape: the first of them is judged."""
+    """Several steps of the optimizer within one tape: the first of them is judged, and the others are not."""
     module = model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
 
@@ -249,6 +249,7 @@ def test_a_right_loop_agrees(tmp_path, loop):
     """Of several steps within one tape the first is judged, which the verdict says."""
     report = loop(Loop(False), tmp_path / "run")
     assert report.verdict == ("incomplete" if loop is several_steps else "agreed"), str(report)
+    assert not report.json["algebra"]["diverged"], str(report)
 
 
 @pytest.mark.parametrize("loop", [one for one in LOOPS if one is not sharpness_aware], ids=lambda loop: loop.__name__)
