@@ -42,12 +42,21 @@ fn unhex<const N: usize>(text: &str) -> Result<[u8; N], HashError> {
     if text.len() != 2 * N || !lower {
         return Err(error());
     }
+    let half = |digit: u8| if digit <= b'9' { digit - b'0' } else { digit - b'a' + 10 };
     let mut bytes = [0; N];
-    for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
-        let digits = std::str::from_utf8(pair).map_err(|_| error())?;
-        *byte = u8::from_str_radix(digits, 16).map_err(|_| error())?;
+    for (byte, pair) in bytes.iter_mut().zip(text.as_bytes().as_chunks::<2>().0) {
+        *byte = half(pair[0]) << 4 | half(pair[1]);
     }
     Ok(bytes)
+}
+
+/// Appends the lower-case hexadecimal digits of bytes. A step has thousands of hashes, and each is
+/// written several times.
+fn hex(bytes: &[u8], text: &mut Vec<u8>) {
+    let digit = |half: u8| b"0123456789abcdef"[usize::from(half)];
+    for byte in bytes {
+        text.extend_from_slice(&[digit(byte >> 4), digit(byte & 15)]);
+    }
 }
 
 macro_rules! as_hex {
@@ -60,17 +69,15 @@ macro_rules! as_hex {
         }
         impl From<$name> for String {
             fn from(hash: $name) -> String {
-                hash.to_string()
+                let bytes = $into(hash.0);
+                let mut text = Vec::with_capacity(2 * bytes.len());
+                hex(&bytes, &mut text);
+                String::from_utf8(text).expect("digits are ASCII")
             }
         }
         impl std::fmt::Display for $name {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                let digit = |half: u8| char::from(b"0123456789abcdef"[usize::from(half)]);
-                let bytes = $into(self.0);
-                // A step has thousands of hashes, and each is written several times.
-                let mut text = String::with_capacity(2 * bytes.len());
-                bytes.iter().for_each(|byte| text.extend([digit(byte >> 4), digit(byte & 15)]));
-                f.write_str(&text)
+                f.write_str(&String::from(*self))
             }
         }
         impl std::fmt::Debug for $name {

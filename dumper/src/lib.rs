@@ -40,6 +40,7 @@ mod scalars;
 mod schedule;
 mod session;
 mod settings;
+pub mod squares;
 mod steps;
 mod summary;
 mod tape;

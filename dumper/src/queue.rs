@@ -30,7 +30,8 @@ const LOOK: Duration = Duration::from_millis(200);
 
 /// When more captures than this wait, they are small ones. Making them takes time of the
 /// interpreter and hardly any of the memory's bandwidth, so they are written meanwhile; left to the
-/// end, all of it would take longer.
+/// end, all of it would take longer. All that wait are written then: a thread that went to sleep at
+/// one below would be woken, and the training thread would wake it, for each capture.
 const MANY: usize = 256;
 
 /// What the recorder's thread is to do.
@@ -89,8 +90,10 @@ struct State {
     /// Commands that are no captures, and when the last capture came.
     ends: usize,
     last: Option<Instant>,
-    /// The training thread waits for room.
-    waits: bool,
+    /// Many captures waited, and not all of those are taken out yet.
+    many: bool,
+    /// Threads of the job that wait for room.
+    waiting: u32,
     /// A wait for room has run out. Nobody waits again before there is some room, so that a hung
     /// disk costs the job one call's longest wait and not one for every capture.
     stalled: bool,
@@ -156,12 +159,12 @@ impl Queue {
         let full = |state: &State| !unbounded && state.bytes.saturating_add(cost) > limit;
         if full(&state) && !state.stalled && !state.closing && state.dead.is_none() {
             let wait = |state: &mut State| full(state) && !state.closing && state.dead.is_none();
-            state.waits = true;
+            state.waiting += 1;
             self.ready.notify_one();
             let waited = self.changed.wait_timeout_while(state, patience, wait);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             state.stalled = full(&state);
-            state.waits = false;
+            state.waiting -= 1;
         }
         if let Some(refused) = state.refuses() {
             return (state, Err(refused));
@@ -235,8 +238,12 @@ impl Queue {
         let mut state = self.lock();
         state.bytes = state.bytes.saturating_sub(length.saturating_add(CAPTURE_OVERHEAD_BYTES));
         state.stalled = false;
+        let waits = state.waiting > 0;
         drop(state);
-        self.changed.notify_all();
+        // Each call is one of the system's, and a step has thousands of captures.
+        if waits {
+            self.changed.notify_all();
+        }
     }
 
     /// No more commands will come from the training thread.
@@ -298,8 +305,14 @@ impl State {
         self.commands.push_back(command);
     }
 
+    fn has_many(&self) -> bool {
+        self.many || self.commands.len() > MANY
+    }
+
     fn pop(&mut self) -> Option<Command> {
+        let many = self.has_many();
         let command = self.commands.pop_front()?;
+        self.many = many && !self.commands.is_empty();
         self.ends -= usize::from(!matches!(command, Command::Capture(..)));
         Some(command)
     }
@@ -308,8 +321,8 @@ impl State {
     /// where it is to go on at once: no capture waits, a step has ended, the queue is half full,
     /// many captures wait, or the training thread waits for room.
     fn pause(&self, limit_bytes: u64) -> Option<Duration> {
-        let filling = self.bytes > limit_bytes / 2 || self.commands.len() > MANY;
-        let now = self.ends > 0 || self.closing || self.waits || filling;
+        let filling = self.bytes > limit_bytes / 2 || self.has_many();
+        let now = self.ends > 0 || self.closing || self.waiting > 0 || filling;
         let last = self.last.filter(|_| !now && !self.commands.is_empty())?;
         PAUSE.checked_sub(last.elapsed()).filter(|left| !left.is_zero())
     }
@@ -357,6 +370,14 @@ mod tests {
             push(&queue, 10);
         }
         assert!(takes(&queue), "many small captures are worked off beside the interpreter");
+        while queue.lock().pop().is_some() {
+            let state = queue.lock();
+            let empty = state.commands.is_empty();
+            assert!(empty || state.has_many(), "and so are all that wait with them");
+        }
+        push(&queue, 10);
+        queue.lock().last = Some(Instant::now() + PAUSE);
+        assert!(!takes(&queue), "after which one more is left alone");
         let queue = Queue::new(1 << 20);
         push(&queue, 1000);
         assert!(queue.push_end(Command::Abandon(0)).is_ok());

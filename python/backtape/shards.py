@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from backtape._native import check_dtype
+from backtape._native import Cuts, Staging, check_dtype
 from backtape.frameworks import arrays_of, framework_of
 from backtape.sampling import Region, as_tuples, inside
 
@@ -66,6 +66,15 @@ class Shard:
     # Global indices per dimension as ranges [start, end), by the framework.
     indices: list[list[tuple[int, int]]] | None = None
     compiled: bool = False  # a graph compiler made the code around the capture
+
+
+@dataclass(frozen=True, slots=True)
+class PlainParts:
+    """Parts of a tensor that lies in the host's memory in C order, as `Tape.record_plain` takes them."""
+
+    staging: Staging
+    cuts: Cuts
+    dtype: str  # numpy's or ml_dtypes' name
 
 
 @dataclass(frozen=True, slots=True)

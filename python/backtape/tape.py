@@ -13,7 +13,7 @@ import numpy as np
 from backtape import _native, frameworks
 from backtape.failopen import CAUGHT, Faults, describe, text_of
 from backtape.sampling import Region
-from backtape.shards import Key, Mesh, Placement, Shard, shards_of
+from backtape.shards import Key, Mesh, Placement, PlainParts, Shard, shards_of
 
 if TYPE_CHECKING:
     # Made by a program that imports this module.
@@ -31,8 +31,8 @@ def fail_open(
 ) -> Callable[Concatenate["Tape", Arguments], None]:
     """Makes a method do nothing on an inactive tape. On an active one its exceptions are kept from
     the job, also that of a call with wrong arguments, which Python raises before the body runs."""
-    what = method.__name__
-    recording = what == "record"
+    recording = method.__name__ in ("record", "record_plain")
+    what = "record" if recording else method.__name__
     # A capture that the recorder refuses is among the dump's omissions already.
     counted = (_native.RecorderError,) if recording else ()
 
@@ -172,6 +172,22 @@ class Tape:
             shard.partial = shard.partial if partial is None else partial
         if shards:
             self._native.record(Key(name, role, microbatch, when), shards)
+
+    @fail_open
+    def record_plain(
+        self,
+        name: str,
+        tensor: Any,
+        parts: PlainParts,
+        microbatch: int | None,
+        when: When | None,
+        partial: Reduction | None,
+    ) -> None:
+        """Records known parts of a torch tensor that lies in the host's memory in C order, by one call
+        where `record` takes a dozen."""
+        memory = (tensor.data_ptr(), tensor.nbytes, parts.dtype)
+        key = (name, microbatch, when, partial)
+        self._native.record_plain(parts.staging, parts.cuts, memory, key)
 
     def record_shards(self, key: Key, shard: Callable[[], Shard]) -> None:
         """Records the one shard that a tap of traced code holds; called from its thread, in which

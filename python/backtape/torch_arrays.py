@@ -19,7 +19,7 @@ from backtape import frameworks, gpu
 from backtape._native import Arriving, Copied, Cuts, Staging, check_dtype
 from backtape.failopen import CAUGHT
 from backtape.sampling import Region, inside
-from backtape.shards import REPLICATE, Box, Guard, Shard, boxes_of_run, moved, slices
+from backtape.shards import REPLICATE, Box, Guard, PlainParts, Shard, boxes_of_run, moved, slices
 
 # Bytes of staging memory that are kept for later captures: as many as the recorder's queue may
 # hold.
@@ -28,6 +28,9 @@ KEPT_BYTES = 1 << 30
 # Up to this length, in bytes, a copy takes less time than the calls to have torch make it, which
 # would use one thread for it.
 SMALL_BYTES = 256 << 10
+
+# What a job's own tensors are; any other class may do more than hold values.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Ranges [start, end).
 Runs = list[tuple[int, int]]
@@ -272,6 +275,42 @@ def plain_memory(piece: torch.Tensor) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def plain_parts(
+    shape: tuple[int, ...], dtype: torch.dtype, regions: tuple[Region, ...] | None
+) -> PlainParts | None:
+    """The parts of a tensor of this shape that lie in these regions, with None all of it, for
+    `Tape.record_plain`; None where it does not take them: a part is long, or has gaps."""
+    try:
+        name = dtype_name(dtype)
+    except ValueError:
+        return None
+    whole = tuple((0, size) for size in shape)
+    zeros = (0,) * len(shape)
+    cuts = [cut_of(cut, moved(zeros, cut), shape) for cut in inside(zeros, shape, regions or (whole,))]
+    runs = [cut.run for cut in cuts if cut.run is not None]
+    small = all(count * dtype.itemsize < SMALL_BYTES for _, count in runs)
+    if not cuts or len(runs) < len(cuts) or not small:
+        return None
+    boxes = [(cut.offsets, cut.extent, run) for cut, run in zip(cuts, runs)]
+    return PlainParts(staging(), Cuts(shape, boxes, None, 0, {}), name)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True where `Tape.record_plain` can read a tensor: as `check` and `plain_memory` together, which
+    look at one that is detached."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and tensor.data_ptr() != 0
+    )
+
+
 def of_run(
     values: torch.Tensor, shape: Sequence[int], start: int, regions: tuple[Region, ...] | None
 ) -> list[Shard | Copied]:
@@ -288,6 +327,8 @@ def of_run(
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """True for a DTensor. Does not import torch.distributed for a job that has not."""
+    if type(tensor) in PLAIN:
+        return False
     module = frameworks.imported("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

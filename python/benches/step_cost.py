@@ -134,25 +134,37 @@ def measure(directory):
     sizes = job.written()
     of_kind = {"sampled": sizes[0::2], "everything": sizes[1::2]}
     copied = {kind: job.floor(statistics.median(own)) for kind, own in of_kind.items()}
+    of_ranks = [None] * RANKS
+    job.torch.distributed.all_gather_object(of_ranks, job_time(times))
     if job.rank == 0:
-        report(times, of_kind, copied)
+        report(times, of_kind, copied, of_ranks)
     job.torch.distributed.barrier()
     job.torch.distributed.destroy_process_group()
 
 
-def report(times, sizes, copied):
-    """Prints what each kind adds to a step."""
+def job_time(times):
+    """How many times the processor time of a step one rank's recorded step takes, by kind."""
+    step = statistics.median(used for *_, used in times["absent"]) / STEPS
+    pairs = {kind: zip(times[kind], times["absent"]) for kind in TARGETS}
+    added = {kind: [own[2] - other[2] for own, other in both] for kind, both in pairs.items()}
+    return {kind: 1 + statistics.median(more) / step for kind, more in added.items()}
+
+
+def report(times, sizes, copied, of_ranks):
+    """Prints what each kind adds to a step. of_ranks: `job_time` of every rank. That of rank 0, which has
+    the coordinator in it, and that of the others stand apart: processor time says what recording costs
+    also on a machine that other work loads."""
     step = statistics.median(whole for whole, *_ in times["absent"]) / STEPS
-    own_time = statistics.median(used for *_, used in times["absent"]) / STEPS
     print(f"{RANKS} ranks, {ROUNDS} rounds; a step without backtape takes {step:.2f} s")
     for kind, target in TARGETS.items():
         pairs = list(zip(times[kind], times["absent"]))
         added = statistics.median(own[0] - other[0] for own, other in pairs)
         blocked = statistics.median(own[1] / (other[0] / STEPS) for own, other in pairs)
-        used = statistics.median(own[2] - other[2] for own, other in pairs)
+        first, *others = [of_rank[kind] for of_rank in of_ranks]
+        apart = f", {statistics.mean(others):5.2f}x of another rank's" if others else ""
         print(
             f"{kind:<11} {1 + added / step:5.2f}x with what follows, {blocked:5.2f}x until the tape ends, "
-            f"{1 + used / own_time:5.2f}x of rank 0's processor time   target {target:.1f}x"
+            f"{first:5.2f}x of rank 0's processor time{apart}   target {target:.1f}x"
         )
         if kind in sizes:
             size = statistics.median(sizes[kind]) / 2**20

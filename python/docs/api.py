@@ -45,8 +45,8 @@ classes of the vocabulary, padding included.
 
 # Between the modules of backtape, not for jobs.
 INTERNAL = {
-    "record_shards", "record_compiled", "leave_out", "expect", "arrived", "guarded", "keys_of",
-    "at_end", "rank", "mesh",
+    "record_plain", "record_shards", "record_compiled", "leave_out", "expect", "arrived", "guarded",
+    "keys_of", "at_end", "rank", "mesh",
 }  # fmt: skip
 
 # Marks a call that only its owner makes: what `open` gives is made by it.

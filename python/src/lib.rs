@@ -71,6 +71,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(variants::replay_varied, module)?)?;
     module.add_function(wrap_pyfunction!(shard::fingerprint, module)?)?;
     module.add_function(wrap_pyfunction!(shard::check_dtype, module)?)?;
+    module.add_function(wrap_pyfunction!(staging::sums_of, module)?)?;
     module.add_function(wrap_pyfunction!(gpu::bytes_of, module)?)?;
     module.add_function(wrap_pyfunction!(dlpack::read_capsule, module)?)?;
     Ok(())

@@ -108,7 +108,7 @@ pub(crate) struct Copied {
     dtype: Dtype,
     parts: Vec<Staged>,
     #[pyo3(get, set)]
-    partial: Option<String>,
+    pub(crate) partial: Option<String>,
     #[pyo3(get, set)]
     compiled: bool,
 }
@@ -120,7 +120,7 @@ impl Copied {
 
     /// The captures of all parts, or the reason why the dump cannot hold them under their name or
     /// role, as of [`Shard::capture`].
-    fn captures(&self, key: &Key) -> PyResult<Result<Vec<Capture>, String>> {
+    pub(crate) fn captures(&self, key: &Key) -> PyResult<Result<Vec<Capture>, String>> {
         let partial = self.partial.as_deref().map(|text| word::<Reduction>("partial", text));
         let partial = partial.transpose()?;
         let cuts = self.cuts.get();
@@ -173,6 +173,11 @@ pub(crate) struct Shard<'py> {
 }
 
 impl Key {
+    /// The key of a tensor that has the role of its name.
+    pub(crate) fn new(name: String, microbatch: Option<u32>, when: Option<String>) -> Key {
+        Key { name, role: None, microbatch, when }
+    }
+
     fn when(&self) -> PyResult<Option<When>> {
         self.when.as_deref().map(|text| word::<When>("when", text)).transpose()
     }

@@ -9,7 +9,7 @@
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use backtape_dumper::Ranges;
+use backtape_dumper::{Ranges, squares};
 use memmap2::{Advice, MmapRaw};
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;
@@ -112,7 +112,7 @@ impl Staging {
     /// into one block: for a sample of a tensor, of which each part by itself would take longer to
     /// hand over than to copy. Raises ValueError for a null address, a part that is not in the
     /// tensor or a dtype that cannot be dumped, MemoryError where there is no memory.
-    fn copy_cuts(
+    pub(crate) fn copy_cuts(
         &self,
         address: usize,
         length: usize,
@@ -142,6 +142,30 @@ impl Staging {
         }
         Ok(Copied::new(dtype, cuts, parts))
     }
+}
+
+/// The sum of the squares, in f64, and a sum of the bits, modulo 2⁶⁴, of the numbers of `length`
+/// bytes at an address, which are float32 or bfloat16. Raises ValueError for a null address or any
+/// other dtype.
+#[pyfunction]
+pub(crate) fn sums_of(
+    py: Python<'_>,
+    address: usize,
+    length: usize,
+    dtype: &str,
+) -> PyResult<(f64, u64)> {
+    if address == 0 {
+        return Err(PyValueError::new_err("a tensor without memory cannot be summed"));
+    }
+    // SAFETY: `backtape.torch_arrays.is_plain` has seen that the tensor is `length` contiguous
+    // bytes of this process, and the caller holds it until this returns.
+    let bytes = unsafe { std::slice::from_raw_parts(address as *const u8, length) };
+    let sums = match dtype {
+        "float32" => py.detach(|| squares::of_f32(bytes)),
+        "bfloat16" => py.detach(|| squares::of_bf16(bytes)),
+        _ => return Err(PyValueError::new_err(format!("{dtype} is not summed here"))),
+    };
+    Ok((sums.squares, sums.bits))
 }
 
 impl Staging {

@@ -4,11 +4,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use backtape_dumper::Capture;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyDict;
 
 use crate::errors::{RecorderError, refused};
 use crate::payload::release_spent;
-use crate::shard::{Key, captures};
+use crate::shard::{Cuts, Key, captures};
+use crate::staging::Staging;
 use crate::{declaration, errors};
 
 /// The recorder's tape of a step; none once it is closed.
@@ -37,6 +39,21 @@ impl Tape {
             Some(result) => result.map_err(|error| refused(&error)),
             None => Err(closed()),
         }
+    }
+}
+
+impl Tape {
+    /// Records the captures of one tensor, or names it as left out with the reason why it cannot be.
+    fn hand_over(
+        &self,
+        py: Python<'_>,
+        key: &Key,
+        read: Result<Vec<Capture>, String>,
+    ) -> PyResult<()> {
+        self.with(py, |tape| match read {
+            Ok(captures) => tape.record_all(captures),
+            Err(reason) => tape.refuse(&key.name, key.role.as_deref(), key.microbatch, reason),
+        })
     }
 }
 
@@ -71,10 +88,31 @@ impl Tape {
         let read = shards.iter().map(|given| captures(given, &key));
         let read: Vec<Result<Vec<Capture>, String>> = read.collect::<PyResult<_>>()?;
         let read: Result<Vec<Vec<Capture>>, String> = read.into_iter().collect();
-        self.with(py, |tape| match read {
-            Ok(captures) => tape.record_all(captures.into_iter().flatten().collect()),
-            Err(reason) => tape.refuse(&key.name, key.role.as_deref(), key.microbatch, reason),
-        })
+        self.hand_over(py, &key, read.map(|captures| captures.into_iter().flatten().collect()))
+    }
+
+    /// Copies the parts `cuts` of a tensor and hands them over, in one call: a step's algebra takes
+    /// hundreds of small tensors, each between two kernels of the job, and what is not called then
+    /// need not be fetched into the processor's cache again. `memory` is the tensor's address,
+    /// length in bytes and dtype; `key` its name, microbatch, moment and reduction. Raises as
+    /// [`Staging::copy_cuts`] and [`Tape::record`] do.
+    fn record_plain(
+        &self,
+        py: Python<'_>,
+        staging: &Bound<'_, Staging>,
+        cuts: Py<Cuts>,
+        memory: (usize, usize, PyBackedStr),
+        key: (String, Option<u32>, Option<String>, Option<String>),
+    ) -> PyResult<()> {
+        let ((address, length, dtype), (name, microbatch, when, partial)) = (memory, key);
+        if !self.wants(py, &name, None, microbatch) {
+            return Ok(());
+        }
+        let mut copied = staging.get().copy_cuts(address, length, &dtype, cuts)?;
+        copied.partial = partial;
+        let key = Key::new(name, microbatch, when);
+        let read = copied.captures(&key)?;
+        self.hand_over(py, &key, read)
     }
 
     /// Says that a tensor is not recorded, and why.

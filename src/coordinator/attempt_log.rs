@@ -227,7 +227,8 @@ impl AttemptLog {
             None => Batch { at_ms: now_ms, events: std::mem::take(&mut self.staged) },
         };
         let path = self.directory.path.display();
-        match self.journal.append(&batch) {
+        let state = &self.state;
+        match self.journal.append_with(&batch, |event| state.text(event)) {
             Ok(()) => {}
             Err(AppendError::Again(error)) => {
                 let reason = format!("the journal in {path} is not taken: {error}");

@@ -76,7 +76,7 @@ impl Claimed {
     /// Reads the header of the file where it lies in the store.
     pub(crate) fn look(&self) -> Result<FileRecord, Refusal> {
         faults::point("intake.open").map_err(|error| self.bad(error))?;
-        self.compare(self.open()?.as_ref()).map(|(record, _)| record)
+        self.compare(self.open()?.as_ref())
     }
 
     fn open(&self) -> Result<Box<dyn ReadAt>, Refusal> {
@@ -97,7 +97,7 @@ impl Claimed {
     }
 
     /// Checks the file against the claim and against the member that makes it.
-    fn compare(&self, file: &dyn ReadAt) -> Result<(FileRecord, Description), Refusal> {
+    fn compare(&self, file: &dyn ReadAt) -> Result<FileRecord, Refusal> {
         faults::point("intake.read").map_err(|error| self.bad(error))?;
         let mut prefix = [0; 8];
         // `describe` below reports a file that is too short.
@@ -116,7 +116,7 @@ impl Claimed {
         self.hold_against(description)
     }
 
-    fn hold_against(&self, description: Description) -> Result<(FileRecord, Description), Refusal> {
+    fn hold_against(&self, description: Description) -> Result<FileRecord, Refusal> {
         if description.length != self.claim.length {
             let (is, said) = (description.length, self.claim.length);
             return Err(self.bad(format!("it has {is} bytes, {said} were reported")));
@@ -137,14 +137,13 @@ impl Claimed {
                 "it says that it is of run {run}, attempt {attempt}, step {step}, rank {rank}"
             )));
         }
-        let record = FileRecord {
+        Ok(FileRecord {
             name: self.claim.name.clone(),
             rank: member.rank,
             length: description.length,
             header_hash: description.header_hash,
-            shards: description.about.shards.clone(),
-        };
-        Ok((record, description))
+            shards: description.about.shards,
+        })
     }
 }
 
@@ -251,7 +250,7 @@ impl Arrival {
         let _seat = self.looks.wait(length as u64)?;
         let described =
             describe_header(&self.claimed.path(), &all[..length], self.claimed.claim.length);
-        let description = described.map_err(|error| self.claimed.bad(error))?;
+        let mut description = described.map_err(|error| self.claimed.bad(error))?;
         let mut end = length as u64;
         for &(start, stop) in &description.spans {
             if start != end {
@@ -259,7 +258,8 @@ impl Arrival {
             }
             end = stop;
         }
-        let (record, Description { spans, .. }) = self.claimed.hold_against(description)?;
+        let spans = std::mem::take(&mut description.spans);
+        let record = self.claimed.hold_against(description)?;
         let hashes = record.shards.iter().map(|shard| shard.hash).collect();
         let mut hashing = Hashing::default();
         hashing.take(&spans, length as u64, &all[length..]);
@@ -303,7 +303,7 @@ impl Arrival {
         let created = created.map_err(|error| self.storage(&error))?;
         let seat = self.looks.wait(header)?;
         let record = match created {
-            true => self.claimed.compare(self.pieces.file())?.0,
+            true => self.claimed.compare(self.pieces.file())?,
             // A file of this name exists, perhaps because the acknowledgement of an earlier upload
             // was lost: it must be the same.
             false => self.claimed.look()?,
@@ -316,7 +316,7 @@ impl Arrival {
         let compared =
             self.looks.wait(header).and_then(|_| self.claimed.compare(self.pieces.file()));
         match compared {
-            Ok((record, _)) => {
+            Ok(record) => {
                 let key = &record.shards[shard].key;
                 self.claimed.bad(format!("{key} arrived with other bytes than were sent"))
             }

@@ -134,6 +134,14 @@ impl AttemptState {
         self.steps.get(&step)?.head.as_ref().map(|(_, head)| head)
     }
 
+    /// The JSON of the file that an event has reported, until its step is committed.
+    pub(crate) fn text(&self, event: &Event) -> Option<&str> {
+        let Event::Reported { step, file } = event else { return None };
+        let files = self.steps.get(step)?.files.get(&file.rank)?;
+        let kept = files.get(&file.name).filter(|kept| kept.header_hash == file.header_hash)?;
+        kept.text()
+    }
+
     /// Shards of a reported file.
     pub(crate) fn shards(&self, step: Step, rank: Rank, file: &Name) -> u64 {
         let of_rank = self.steps.get(&step).and_then(|state| state.files.get(&rank));

@@ -5,7 +5,8 @@
 //! Writes through the page cache copy every byte once more, and fsync then waits for all of them;
 //! direct writes of megabytes reach the disk's full speed. Where the file system refuses direct
 //! writes (ramfs, some network file systems) the same pieces go through the page cache. A file
-//! shorter than one piece is written in one call, without a thread.
+//! shorter than one piece is written in one call, without a thread, and bypasses the page cache too
+//! unless it is tiny.
 
 use std::fs::File;
 use std::io;
@@ -29,6 +30,10 @@ pub(crate) const ALIGNMENT: usize = 4096;
 
 /// How many full pieces may wait while one is written.
 const PIECES_AHEAD: usize = 1;
+
+/// From this length on the data of a short file bypass the page cache: to copy them into it, and to
+/// find pages for it, takes most of the processor time that the recorder has for a sampled step.
+const DIRECT_BYTES: usize = 128 << 10;
 
 /// First allocation of a piece: small, because many files are.
 const FIRST_BYTES: usize = 64 << 10;
@@ -114,6 +119,16 @@ impl Pieces {
         Ok(())
     }
 
+    /// Moves the file's beginning to `offset` while nothing of it is written, and says whether that
+    /// was so: then a header whose length is known late needs no room to be made for it.
+    pub(crate) fn begin_at(&mut self, offset: u64) -> bool {
+        let unwritten = matches!(self.way, Way::Unknown { .. });
+        if unwritten {
+            self.end = offset + self.piece.filled as u64;
+        }
+        unwritten
+    }
+
     /// True after a failure: from then on an error concerns the bytes of the same push.
     pub(crate) fn is_plain(&self) -> bool {
         matches!(self.way, Way::Plain)
@@ -126,8 +141,15 @@ impl Pieces {
             self.drain()?;
         }
         let rest = std::mem::take(&mut self.piece);
-        self.way = Way::Plain;
-        write_at((&self.file, &self.moved), rest.bytes(), self.end - rest.filled as u64)
+        let way = std::mem::replace(&mut self.way, Way::Plain);
+        let (to, begin) = ((&*self.file, &self.moved), self.end - rest.filled as u64);
+        let direct = matches!(way, Way::Unknown { direct: true }) && rest.filled >= DIRECT_BYTES;
+        let whole = if direct { rest.filled - rest.filled % ALIGNMENT } else { 0 };
+        let (first, last) = rest.bytes().split_at(whole);
+        if direct {
+            write_directly(to, begin, first)?;
+        }
+        write_at(to, last, begin + whole as u64)
     }
 
     /// Continues at `offset` after a failure; from now on each push writes its bytes through the
@@ -261,6 +283,15 @@ fn write_piece(to: Counted<'_>, direct: &mut bool, offset: u64, bytes: &[u8]) ->
         }
         written => written,
     }
+}
+
+/// Writes pieces' bytes past the page cache where the file system lets it, and has the file written
+/// through it from then on.
+fn write_directly(to: Counted<'_>, offset: u64, bytes: &[u8]) -> Result<(), Torn> {
+    let mut direct = set_direct(to.0, true).is_ok();
+    let written = write_piece(to, &mut direct, offset, bytes);
+    let plain = set_direct(to.0, false).map_err(|error| Torn { from: offset, error });
+    written.and(plain)
 }
 
 const INVALID: i32 = rustix::io::Errno::INVAL.raw_os_error();

@@ -1,8 +1,9 @@
 //! Writes the shards of one file as they arrive, without keeping them in memory.
 //!
 //! The header is at the beginning of a safetensors file but is only known at the end, so that room
-//! is reserved for it. If the header is longer, the file system inserts blocks before the data; if
-//! it cannot, the data is copied to a new file.
+//! is reserved for it. If the header is longer, a short file, whose data is still in memory, is
+//! written behind it; otherwise the file system inserts blocks before the data; if it cannot, the
+//! data is copied to a new file.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -22,7 +23,7 @@ use crate::identity::Name;
 use crate::manifest::FileRecord;
 use crate::shard::{ShardRecord, TensorKey};
 
-/// Room reserved for the header: about 80 shards.
+/// Room that is reserved for the header of a file that is written before its end: about 80 shards.
 const HEADER_ROOM: usize = 64 << 10;
 
 /// A shard file that is being written, under a temporary name in the same directory.
@@ -31,6 +32,8 @@ pub struct ShardWriter {
     scratch: PathBuf,
     pieces: Pieces,
     about: FileSelf,
+    /// Where the data begins in the file.
+    room: usize,
     data: u64,
     /// Number of shards per entry name.
     same: HashMap<String, u32>,
@@ -72,7 +75,8 @@ impl ShardWriter {
         let file = durable::create_private(&scratch)?;
         let pieces = Pieces::new(file, HEADER_ROOM as u64, durable);
         let (same, lost) = (HashMap::new(), Vec::new());
-        Ok(ShardWriter { name, scratch, pieces, about, data: 0, same, lost, durable })
+        let room = HEADER_ROOM;
+        Ok(ShardWriter { name, scratch, pieces, about, room, data: 0, same, lost, durable })
     }
 
     /// Appends one shard and sets the record's `entry`: the tensor's name, with a number if the
@@ -115,7 +119,7 @@ impl ShardWriter {
     /// Removes the shards that a failed write left incomplete and continues the file after the last
     /// complete one.
     fn tear(&mut self, torn: &Torn) {
-        let sound = torn.from.saturating_sub(HEADER_ROOM as u64);
+        let sound = torn.from.saturating_sub(self.room as u64);
         let (mut end, mut kept) = (0, 0);
         for shard in &self.about.shards {
             if end + shard.length > sound {
@@ -130,7 +134,7 @@ impl ShardWriter {
         // `same` is not decremented: lost shards leave a gap in the numbers, and no name is used
         // twice.
         self.data = end;
-        self.pieces.restart(HEADER_ROOM as u64 + end);
+        self.pieces.restart(self.room as u64 + end);
     }
 
     /// Adds the bytes written from now on to `moved`.
@@ -145,13 +149,17 @@ impl ShardWriter {
 
     /// Writes the header and makes the contents durable.
     pub fn finish(mut self) -> io::Result<FinishedFile> {
+        let mut header = header::encode(&self.about, self.room)?;
+        if self.pieces.begin_at(header.len() as u64) {
+            self.room = header.len();
+        }
         if let Err(torn) = self.pieces.finish() {
             self.tear(&torn);
+            header = header::encode(&self.about, self.room)?;
         }
-        let header = header::encode(&self.about, HEADER_ROOM)?;
         faults::point("shard.resize")?;
-        self.pieces.file().set_len(HEADER_ROOM as u64 + self.data)?;
-        if header.len() > HEADER_ROOM {
+        self.pieces.file().set_len(self.room as u64 + self.data)?;
+        if header.len() > self.room {
             self.make_room(header.len())?;
         }
         faults::point("shard.header")?;
@@ -175,9 +183,9 @@ impl ShardWriter {
     /// Moves the data back, so that a header of `room` bytes stands before it.
     fn make_room(&mut self, room: usize) -> io::Result<()> {
         faults::point("shard.move")?;
-        let more = (room - HEADER_ROOM) as u64;
+        let more = (room - self.room) as u64;
         let insert = FallocateFlags::INSERT_RANGE;
-        match fallocate(self.pieces.file(), insert, HEADER_ROOM as u64, more) {
+        match fallocate(self.pieces.file(), insert, self.room as u64, more) {
             Ok(()) => Ok(()),
             // tmpfs, btrfs and others do not support it, or have larger blocks.
             Err(_) => self.move_data(room),
@@ -190,7 +198,7 @@ impl ShardWriter {
         let mut target = durable::create_private(&wider)?;
         target.seek(SeekFrom::Start(room as u64))?;
         let mut source: &File = self.pieces.file();
-        source.seek(SeekFrom::Start(HEADER_ROOM as u64))?;
+        source.seek(SeekFrom::Start(self.room as u64))?;
         let copied = io::copy(&mut source, &mut target).and_then(|n| {
             if n == self.data { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
         });

@@ -152,8 +152,9 @@ def _watch_ddp(capture: Capture) -> None:
 def _added(capture: Capture, part: Part, module: Any, parameter: torch.Tensor) -> None:
     """A hook of DDP's parameters, after a gradient was added to `.grad` and before it is reduced."""
     with capture.guarded(part.name):
-        if module.require_backward_grad_sync and parameter.grad is not None and part.passes:
-            _reduced_from(capture, part, parameter.grad.detach(), whole=False)
+        gradient = parameter.grad
+        if module.require_backward_grad_sync and gradient is not None and part.passes:
+            _reduced_from(capture, part, gradient, whole=False)
 
 
 def _reduced_from(capture: Capture, part: Part, gradient: torch.Tensor, whole: bool) -> None:

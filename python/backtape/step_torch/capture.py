@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from backtape._native import RecorderError
+from backtape._native import RecorderError, sums_of
 from backtape.sampling import Sampling
-from backtape.step_torch.choice import note_squares, regions_of, shape_of
+from backtape.shards import PlainParts
+from backtape.step_torch.choice import SUMMED, note_squares, regions_of, shape_of
 from backtape.step_torch.parts import Part, local, parts_of
 from backtape.step_torch.patches import Patches
 from backtape.tape import Tape
-from backtape.torch_arrays import is_dtensor
+from backtape.torch_arrays import dtype_name, is_dtensor, is_plain, plain_parts
 
 # Integers of the same width, as which the bits of a tensor are summed.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,6 +49,7 @@ class Capture:
         said: Said,
     ) -> None:
         self.tape = tape
+        self._guards: dict[str, AbstractContextManager[None]] = {}
         self.models = models
         self.owners = owners  # the optimizers as the job gave them
         self.reduce = said.reduce
@@ -71,15 +73,19 @@ class Capture:
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
         self.unknown: list[str] = []  # why an optimizer's step cannot be recorded
 
-    def guarded(self, subject: object) -> AbstractContextManager[None]:
+    def guarded(self, subject: str) -> AbstractContextManager[None]:
         """Keeps what backtape raises from the job, unless the recorder is strict, and names it in the
-        dump."""
+        dump. That of a subject is made once and entered many times: it has no state."""
+        guard = self._guards.get(subject)
+        if guard is None:
 
-        def omit(reason: str) -> None:
-            self.tape.leave_out("step", None, f"{subject}: {reason}")
+            def omit(reason: str) -> None:
+                self.tape.leave_out("step", None, f"{subject}: {reason}")
 
-        # What the recorder refuses is named already.
-        return self.tape.guarded("step algebra:", subject, omit, (RecorderError,))
+            # What the recorder refuses is named already.
+            guard = self.tape.guarded("step algebra:", subject, omit, (RecorderError,))
+            self._guards[subject] = guard
+        return guard
 
     @property
     def own(self) -> Iterable[Part]:
@@ -110,12 +116,13 @@ class Capture:
     def _take_gradient(self, stage: str, part: Part, gradient: torch.Tensor) -> None:
         part.taken.add(stage)
         axes = partial_axes(gradient)
+        bits = None
         if not axes and not (part.recorded and part.regions is None):
-            note_squares(part, stage, gradient)
+            bits = note_squares(part, stage, gradient)
         if not part.recorded:
             return
         if stage != "clipped":  # after which nobody asks
-            part.mark = mark_of(part)
+            part.mark = mark_of(part, bits)
         if axes:
             self._take_partial(stage, part, gradient, axes)
         else:
@@ -157,6 +164,11 @@ class Capture:
         """
         if not part.recorded:
             return
+        name = f"step.{stage}:{part.name}"
+        if not part.where and is_plain(tensor) and (parts := self._plain_parts(part, tensor)):
+            when, partial = ("pre_reduce", "sum") if addend else (None, None)
+            self.tape.record_plain(name, tensor, parts, microbatch, when, partial)
+            return
         key: dict[str, Any] = {} if whole else dict(part.where)
         if addend:
             key["when"] = "pre_reduce"
@@ -169,7 +181,16 @@ class Capture:
         if part.regions is not None:
             shape = tuple(key.get("global_shape", tensor.shape))
             key["regions"] = part.regions if shape == shape_of(part) else None
-        self.tape.record(f"step.{stage}:{part.name}", tensor, microbatch=microbatch, **key)
+        self.tape.record(name, tensor, microbatch=microbatch, **key)
+
+    def _plain_parts(self, part: Part, tensor: torch.Tensor) -> PlainParts | None:
+        """The parts of a tensor that are recorded, where `Tape.record_plain` takes it. All stages of a
+        parameter mostly are alike."""
+        like = (tensor.shape, tensor.dtype)
+        if like not in part.plain:
+            regions = part.regions if tuple(tensor.shape) == shape_of(part) else None
+            part.plain[like] = plain_parts(tuple(tensor.shape), tensor.dtype, regions)
+        return part.plain[like]
 
     def close(self) -> None:
         """Removes the hooks and puts back what was replaced. Raises nothing."""
@@ -198,19 +219,23 @@ def is_unsharded(tensor: torch.Tensor) -> bool:
     return not any(placement.is_shard() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 
-def mark_of(part: Part) -> tuple[Any, ...] | None:
+def mark_of(part: Part, bits: int | None = None) -> tuple[Any, ...] | None:
     """What shows cheaply whether a gradient was changed: which tensor it is, how often torch has changed
-    it in place, and a sum of its bits, which also sees what is written through `.data`."""
+    it in place, and a sum of its bits, which also sees what is written through `.data`. bits: that sum,
+    where it is known."""
     holder, own = part.holder(), part.gradient()
     if holder is None or own is None:
         return None
-    gradient, here = holder.grad, local(own)
-    return id(gradient), gradient._version, bits_of(here)
+    gradient = holder.grad
+    return id(gradient), gradient._version, bits_of(own) if bits is None else bits
 
 
-def bits_of(tensor: torch.Tensor) -> Any:
-    """The sum of the bits of a tensor, as integers of 64 bits where it has as many."""
-    flat = tensor.contiguous().reshape(-1)
+def bits_of(gradient: torch.Tensor) -> Any:
+    """The sum of the bits of a gradient: as integers of its own width where `note_squares` sums them,
+    and otherwise of 64 bits where it has as many."""
+    if gradient.dtype in SUMMED and is_plain(gradient):
+        return sums_of(gradient.data_ptr(), gradient.nbytes, dtype_name(gradient.dtype))[1]
+    flat = local(gradient).contiguous().reshape(-1)
     if not flat.numel() or flat.itemsize not in WORDS:
         return 0
     # Wide words are summed five times as fast.

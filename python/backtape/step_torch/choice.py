@@ -11,12 +11,16 @@ from typing import Any
 
 import torch
 
+from backtape._native import sums_of
 from backtape.sampling import Region, Sampling
 from backtape.step_torch.parts import Part, local
-from backtape.torch_arrays import dtype_name, held_by_this_rank, is_dtensor
+from backtape.torch_arrays import dtype_name, held_by_this_rank, is_dtensor, is_plain
 
 # Elements that are widened to f64 at a time: the copy stays in the processor's cache.
 CHUNK = 1 << 17
+
+# What `sums_of` takes, in one pass where torch needs several.
+SUMMED = (torch.float32, torch.bfloat16)
 
 Globs = str | Sequence[str]
 Groups = int | str | Sequence[int | str] | None
@@ -86,10 +90,16 @@ def regions_of(sampling: Sampling | None, part: Part) -> tuple[Region, ...] | No
     return sampling.regions(part.name, shape)
 
 
-def note_squares(part: Part, stage: str, gradient: torch.Tensor) -> None:
+def note_squares(part: Part, stage: str, gradient: torch.Tensor) -> int | None:
     """Notes the sum of the squares of a gradient that is not recorded whole, and which part of it this
-    rank holds. The number is read when the step ends, so nothing waits here."""
-    part.squares[stage] = squares(gradient)
+    rank holds. The number is read when the step ends, so nothing waits here. Returns the sum of the
+    gradient's bits where it was found on the way."""
+    bits = None
+    if gradient.dtype in SUMMED and is_plain(gradient):
+        name = dtype_name(gradient.dtype)
+        part.squares[stage], bits = sums_of(gradient.data_ptr(), gradient.nbytes, name)
+    else:
+        part.squares[stage] = squares(gradient)
     if not part.held:
         box = None
         if not is_dtensor(gradient) and "global_shape" in part.where:
@@ -99,6 +109,7 @@ def note_squares(part: Part, stage: str, gradient: torch.Tensor) -> None:
             "held": held_by_this_rank(gradient, box, part.where.get("flat_offset")),
             "dtype": dtype_name(gradient.dtype),
         }
+    return bits
 
 
 def squares(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,9 +128,13 @@ def declared_squares(parts: Iterable[Part]) -> dict[str, Any]:
     """What is declared of the gradients that are not recorded whole, by the names of the parameters."""
     noted = [(part, stage) for part in parts for stage in part.squares]
     by_device: dict[torch.device, list[tuple[Part, str]]] = {}
-    for part, stage in noted:
-        by_device.setdefault(part.squares[stage].device, []).append((part, stage))
     declared: dict[str, Any] = {}
+    for part, stage in noted:
+        total = part.squares[stage]
+        if isinstance(total, torch.Tensor):
+            by_device.setdefault(total.device, []).append((part, stage))
+        else:
+            declared.setdefault(part.name, dict(part.held))[stage] = in_json(total)
     # One wait for each device, and not one for each number.
     for those in by_device.values():
         sums = torch.stack([part.squares[stage] for part, stage in those]).tolist()

@@ -13,6 +13,7 @@ import torch
 
 from backtape import frameworks
 from backtape.sampling import Region
+from backtape.shards import PlainParts
 from backtape.torch_parameters import flat_parameters, plain_name
 
 
@@ -52,9 +53,11 @@ class Part:
 
     # What stands for it where it is sampled; None where it is recorded whole.
     regions: tuple[Region, ...] | None = None
+    # Shape and dtype of tensors of it that lie in the host's memory, and what is recorded of these.
+    plain: dict[tuple[Any, ...], PlainParts | None] = field(default_factory=dict)
     # By stage, the sum of the squares of what this rank holds of a gradient that is not recorded
     # whole; and shape, boxes held and dtype of that gradient, as they are declared.
-    squares: dict[str, torch.Tensor] = field(default_factory=dict)
+    squares: dict[str, torch.Tensor | float] = field(default_factory=dict)
     held: dict[str, Any] = field(default_factory=dict)
 
     def value(self) -> torch.Tensor | None:

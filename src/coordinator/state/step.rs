@@ -48,6 +48,13 @@ pub(crate) struct Kept {
     text: String,
 }
 
+impl Kept {
+    /// Its record as JSON, until the manifest is written.
+    pub(super) fn text(&self) -> Option<&str> {
+        (!self.text.is_empty()).then_some(&*self.text)
+    }
+}
+
 /// Files of one rank, sorted by name. A sorted list, because there are many committed steps with
 /// one or two files per rank, and a map would take a kilobyte for each.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -246,9 +246,13 @@ impl Trial {
     fn begin(arguments: &KillArguments, yard: u64, scratch: &Path) -> anyhow::Result<Trial> {
         let mut random = Random::of(arguments.seed, yard);
         let seed = random.next();
-        // Now and then so many shards in a file that its header outgrows its room.
-        let (files, shards, bytes) = if random.below(8) == 0 { (1, 120, 64) } else { (2, 2, 4096) };
-        let job = Job { seed, world: 4, steps: 12, files, shards, bytes };
+        // Now and then so many shards in a file that its header outgrows its room, once the first
+        // piece of the file is written.
+        let (files, shards, bytes, steps) = match random.below(8) {
+            0 => (1, 120, 80 << 10, 4),
+            _ => (2, 2, 4096, 12),
+        };
+        let job = Job { seed, world: 4, steps, files, shards, bytes };
         let mut yard = Yard::new(scratch)?;
         let oracle = Oracle::new(&job, &yard.store);
         let seeded = match arguments.seeded.as_str() {
