@@ -55,7 +55,7 @@ def test_a_step_that_is_not_the_formula_diverges_where_it_is_not(tmp_path):
     transform = belief(**SETTINGS)
     step = taken(transform, steps=3)
     other = stepped(step, belief(**SETTINGS | {"b2": 0.999}), "clipped")
-    assert first(run(tmp_path / "state", other))[:2] == ("state", None)
+    assert first(run(tmp_path / "state", other))[:2] == ("state", "setting-other")
     eps = stepped(step, belief(**SETTINGS | {"eps": 2e-3}), "clipped")
     assert first(run(tmp_path / "update", eps))[:2] == ("update", None)
     faster = with_updates(step, lambda u: 1.5 * u)

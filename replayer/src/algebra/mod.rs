@@ -55,7 +55,7 @@ use judge::Judge;
 
 pub(crate) use names::kind;
 pub use norm_gap::NormGap;
-pub use outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
+pub use outcome::{Divergence, Energies, Judged, Misfit, Outcome, Reading, Stage};
 pub use rule_of::DeclaredRule;
 pub use summary::{Group, Sampled, StageSummary, StepReport, Unchecked};
 pub use table::{Fate, Row, Status};

@@ -88,7 +88,7 @@ impl Judge<'_> {
             let Some((_, key)) = self.tensor_of(tensors, &supposed.rule, state.after) else {
                 continue;
             };
-            for part in crate::assemble::pieces(&piece.place, 8) {
+            for part in crate::assemble::pieces(&piece.place, 8).into_iter().take(FITTED_PARTS) {
                 let values = |supposed: &Supposed<'_>| {
                     let operands = self.operands(tensors, supposed, &wholes, &part).ok()?;
                     let operands = without(operands, state.after);
@@ -137,6 +137,9 @@ impl Judge<'_> {
 /// How near a setting must be to the declared one, as a share of what that lacks to 1, to be taken for it.
 const NEAR: f64 = 2e-2;
 
+/// Parts of a parameter of which a setting is solved: each has a hundred thousand elements.
+const FITTED_PARTS: usize = 8;
+
 /// Hyper-parameters that no state is a linear function of.
 const OTHERS: [&str; 6] = ["lr", "learning_rate", "weight_decay", "eps", "eps_root", "lr_decay"];
 
@@ -148,4 +151,18 @@ fn rounded(share: f64) -> f64 {
     }
     let unit = 10f64.powi(rest.log10().floor() as i32 - 1);
     1.0 - (rest / unit).round() * unit
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A share that was fitted comes out as people write it.
+    #[test]
+    fn a_fitted_share_is_rounded_in_what_it_lacks_to_one() {
+        for (fitted, written) in [(0.998_999_7, 0.999), (0.979_98, 0.98), (0.4999, 0.5), (0.0, 0.0)]
+        {
+            assert!((rounded(fitted) - written).abs() < 1e-12, "{} of {fitted}", rounded(fitted));
+        }
+    }
 }

@@ -483,3 +483,32 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
         worst: divergence.worst.as_ref().map(at),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Goal: of causes that give the same the one that fits clearly better is told, none where two fit
+    /// alike, and a fitted number stands back behind a cause without one. Method: readings with
+    /// misfits, as those of one parameter.
+    #[test]
+    fn the_likelier_of_two_causes_is_told_and_none_where_both_are_as_likely() {
+        let told = |readings: &[(Cause, f64)]| {
+            let readings: Vec<Reading> = readings
+                .iter()
+                .map(|(cause, misfit)| cause.reads(cause.meaning).fitting(*misfit))
+                .collect();
+            let of = |own: &Reading| ((Stage::Update, own.clone()), (1, own.misfit.0.unwrap()));
+            let misfits: Misfits = readings.iter().map(of).collect();
+            let readings: Vec<&Reading> = readings.iter().collect();
+            likeliest(&readings, Stage::Update, &misfits).map(|own| own.cause)
+        };
+        let (twice, missing) = (causes::CORRECTED_TWICE, causes::UNCORRECTED);
+        assert_eq!(told(&[(twice, 30.0), (missing, 20.0)]), Some(missing.name));
+        assert_eq!(told(&[(twice, 20.0), (missing, 30.0)]), Some(twice.name));
+        assert_eq!(told(&[(twice, 22.0), (missing, 20.0)]), Some(causes::UNKNOWN.name));
+        assert_eq!(told(&[(twice, 22.0), (causes::LR_SCALED, 20.0)]), Some(twice.name));
+        assert_eq!(told(&[(twice, 30.0), (causes::LR_SCALED, 20.0)]), Some(causes::LR_SCALED.name));
+        assert_eq!(told(&[]), None);
+    }
+}

@@ -398,7 +398,7 @@ fn a_place_that_the_job_only_declared_is_said_to_be_unproved() {
 fn tensors_whose_place_is_unproved_are_named_and_those_of_a_step_are_counted() {
     let told = |names: &[&str]| {
         let keys: Vec<TensorKey> = names.iter().map(|name| key(name)).collect();
-        unplaced(keys.iter())
+        name_tensors(keys.iter())
     };
     assert_eq!(told(&["step.declared:0", "step.declared:1"]), None);
     assert_eq!(told(&["q", "step.declared:0"]).as_deref(), Some("q"));
