@@ -139,7 +139,7 @@ THREADS = [
         "deepspeed_7985", GITHUB + "deepspeedai/DeepSpeed/pull/7985",
         "Fix BF16_Optimizer last-microbatch grad leak under ZeRO-1",
         "the last microbatch is added after the reduction, by each rank its own",
-        ("reduce",), (), "*",
+        ("reduce",), ("not-reduced-over-axis",), "*",
     ),
     Thread(
         "deepspeed_7839", GITHUB + "deepspeedai/DeepSpeed/pull/7839",

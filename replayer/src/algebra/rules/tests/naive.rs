@@ -273,7 +273,13 @@ impl Job {
         let v = self.moving(v, self.r(g * g), beta2);
         let most = if self.switches.contains("amsgrad") { most.max(self.kept(v)) } else { v };
         let [first, second] = [m, most].map(|x| self.kept(x));
-        let first = self.r(first / self.c(self.correction_of(1, beta1)));
+        let mut first = self.r(first / self.c(self.correction_of(1, beta1)));
+        if self.has("nesterov") {
+            // As optax's nadam, which corrects the moment by the power of the next step.
+            let next = 1.0 - beta1.powf(self.t() + 1.0);
+            let own = self.r(self.r(g * self.c(1.0 - beta1)) / self.c(1.0 - beta1.powf(self.t())));
+            first = self.r(own + self.r(self.r(self.c(beta1) * m) / self.c(next)));
+        }
         let second = self.r(second / self.c(self.correction_of(2, beta2)));
         let moved = self.r(first / self.root(second, false));
         let p = self.r(p - self.r(self.c(self.number("lr")) * moved));
