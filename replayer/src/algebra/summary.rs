@@ -230,7 +230,8 @@ fn adopt(judged: &mut [Judged]) {
         if divergence.reading.as_ref().is_some_and(is_known) {
             continue;
         }
-        let same = |own: &&(Stage, f64, Reading)| own.0 == stage && is_one_factor(own.1, factor);
+        let same =
+            |own: &&(Stage, f64, Reading)| own.0 == stage && is_one_factor(own.1, factor, SAME);
         if let Some((.., reading)) = known.iter().find(same) {
             divergence.reading = Some(reading.clone());
         } else if one.place.elements() == Some(1) {
@@ -415,12 +416,13 @@ fn joined<'a>(
     let mut joined: Vec<Alike<'a>> = Vec::new();
     for ((stage, reading, _), own) in groups {
         let is_same = |other: &&mut Alike<'a>| {
+            let tolerance = tolerance(other.2.iter().chain(&own).copied());
             let is_same = match (&other.1, &reading) {
                 (None, None) => {
                     let factors = (factor(&other.2), factor(&own));
-                    matches!(factors, (Some(a), Some(b)) if is_one_factor(a, b))
+                    matches!(factors, (Some(a), Some(b)) if is_one_factor(a, b, tolerance))
                 }
-                (Some(a), Some(b)) => a.cause == b.cause && are_one(&a.words, &b.words),
+                (Some(a), Some(b)) => a.cause == b.cause && are_one(&a.words, &b.words, tolerance),
                 _ => false,
             };
             other.0 == stage && is_same
@@ -434,24 +436,37 @@ fn joined<'a>(
 }
 
 /// Whether words are the same but for the rounding of the numbers in them.
-fn are_one(a: &str, b: &str) -> bool {
+fn are_one(a: &str, b: &str, tolerance: f64) -> bool {
     let number = |word: &str| word.trim_end_matches([',', ';', ':', '.']).parse::<f64>().ok();
     let is_one = |(a, b): (&str, &str)| {
-        a == b || matches!((number(a), number(b)), (Some(a), Some(b)) if is_one_factor(a, b))
+        a == b
+            || matches!((number(a), number(b)), (Some(a), Some(b)) if is_one_factor(a, b, tolerance))
     };
     a.split(' ').count() == b.split(' ').count() && a.split(' ').zip(b.split(' ')).all(is_one)
 }
 
 /// Whether two factors are the same but for rounding.
-fn is_one_factor(a: f64, b: f64) -> bool {
-    (a - b).abs() <= SAME * b.abs()
+fn is_one_factor(a: f64, b: f64, tolerance: f64) -> bool {
+    (a - b).abs() <= tolerance * b.abs()
 }
 
+/// How far apart factors of one fault may be: the coarser the format, the less is known of each.
+fn tolerance<'a>(own: impl Iterator<Item = &'a Judged>) -> f64 {
+    let floors = own.filter_map(|one| one.result.divergence()).map(|own| own.floor / 2.0);
+    floors.filter(|floor| floor.is_finite()).fold(SAME, f64::max).min(MOST_ALIKE)
+}
+
+/// Factors that are further apart are two, however coarse the format is.
+const MOST_ALIKE: f64 = 1e-2;
+
 /// The factor that all have in common.
-fn one_factor<'a>(own: impl Iterator<Item = &'a Judged>) -> Option<f64> {
+fn one_factor<'a>(own: impl Iterator<Item = &'a Judged> + Clone) -> Option<f64> {
+    let tolerance = tolerance(own.clone());
     let mut factors = own.map(|one| one.result.divergence().and_then(|own| own.factor));
     let first = factors.next()??;
-    factors.all(|other| other.is_some_and(|other| is_one_factor(other, first))).then_some(first)
+    factors
+        .all(|other| other.is_some_and(|other| is_one_factor(other, first, tolerance)))
+        .then_some(first)
 }
 
 fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]) -> Group {
