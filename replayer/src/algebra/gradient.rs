@@ -47,7 +47,11 @@ op! {
     }
     stages {
         clipped: Plane Forward Each
-            |_op, gradient, norm, epsilon, max_norm| gradient.scaled(max_norm / (norm + epsilon)),
+            |_op, gradient, norm, epsilon, max_norm| {
+                // Jobs that divide by the norm first lose what is too small for the format then.
+                let clipped = gradient.scaled(max_norm.clone() / (norm + epsilon));
+                clipped.vanishing(max_norm)
+            },
             "the gradient times the coefficient";
     }
 }

@@ -95,6 +95,12 @@ pub trait Number:
         self
     }
 
+    /// This number, which a job may have kept divided by `by` on the way to it: what was too small for
+    /// its format then is lost. Only numbers above 1 make anything smaller.
+    fn vanishing(self, _by: Self) -> Self {
+        self
+    }
+
     /// `1 - t²`, the derivative of tanh where tanh is t. As a product, since t² is near 1 where
     /// tanh bends most.
     fn one_minus_square(self) -> Self {

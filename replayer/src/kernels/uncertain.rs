@@ -413,6 +413,15 @@ impl Number for Uncertain<'_> {
         self + of * rounding
     }
 
+    fn vanishing(mut self, by: Self) -> Self {
+        if by.value.abs() > 1.0 {
+            let smallest = self.roundings.between.map(Precision::smallest_subnormal);
+            let smallest = smallest.unwrap_or(2.0 * self.roundings.least);
+            self.err_as_scalar(smallest / 2.0 * by.value.abs());
+        }
+        self
+    }
+
     /// A constant is rounded before it is used, which changes nothing of what the product errs by.
     #[inline(always)]
     fn times(self, constant: f64) -> Self {

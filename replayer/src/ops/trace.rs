@@ -462,6 +462,16 @@ impl Number for Traced<'_, '_> {
         self + of * Traced::Known(rounding, tracing)
     }
 
+    fn vanishing(self, by: Self) -> Self {
+        let tracing = self.tracing();
+        let Traced::Known(by, _) = by else { return by.known_only(|number| number) };
+        if by.value.abs() <= 1.0 {
+            return self;
+        }
+        let lost = tracing.0.roundings.exact(0.0).vanishing(by);
+        self + Traced::Known(lost, tracing)
+    }
+
     fn times(self, constant: f64) -> Self {
         match self {
             Traced::Known(number, tracing) => Traced::Known(number.times(constant), tracing),

@@ -88,8 +88,9 @@ op! {
         update: Plane Forward Each |op, grad, before, sum, lr, lr_decay, eps, weight_decay| {
                 let gradient = op.descent.gradient(grad, before.clone(), weight_decay.clone());
                 let decay = lr_decay.times(op.step - 1.0).plus(1.0);
-                let moved = divided(gradient, root(sum, eps, op.eps_inside));
-                let moved = (moved * (lr.clone() / decay).scalar()).step();
+                // torch multiplies by the learning rate first, and stores that.
+                let moved = (gradient * (lr.clone() / decay).scalar()).step();
+                let moved = divided(moved, root(sum, eps, op.eps_inside));
                 op.descent.subtracted(moved, before, weight_decay, lr)
             },
             "what is added to the parameter";
