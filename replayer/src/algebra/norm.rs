@@ -33,6 +33,13 @@ struct Joined {
 }
 
 impl Joined {
+    /// A norm that is infinite as a number on the way to it is too large for the format.
+    fn read_overflow(&self, most: f64) -> Option<Reading> {
+        let overflows = self.value.is_infinite() && self.expected.is_finite() && self.total > most;
+        let words = "it is infinite: what is summed is above the largest number of the format";
+        overflows.then(|| causes::NORM_LOW.reads(words))
+    }
+
     /// A norm that was rounded to a format of few bits. A number of more bits is none of that
     /// format but once in 2¹³ (f16) or 2¹⁶ (bf16) times.
     fn read_rounded(&self) -> Option<Reading> {
@@ -154,12 +161,14 @@ impl Judge<'_> {
         // What is as near to the right norm as the job's explains nothing.
         let is = |other: f64| {
             let other = root(other, power);
-            let is_apart = (other - expected).abs() > 2.0 * tolerance * expected;
+            let is_apart =
+                value.is_finite() && (other - expected).abs() > 2.0 * tolerance * expected;
             is_apart && (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
         let joined = Joined { value, expected, total, power };
-        let read = self
-            .read_scale(norm, rank, &joined, &is)
+        let read = joined
+            .read_overflow(most)
+            .or_else(|| self.read_scale(norm, rank, &joined, &is))
             .or_else(|| joined.read_rounded())
             .or_else(|| self.read_norm(&shares.by_parameter, (ranks, total, power), &is))
             .or_else(|| joined.read_rounded_parts(&shares.by_parameter, &is));
