@@ -312,7 +312,7 @@ fn unproved(dump: &StepDump, verdicts: &[TensorVerdict], contents: &Contents) ->
     let ragged = dump.tensors().iter().filter(|(_, info)| info.ragged).map(|(key, _)| key);
     not_checked.extend(name_tensors(ragged).map(|what| NotChecked {
         what: format!("how long each rank's part of {what} should be"),
-        why: "every rank recorded a part of its own length, and the whole is those parts one after the other in the order of the mesh".into(),
+        why: "ragged: every rank recorded a part of its own length, and the whole is those parts one after the other in the order of the mesh".into(),
     }));
     let by_job = verdicts
         .iter()
