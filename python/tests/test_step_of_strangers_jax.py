@@ -151,6 +151,16 @@ def test_a_step_that_the_job_left_out_changes_nothing(tmp_path):
     assert stages["state"]["agreed"] == stages["update"]["agreed"] == 4, str(report)
 
 
+def test_an_optimizer_that_changes_nothing_leaves_a_step_incomplete(tmp_path):
+    """The job computes gradients and updates, and takes over neither parameters nor state."""
+    step = taken(optax.adam(LR), steps=2)
+    kept = step | {"new_params": step["params"], "new_opt_state": step["opt_state"]}
+    record(tmp_path / "run", kept, optimizer=ADAM)
+    report = backtape.replay(tmp_path / "run", step=0, compare=["step"])
+    assert report.verdict == "incomplete", str(report)
+    assert "no parameter and no state of an optimizer changed" in words_of(report), str(report)
+
+
 def test_a_state_that_moved_in_a_step_that_was_left_out_diverges(tmp_path):
     record(tmp_path / "run", left_out(moved=True), optimizer=ADAM)
     report = backtape.replay(tmp_path / "run", step=0, compare=["step"])

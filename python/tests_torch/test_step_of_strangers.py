@@ -103,6 +103,9 @@ def loss_scale(job, directory):
     optimizer = torch.optim.AdamW(job.parameters, lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     is_own = job.form.startswith("own")
+    if job.form.endswith("zeros"):
+        # A gradient of zeros is the same with the scale and without it.
+        job.parameters[0].register_hook(lambda gradient: gradient * 0)
 
     def step():
         job.backward(optimizer, lambda loss: loss * SCALE if is_own else scaler.scale(loss))
@@ -258,6 +261,7 @@ JOBS = [
     (loss_scale, "scaler, left in", KEPT),
     (loss_scale, "own, divided", Told()),
     (loss_scale, "own, left in", KEPT),
+    (loss_scale, "own, divided, one of zeros", Told()),
     (gradients_divided_by_microbatches, "right", Told()),
     (gradients_divided_by_microbatches, "undeclared", Told("diverged", "accumulate", "microbatch-scale", ALL, MEAN)),
     (optimizer_that_does_more_in_its_step, "right", Told()),

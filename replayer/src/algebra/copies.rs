@@ -176,15 +176,8 @@ impl Judge<'_> {
         if counts.len() > 1 {
             reading.look = "how each rank's optimizer gets its state, as from a checkpoint";
         }
-        Divergence {
-            reason: format!("{} hold different values of it", versions.join("; ")),
-            factor: None,
-            error: f64::NAN,
-            floor: 0.0,
-            worst: None,
-            reading: None,
-            readings: vec![reading],
-        }
+        let reason = format!("{} hold different values of it", versions.join("; "));
+        Divergence { readings: vec![reading], ..Divergence::of(reason, None, f64::NAN) }
     }
 
     /// How many steps a rank's optimizer has counted before this one, in words.

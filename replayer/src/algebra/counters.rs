@@ -121,7 +121,7 @@ impl Count<'_> {
             readings.insert(0, causes::STATE_RESET.reads(RESET));
         }
         let error = (after - before - 1.0).abs() / (before + 1.0);
-        Some(diverged(words, error, readings))
+        Some(Divergence { readings, ..Divergence::of(words, None, error) })
     }
 
     /// A count that begins anew beside moments of steps before.
@@ -137,12 +137,8 @@ impl Count<'_> {
         }
         let words =
             format!("{name} was 0 before the step, and the moments were not zero: it was lost");
-        Some(diverged(words.clone(), 1.0, vec![causes::STEP_COUNTER.reads(words)]))
+        Some(Divergence::told(causes::STEP_COUNTER.reads(words), None, 1.0))
     }
-}
-
-fn diverged(reason: String, error: f64, readings: Vec<Reading>) -> Divergence {
-    Divergence { reason, factor: None, error, floor: 0.0, worst: None, reading: None, readings }
 }
 
 impl Inventory<'_> {

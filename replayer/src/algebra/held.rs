@@ -121,7 +121,14 @@ impl Judge<'_> {
             }
             let result = match one == other {
                 true => Outcome::Agreed { seen_from: None, error: 0.0, floor: 0.0 },
-                false => Outcome::Diverged(Box::new(changed_although_left_out(&part))),
+                false => {
+                    let words = format!(
+                        "the job left the optimizer's step out, and {part} is not what it was \
+                         before"
+                    );
+                    let reading = causes::UNKNOWN.reads(words);
+                    Outcome::Diverged(Box::new(Divergence::told(reading, None, 1.0)))
+                }
             };
             Some(self.judged(stage, parameter, (after, piece), Ok(result)))
         };
@@ -190,15 +197,7 @@ impl Judge<'_> {
     ) -> Judged {
         // Of a step that was taken too often the factor is not known.
         let factor = (cause != causes::UPDATED_TWICE).then_some(0.0);
-        let divergence = Divergence {
-            reason: words.clone(),
-            factor,
-            error: 1.0,
-            floor: 0.0,
-            worst: None,
-            reading: None,
-            readings: vec![cause.reads(words)],
-        };
+        let divergence = Divergence::told(cause.reads(words), factor, 1.0);
         let result = Ok(Outcome::Diverged(Box::new(divergence)));
         self.judged(Stage::Update, parameter, (key, &self.whole(key, ranks)), result)
     }
@@ -215,29 +214,17 @@ impl Inventory<'_> {
     /// Whether no optimizer holds a parameter, on any rank, though one stepped others.
     pub(super) fn is_held_by_none(&self, parameter: &str) -> bool {
         let declared = || self.declared.values();
-        let mut own = declared().filter_map(|declared| declared.parameters.get(parameter));
-        own.all(|own| own.optimizer.is_none() && own.trainable == Some(true))
+        let own = declared().filter_map(|declared| declared.parameters.get(parameter));
+        let mut own = own.peekable();
+        own.peek().is_some()
+            && own.all(|own| own.optimizer.is_none() && own.trainable == Some(true))
             && declared().flat_map(|own| &own.optimizers).any(Optimizer::has_stepped)
     }
 
     /// Whether the optimizer of a parameter stepped again while the tape was open.
     pub(super) fn has_later_steps(&self, parameter: &str) -> bool {
-        let own = self.declared.values().filter_map(|own| own.parameters.get(parameter));
-        own.into_iter().any(|own| own.absent.contains_key("later_steps"))
-    }
-}
-
-fn changed_although_left_out(part: &Part) -> Divergence {
-    let words =
-        format!("the job left the optimizer's step out, and {part} is not what it was before");
-    Divergence {
-        reason: words.clone(),
-        factor: None,
-        error: 1.0,
-        floor: 0.0,
-        worst: None,
-        reading: None,
-        readings: vec![causes::UNKNOWN.reads(words)],
+        let mut own = self.declared.values().filter_map(|own| own.parameters.get(parameter));
+        own.any(|own| own.absent.contains_key("later_steps"))
     }
 }
 

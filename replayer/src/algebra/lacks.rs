@@ -9,6 +9,7 @@ use super::declaration::{Declaration, Hyper, Optimizer};
 use super::inventory::Inventory;
 use super::lost::LOST;
 use super::names::pattern;
+use super::optimizer::NO_STEP;
 use super::outcome::{Judged, Outcome, Stage};
 use super::summary::StageSummary;
 
@@ -27,6 +28,7 @@ pub(super) fn lacks(
     lacks.extend(held_by_none(inventory));
     lacks.extend(later_steps(inventory));
     lacks.extend(scaled_norm(inventory));
+    lacks.extend(nothing_moved(inventory, stages, judged));
     lacks.extend(inventory.counted_without_moments());
     lacks
 }
@@ -74,6 +76,25 @@ fn scaled_norm(inventory: &Inventory<'_>) -> Option<String> {
         "norm {at} is of gradients with the loss scale {scale} in them, so that it is {scale} x that of \
          the gradients which the optimizer takes"
     ))
+}
+
+/// A step that left every parameter and every state as it was, though there are gradients.
+fn nothing_moved(
+    inventory: &Inventory<'_>,
+    stages: &[StageSummary],
+    judged: &[Judged],
+) -> Option<String> {
+    let update = stages.iter().find(|own| own.stage == Stage::Update)?;
+    let is_still = |one: &Judged| {
+        let Outcome::Unchecked { why, .. } = &one.result else { return false };
+        one.stage == Stage::Update && why.ends_with(NO_STEP)
+    };
+    let is_nothing = update.agreed + update.diverged == 0 && judged.iter().any(is_still);
+    (is_nothing && inventory.has_gradients()).then(|| {
+        "no parameter and no state of an optimizer changed, though there are gradients: the \
+         optimizer took no step, or the job did not take over what it gave"
+            .into()
+    })
 }
 
 /// Parameters that the optimizers of some ranks hold, and those of others do not.

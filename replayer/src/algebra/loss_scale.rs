@@ -13,8 +13,8 @@ use super::sums::SumOf;
 use crate::number::short;
 
 impl Judge<'_> {
-    /// A gradient that the optimizer took with the loss scale in it: a GradScaler multiplied the loss,
-    /// and neither it nor the job divided what came of it.
+    /// A gradient that the optimizer took with the loss scale in it: a GradScaler or the job multiplied
+    /// the loss, and neither divided what came of it.
     pub(super) fn scale_kept(&self, parameter: &str) -> Vec<Judged> {
         let inventory = self.inventory;
         let Some(key) = inventory.key(parameter, &Part::Reduced) else { return Vec::new() };
@@ -28,13 +28,22 @@ impl Judge<'_> {
             let (optimizer, _) = declared.optimizer_of(parameter)?;
             let domain = Domain::of(inventory, rank, parameter);
             let addends = inventory.addends(&domain, parameter).ok()?;
-            let weights = vec![domain.scale; addends.len()];
             let place = &piece.place;
-            let (addends, weights) = (&addends[..], &weights[..]);
-            let of = SumOf { key, rank, place, addends, weights, sent: domain.sent };
-            let is_whole = self.sum(&of).ok()?.excess(&self.bound(place)).is_none();
-            (is_whole && optimizer.has_stepped()).then(|| {
-                let result = Outcome::Diverged(Box::new(kept_divergence(scale)));
+            let is_times = |factor: f64| {
+                let (weights, addends) = (vec![factor; addends.len()], &addends[..]);
+                let of = SumOf { key, rank, place, addends, weights: &weights, sent: domain.sent };
+                Some(self.sum(&of).ok()?.excess(&self.bound(place)).is_none())
+            };
+            // A gradient of zeros is both.
+            let is_kept = is_times(domain.scale)? && !is_times(domain.scale / scale)?;
+            (is_kept && optimizer.has_stepped()).then(|| {
+                let words = format!(
+                    "the loss was multiplied by {scale}, and the optimizer took the gradient with \
+                     that scale in it"
+                );
+                let reading = causes::SCALE_LEFT.reads(words);
+                let divergence = Divergence::told(reading, Some(scale), scale - 1.0);
+                let result = Outcome::Diverged(Box::new(divergence));
                 self.judged(Stage::Unscale, parameter, (key, &piece), Ok(result))
             })
         };
@@ -80,20 +89,4 @@ fn told_as_unscaling(outcome: Outcome, scale: Option<f64>) -> Outcome {
     };
     divergence.readings = vec![cause.reads(words)];
     Outcome::Diverged(divergence)
-}
-
-fn kept_divergence(scale: f64) -> Divergence {
-    let words = format!(
-        "a GradScaler multiplied the loss by {scale}, and the optimizer took the gradient with that \
-         scale in it"
-    );
-    Divergence {
-        reason: words.clone(),
-        factor: Some(scale),
-        error: scale - 1.0,
-        floor: 0.0,
-        worst: None,
-        reading: None,
-        readings: vec![causes::SCALE_LEFT.reads(words)],
-    }
 }

@@ -24,15 +24,7 @@ impl Judge<'_> {
         let (key, rank) = self.inventory.lost(parameter)?;
         let pieces = self.inventory.pieces(key, &|_| ());
         let piece = pieces.into_iter().find(|piece| piece.ranks.contains(&rank))?;
-        let divergence = Divergence {
-            reason: LOST.into(),
-            factor: Some(0.0),
-            error: 1.0,
-            floor: 0.0,
-            worst: None,
-            reading: None,
-            readings: vec![causes::ACCUMULATE_WINDOW.reads(LOST)],
-        };
+        let divergence = Divergence::told(causes::ACCUMULATE_WINDOW.reads(LOST), Some(0.0), 1.0);
         let result = Ok(Outcome::Diverged(Box::new(divergence)));
         Some(self.judged(Stage::Accumulate, parameter, (key, &piece), result))
     }

@@ -196,10 +196,7 @@ impl Judge<'_> {
                 Some(_) => "nothing of its state changed in what was sampled",
                 None => "nothing of its state changed",
             };
-            return Some(Outcome::not_done(format!(
-                "{what}: the optimizer took no step of it (it had no gradient, or gradients are \
-                 accumulated over several steps)"
-            )));
+            return Some(Outcome::not_done(format!("{what}: {NO_STEP}")));
         }
         let has_gradient = OF_GRADIENT.iter().any(|part| inventory.key(parameter, part).is_some());
         let is_still = !has_gradient && self.is_changed(rank, parameter) == Some(false);
@@ -416,6 +413,9 @@ impl Judge<'_> {
     }
 }
 
+/// Why a parameter and its state may be what they were before, in words.
+pub(super) const NO_STEP: &str = "the optimizer took no step of it (it had no gradient, or \
+                                  gradients are accumulated over several steps)";
 /// What a step that was skipped is, in words.
 const LEFT_OUT: &str = "the job left the optimizer's step out";
 /// What a reset of the state is, in words.

@@ -139,6 +139,20 @@ pub struct Divergence {
     pub readings: Vec<Reading>,
 }
 
+impl Divergence {
+    /// One that no comparison of elements found, told in the words of its cause.
+    pub(crate) fn told(reading: Reading, factor: Option<f64>, error: f64) -> Divergence {
+        let reason = reading.words.clone();
+        Divergence { readings: vec![reading], ..Divergence::of(reason, factor, error) }
+    }
+
+    /// One that no comparison of elements found, of which the cause is not known.
+    pub(crate) fn of(reason: String, factor: Option<f64>, error: f64) -> Divergence {
+        let (worst, reading, readings) = (None, None, Vec::new());
+        Divergence { reason, factor, error, floor: 0.0, worst, reading, readings }
+    }
+}
+
 /// What reproduces a divergence within what rounding explains.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Reading {

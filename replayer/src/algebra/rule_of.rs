@@ -99,15 +99,9 @@ impl Judge<'_> {
     ) -> Vec<Judged> {
         let Rule::Formula(formula) = rule else { return Vec::new() };
         let judged = |(name, after, right): (String, f64, f64)| {
-            let divergence = Divergence {
-                reason: format!("{name} is {after} after the step, and should be {right}"),
-                factor: None,
-                error: (after - right).abs() / right.abs().max(f64::MIN_POSITIVE),
-                floor: 0.0,
-                worst: None,
-                reading: None,
-                readings: Vec::new(),
-            };
+            let reason = format!("{name} is {after} after the step, and should be {right}");
+            let error = (after - right).abs() / right.abs().max(f64::MIN_POSITIVE);
+            let divergence = Divergence::of(reason, None, error);
             let result = Ok(Outcome::Diverged(Box::new(divergence)));
             self.judged(Stage::State, tensors.parameter, (tensors.after, piece), result)
         };

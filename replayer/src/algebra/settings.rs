@@ -28,16 +28,16 @@ impl Judge<'_> {
             let fitted = self.solved_setting(tensors, piece, supposed, (name, *declared))?;
             let is_other = (fitted - declared).abs() > NEAR * (1.0 - declared).max(NEAR)
                 && (-1e-9..0.999_999).contains(&fitted);
-            is_other.then_some((*name, *declared, fitted))
+            is_other.then_some((*name, fitted))
         });
-        let fitted: Vec<(&'static str, f64, f64)> = fitted.collect();
+        let fitted: Vec<(&'static str, f64)> = fitted.collect();
         let all_at_once = |value: fn(f64) -> f64| -> Vec<(&'static str, f64)> {
-            fitted.iter().map(|(name, _, own)| (*name, value(*own))).collect()
+            fitted.iter().map(|(name, own)| (*name, value(*own))).collect()
         };
         let together = [all_at_once(rounded), all_at_once(|own| own)];
         let alone = fitted
             .iter()
-            .flat_map(|(name, _, own)| [vec![(*name, rounded(*own))], vec![(*name, *own)]]);
+            .flat_map(|(name, own)| [vec![(*name, rounded(*own))], vec![(*name, *own)]]);
         let eps = numbers.iter().find(|(name, _)| *name == "eps").map(|(_, declared)| *declared);
         let usual = USUAL_EPS.into_iter().filter(|other| eps.is_some_and(|eps| eps != *other));
         let all = alone.chain(together.clone()).chain(usual.map(|other| vec![("eps", other)]));
@@ -78,10 +78,10 @@ impl Judge<'_> {
         supposed: &Supposed<'_>,
         (setting, declared): (&'static str, f64),
     ) -> Option<f64> {
-        const STEP: f64 = 0.125;
         let compute = arithmetic(self.inventory.precision(tensors.after), None);
-        let other = declared + if declared < 0.5 { STEP } else { -STEP };
-        let other = Supposed { settings: vec![(setting, other)], ..supposed.clone() };
+        let step = if declared < 0.5 { 0.125 } else { -0.125 };
+        let settings = vec![(setting, declared + step)];
+        let other = Supposed { settings, ..supposed.clone() };
         let wholes = self.wholes(tensors, piece, supposed).ok()?;
         let (mut along, mut square) = (0.0, 0.0);
         for state in supposed.rule.names().states {
@@ -104,7 +104,6 @@ impl Judge<'_> {
                 }
             }
         }
-        let step = if declared < 0.5 { STEP } else { -STEP };
         let found = declared + step * along / square;
         found.is_finite().then_some(found)
     }

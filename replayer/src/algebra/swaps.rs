@@ -49,7 +49,7 @@ impl Judge<'_> {
         let steps = steps.into_iter().filter(|[first, _]| !(*first < 1.0)).filter_map(of);
         let steps: Vec<Supposed<'_>> = steps.collect();
         let names = if self.is_tied(tensors.parameter) { ", which has several names" } else { "" };
-        let words = format!("the step is applied to the parameter{names} twice");
+        let words = format!("the step is applied twice to the parameter{names}");
         if let Some(misfit) = steps.iter().find_map(|other| self.misfit(tensors, piece, other)) {
             return Some(causes::UPDATED_TWICE.reads(words).fitting(misfit));
         }
@@ -64,7 +64,8 @@ impl Judge<'_> {
         }
         let in_state = steps.iter().any(|other| self.agrees_in_state(tensors, piece, other));
         in_state.then(|| {
-            causes::UPDATED_TWICE.reads(format!("{words}, as its state says: by other settings"))
+            causes::UPDATED_TWICE
+                .reads(format!("{words}, as its state says: the second time by other settings"))
         })
     }
 

@@ -54,15 +54,9 @@ impl Judge<'_> {
             "the job clips it after the optimizer took its step, which took the gradient unclipped: \
              the coefficient would be {coefficient:.6}"
         );
-        let divergence = Divergence {
-            reason: words.clone(),
-            factor: Some(1.0 / coefficient),
-            error: 1.0 / coefficient - 1.0,
-            floor: 0.0,
-            worst: None,
-            reading: None,
-            readings: vec![causes::NOT_CLIPPED.reads(words)],
-        };
+        let factor = 1.0 / coefficient;
+        let reading = causes::NOT_CLIPPED.reads(words);
+        let divergence = Divergence::told(reading, Some(factor), factor - 1.0);
         let pieces = self.inventory.pieces(key, &|_| ());
         let piece = pieces.into_iter().find(|piece| piece.ranks.contains(&rank))?;
         let result = Ok(Outcome::Diverged(Box::new(divergence)));
@@ -74,13 +68,6 @@ impl Judge<'_> {
 pub(super) fn of_nothing(norm: &Norm) -> Divergence {
     let words = "no parameter with a gradient was given to the function that computes it: an \
                  iterator that was used up gives none, and parameters that the model had before are none";
-    Divergence {
-        reason: words.into(),
-        factor: norm.value.filter(|value| *value == 0.0),
-        error: 1.0,
-        floor: 0.0,
-        worst: None,
-        reading: None,
-        readings: vec![causes::NORM_MISSES.reads(words)],
-    }
+    let factor = norm.value.filter(|value| *value == 0.0);
+    Divergence::told(causes::NORM_MISSES.reads(words), factor, 1.0)
 }

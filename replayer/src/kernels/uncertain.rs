@@ -455,6 +455,45 @@ mod tests {
         a.clone() * b.clone() / (a + b)
     }
 
+    /// Goal: in f64 a factor that is made of settings may err as one in f32, and in f32 that is no
+    /// error of its own. Method: parameters that decay by `1 - d`, with d from 1e-9 to 1e-2.
+    #[test]
+    fn a_factor_of_settings_errs_as_in_f32_where_the_rest_is_in_f64() {
+        let mut draw = Draw::new(7);
+        for _ in 0..1000 {
+            let (before, decay) = (draw.normal(), 10f64.powf(-9.0 + 7.0 * draw.unit()));
+            let off = |unit: f64| {
+                let roundings = Roundings::new(unit, None);
+                roundings.begin_row();
+                roundings.reserve();
+                let [p, factor] = [before, 1.0 - decay].map(|x| roundings.exact(x));
+                let (own, row) = roundings.exact(0.0).by_settings(p, factor).variances();
+                own + row
+            };
+            let made = before * (f64::from((1.0 - decay) as f32) - (1.0 - decay));
+            assert!(made.abs() <= 2.0 * off(Precision::F64.unit_roundoff()).sqrt());
+            assert_eq!(off(Precision::F32.unit_roundoff()), 0.0);
+        }
+    }
+
+    /// Goal: what vanishes in a quotient by a large number is allowed for, and nothing where the
+    /// number is small. Method: a number below the smallest one of f32 times that number.
+    #[test]
+    fn a_number_that_vanished_on_the_way_may_be_missing() {
+        let roundings = Roundings::new(Precision::F32.unit_roundoff(), None)
+            .above(Precision::F32.smallest_subnormal());
+        let allowed = |by: f64| {
+            roundings.begin_row();
+            roundings.reserve();
+            let by = roundings.exact(by);
+            let (own, row) = roundings.exact(0.0).vanishing(by).variances();
+            (own + row).sqrt()
+        };
+        let lost = f64::from(1e-38f32) - f64::from(1e-38f32 / 1e9 * 1e9);
+        assert!(lost > 0.0 && lost <= 2.0 * allowed(1e9), "{lost:e}");
+        assert_eq!(allowed(0.5), 0.0);
+    }
+
     /// Goal: the propagated error is as large as the one that is made. Method: the formula in f32
     /// on 100,000 draws, against f64.
     #[test]
