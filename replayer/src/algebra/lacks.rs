@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
-use backtape::part::Part;
+use backtape::part::{OF_GRADIENT, Part};
 
 use super::declaration::{Declaration, Hyper, Optimizer};
 use super::inventory::Inventory;
@@ -90,7 +90,9 @@ fn nothing_moved(
         one.stage == Stage::Update && why.ends_with(NO_STEP)
     };
     let is_nothing = update.agreed + update.diverged == 0 && judged.iter().any(is_still);
-    (is_nothing && inventory.has_gradients()).then(|| {
+    let has_gradient =
+        |name: &String| OF_GRADIENT.iter().any(|part| inventory.key(name, part).is_some());
+    (is_nothing && inventory.parameters.keys().any(has_gradient)).then(|| {
         "no parameter and no state of an optimizer changed, though there are gradients: the \
          optimizer took no step, or the job did not take over what it gave"
             .into()
