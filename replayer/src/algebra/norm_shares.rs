@@ -30,8 +30,8 @@ pub(super) struct Share {
     pub(super) variance: f64,
     /// How many ranks hold each element.
     pub(super) copies: f64,
-    /// The same as `whole` where what ranks hold under this name are other parameters, as it may be;
-    /// `None` where they are copies or parts of one.
+    /// What `whole` would be if ranks held other parameters under this name; `None` where it is known
+    /// that they hold copies or parts of one.
     pub(super) apart: Option<f64>,
 }
 

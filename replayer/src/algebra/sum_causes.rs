@@ -220,10 +220,26 @@ impl Solved<'_> {
         })
     }
 
-    /// Each microbatch added to a sum that was doubled before.
-    fn doubled(&self) -> Option<Reading> {
+    /// The ratios of the ranks of the domain, by rank and then by microbatch.
+    fn in_order(&self) -> Vec<(&Addend, f64)> {
         let mut own = self.own();
         own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
+        own
+    }
+
+    /// Whether each rank's coefficients are this many times as large with each microbatch, up or down
+    /// to that of the last one, which is right.
+    fn rises_to_one_by(&self, times: f64) -> bool {
+        self.in_order().chunk_by(|a, b| a.0.rank == b.0.rank).all(|of_rank| {
+            of_rank.len() > 1
+                && of_rank.windows(2).all(|pair| is_near(pair[1].1 / pair[0].1, times))
+                && of_rank.last().is_some_and(|last| is_near(last.1, 1.0))
+        })
+    }
+
+    /// Each microbatch added to a sum that was doubled before.
+    fn doubled(&self) -> Option<Reading> {
+        let own = self.in_order();
         let mut ranks = own.chunk_by(|a, b| a.0.rank == b.0.rank);
         // The coefficients fall to that of the last microbatch: by powers of two where the sum is
         // added to itself, by one where each microbatch adds `.grad` with those before in it.
@@ -251,18 +267,8 @@ impl Solved<'_> {
 
     /// What was summed over ranks before, summed over them again with each microbatch.
     fn reduced_again(&self) -> Option<String> {
-        let mut own = self.own();
-        own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
-        let is_again = |size: f64| {
-            own.chunk_by(|a, b| a.0.rank == b.0.rank).all(|of_rank| {
-                let falls = |pair: &[(&Addend, f64)]| is_near(pair[0].1 / pair[1].1, size);
-                of_rank.len() > 1
-                    && of_rank.windows(2).all(falls)
-                    && of_rank.last().is_some_and(|last| is_near(last.1, 1.0))
-            })
-        };
         let mut axes = self.domain.axes.iter().filter(|axis| axis.size > 1);
-        let axis = axes.find(|axis| is_again(axis.size as f64))?;
+        let axis = axes.find(|axis| self.rises_to_one_by(1.0 / axis.size as f64))?;
         self.is_of_domain_alone().then(|| {
             format!(
                 "what was summed over {} before is summed over it again with each microbatch",
@@ -273,23 +279,13 @@ impl Solved<'_> {
 
     /// The sum over the microbatches before divided by the size of an axis with each reduction.
     fn divided_again(&self) -> Option<Reading> {
-        let mut own = self.own();
-        own.sort_by_key(|(addend, _)| (addend.rank, addend.microbatch));
         let means = self.domain.axes.iter().filter(|axis| axis.op == ReduceOp::Mean);
         let mut sizes = means.map(|axis| axis.size as f64).filter(|size| *size > 1.0);
-        let is_divided = |size: f64| {
-            own.chunk_by(|a, b| a.0.rank == b.0.rank).all(|of_rank| {
-                let rises = |pair: &[(&Addend, f64)]| is_near(pair[1].1 / pair[0].1, size);
-                of_rank.len() > 1
-                    && of_rank.windows(2).all(rises)
-                    && of_rank.last().is_some_and(|last| is_near(last.1, 1.0))
-            })
-        };
-        let size = sizes.find(|size| is_divided(*size))?;
+        let size = sizes.find(|size| self.rises_to_one_by(*size))?;
         let words = format!(
             "what was reduced before is divided by {size} once more with each microbatch: the \
              first of them is in it {:.6} times",
-            own.first()?.1
+            self.in_order().first()?.1
         );
         self.is_of_domain_alone().then(|| causes::DIVIDE_OLD_SHARD.reads(words))
     }
