@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn as nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import backtape
 import backtape.torch
@@ -61,7 +61,7 @@ class Job:
         with backtape.Recorder(dir=directory, strict=True, steps="2") as recorder:
             for number in range(3):
                 with recorder.step(number) as tape:
-                    backtape.torch.step_algebra(tape, self.module, optimizers, **options)
+                    self.algebra = backtape.torch.step_algebra(tape, self.module, optimizers, **options)
                     step()
         return backtape.replay(directory, step=2, compare=["step"])
 
@@ -240,12 +240,194 @@ def norm_for_the_log(job, directory):
     return job.run(directory, optimizer, step)
 
 
+def clipped_by_norms_of_its_own(job, directory):
+    """The norm of all gradients is declared, and each is clipped by its own, or those of a layer by theirs."""
+    optimizer = sgd(job.parameters)
+    of = {
+        "all": [job.parameters],
+        "each": [[one] for one in job.parameters],
+        "each layer": [list(job.module[0].parameters()), list(job.module[2].parameters())],
+    }
+
+    def step():
+        job.backward(optimizer)
+        norm = get_total_norm([one.grad for one in job.parameters])
+        job.algebra.norm(norm, max_norm=0.02)
+        for own in of[job.form]:
+            coefficient = 0.02 / (get_total_norm([one.grad for one in own]) + 1e-6)
+            for one in own if coefficient < 1 else ():
+                one.grad *= coefficient
+        job.algebra.clipped()
+        optimizer.step()
+
+    return job.run(directory, optimizer, step)
+
+
+class Unknown(torch.optim.Optimizer):
+    """Nothing is known of what it does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            one -= 0.1 * one.grad.sign()
+
+
+def optimizer_of_no_rule_beside_a_known_one(job, directory):
+    optimizers = [sgd(job.module[0].parameters()), Unknown(job.module[2].parameters())]
+
+    def step():
+        job.module.zero_grad()
+        job.loss().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return job.run(directory, optimizers, step)
+
+
+def second_task_after_the_step(job, directory):
+    """A pass for another purpose, as for an estimate of the Hessian, whose gradients are clipped by their own norm."""
+    optimizer = torch.optim.AdamW(job.parameters, lr=1e-2)
+
+    def step():
+        job.backward(optimizer)
+        late = job.form == "clipped too late"
+        optimizer.step() if late else clip_grad_norm_(job.parameters, 0.01)
+        clip_grad_norm_(job.parameters, 0.01) if late else optimizer.step()
+        optimizer.zero_grad()
+        job.module(torch.randn(32, 8)).exp().mean().backward()
+        if job.form == "by value":
+            clip_grad_value_(job.parameters, 1e-4)
+        elif job.form == "declared":
+            job.algebra.norm(get_total_norm([one.grad for one in job.parameters]), max_norm=0.001)
+        else:
+            clip_grad_norm_(job.parameters, 0.001)
+        optimizer.zero_grad()
+
+    return job.run(directory, optimizer, step)
+
+
+def second_half_after_the_step_of_the_first(job, directory):
+    """The loss of the second optimizer reaches what the first one has stepped. One of both clips by a norm of all."""
+    trunk, head = job.module[:2], job.module[2]
+    optimizers = [sgd(trunk.parameters()), sgd(head.parameters())]
+
+    def step():
+        job.module.zero_grad()
+        trunk(torch.randn(32, 8)).square().mean().backward()
+        clip_grad_norm_(trunk.parameters(), 0.01)
+        optimizers[0].step()
+        trunk.zero_grad()
+        job.loss().backward()
+        clip_grad_norm_((job.module if job.form == "all" else head).parameters(), 0.01)
+        if job.form == "scaled again":
+            head.weight.grad *= 0.5
+        optimizers[1].step()
+
+    return job.run(directory, optimizers, step)
+
+
 UNHELD = "no optimizer that was given holds 2.* (2 parameters)"
 AGAIN = "stepped several times while the tape was open"
 EPS = "eps is 0.001000, and 1.000e-4 is declared"
 KEPT = Told("diverged", "unscale", "loss-scale-left-in", ALL, factor=SCALE)
 MEAN = 'where the job divides the gradients themselves, accumulation="mean" says so'
+HALVED = Told("diverged", "clip", None, ("2.weight",), factor=0.5)
 LATE = Told("diverged", "clip", "clip-recorded-not-applied", ALL)
+
+
+def constant_of_the_bits_of_a_fill_pattern(job, directory):
+    """A bias of two bytes an element that nothing moves, whose bits are 0xABAB by chance."""
+    job.module.bfloat16()
+    bias = job.module[2].bias
+    bias.data.fill_(torch.tensor([0xABAB - 0x10000], dtype=torch.int16).view(torch.bfloat16).item())
+    bias.register_hook(lambda gradient: gradient * 0)
+    optimizer = sgd(job.parameters)
+
+    def step():
+        optimizer.zero_grad()
+        job.module(torch.randn(32, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+
+    return job.run(directory, optimizer, step)
+
+
+def two_scalers(job, directory):
+    """Each half has a scaler and an optimizer of its own; the loss of the first half may have no scaler."""
+    halves = [job.module[0], job.module[2]]
+    optimizers = [sgd(half.parameters()) for half in halves]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=by * SCALE) for by in (4.0, 4.0 if job.form == "alike" else 1.0)]
+    if job.form == "without one":
+        scalers[0] = torch.amp.GradScaler("cpu", enabled=False)
+    turns = [0, 1]
+
+    def losses():
+        yield scalers[0].scale(halves[0](torch.randn(32, 8)).square().mean())
+        yield scalers[1].scale(halves[1](torch.randn(32, 12)).square().mean())
+
+    def step():
+        job.module.zero_grad()
+        scaled = list(losses()) if job.form == "scaled first" else losses()
+        for _, loss in zip(turns, scaled):
+            loss.backward()
+        for index, optimizer in enumerate(optimizers):
+            scalers[0 if job.form == "wrong scaler" else index].step(optimizer)
+        for scaler in scalers:
+            scaler.update(scaler.get_scale())
+
+    return job.run(directory, optimizers, step)
+
+
+def scaler_that_grows_between_two_halves(job, directory):
+    """One scaler, whose scale is another for the second half of the step."""
+    halves = [job.module[0], job.module[2]]
+    optimizers = [sgd(half.parameters()) for half in halves]
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1)
+
+    def step():
+        job.module.zero_grad()
+        for half, size, optimizer in zip(halves, (8, 12), optimizers):
+            scaler.scale(half(torch.randn(32, size)).square().mean()).backward()
+            if job.form == "too early":
+                scaler.update(2 * scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+
+    return job.run(directory, optimizers, step)
+
+
+OTHERS = "2 gradients in it are of no parameter that was recorded"
+def outer_optimizer_with_gradients_of_its_own(job, directory):
+    """What the inner optimizer moved is the gradient of an outer one, which holds the same parameters."""
+    anchors = [one.detach().clone() for one in job.parameters]
+    inner, outer = torch.optim.AdamW(job.parameters, lr=1e-2), sgd(job.parameters)
+
+    def step():
+        job.backward(inner)
+        inner.step()
+        if job.form == "written":
+            for one, anchor in zip(job.parameters, anchors):
+                one.grad = anchor - one.detach()
+        outer.step()
+
+    return job.run(directory, [inner, outer], step)
+
+
+def switch_that_another_class_put_into_the_groups(job, directory):
+    """SAM keeps its settings in the groups of the optimizer that it calls."""
+    optimizer = sgd(job.parameters)
+    optimizer.param_groups[0]["adaptive"] = True
+    return job.run(directory, optimizer, job.plain(optimizer))
+
+
+OWN = "it is clipped to 0.02000 by {}, and the norm that is declared, "
+UNJUDGED = "the update of 2.* (2 parameters) could not be judged: no rule is known of the optimizer Unknown"
+
+
+def local(by, parameters):
+    return Told("diverged", "clip", "norm-local-not-global", parameters, OWN.format(by))
 
 
 def other(words, stage="state"):
@@ -275,8 +457,30 @@ JOBS = [
     (numbers_that_the_groups_do_not_say, (AdamW, {"eps": 1e-3}), other(EPS, "update")),
     (numbers_that_the_groups_do_not_say, (SGD, {}), Told()),
     (numbers_that_the_groups_do_not_say, (SGD, {"momentum": 0.5}), other("momentum is 0.5000, and 0.9000 is declared")),
+    (clipped_by_norms_of_its_own, "all", Told()),
+    (clipped_by_norms_of_its_own, "each", local("its own norm", ALL)),
+    (clipped_by_norms_of_its_own, "each layer", local("the norm of some of them alone", ALL)),
+    (optimizer_of_no_rule_beside_a_known_one, "right", Told("incomplete", words=UNJUDGED)),
+    (constant_of_the_bits_of_a_fill_pattern, "right", Told()),
+    (outer_optimizer_with_gradients_of_its_own, "written", Told("incomplete", words=AGAIN)),
+    (outer_optimizer_with_gradients_of_its_own, "left", Told("diverged", "update", "tied-updated-twice", ALL)),
+    (switch_that_another_class_put_into_the_groups, "right", Told()),
     (norm_for_the_log, "right", Told()),
     (norm_for_the_log, "scaled", Told("incomplete", words="norm 0 is of gradients with the loss scale 256 in them")),
+    (second_task_after_the_step, "right", Told()),
+    (second_task_after_the_step, "by value", Told()),
+    (second_task_after_the_step, "declared", Told()),
+    (second_task_after_the_step, "clipped too late", LATE),
+    (second_half_after_the_step_of_the_first, "right", Told()),
+    (second_half_after_the_step_of_the_first, "all", Told(words=OTHERS)),
+    (second_half_after_the_step_of_the_first, "scaled again", HALVED),
+    (two_scalers, "alike", Told()),
+    (two_scalers, "right", Told()),
+    (two_scalers, "scaled first", Told()),
+    (two_scalers, "without one", Told()),
+    (two_scalers, "wrong scaler", Told("diverged", "unscale", "loss-scale-left-in", ALL[2:], factor=0.25)),
+    (scaler_that_grows_between_two_halves, "right", Told()),
+    (scaler_that_grows_between_two_halves, "too early", Told("diverged", "unscale", None, factor=0.5)),
 ]  # fmt: skip
 
 

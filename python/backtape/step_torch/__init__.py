@@ -15,8 +15,10 @@ look at what passes and hand it on. No collective runs that the job does not run
     choice.py        which parameters are recorded, and which elements of them
     capture.py       what has been taken of which parameter
     backward.py      gradients of each microbatch, before communication
+    moves.py         values that are others where they should be the same
     clipping.py      norms and clipping
     scaler.py        the loss scale
+    scales.py        that of each backward pass
     optimizers.py    the optimizer's step
     reduction.py     over which ranks a gradient is reduced, and how
     declaration.py   what the rank declares

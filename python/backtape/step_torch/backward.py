@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from backtape import frameworks
+from backtape.step_torch import moves
 from backtape.step_torch.capture import Capture, partial_axes
 from backtape.step_torch.parts import Part, local
+from backtape.step_torch.scales import Scales
 from backtape.torch_parameters import in_backward
 
 TWICE = "its gradient came in several pieces in one backward pass: only the first is recorded"
@@ -29,7 +31,8 @@ UNSEEN = "its gradient came without a backward pass that reaches its hook"
 class Passes:
     """Numbers the backward passes that run, and those of them that reach each model."""
 
-    def __init__(self, models: int) -> None:
+    def __init__(self, models: int, scales: Scales) -> None:
+        self._scales = scales
         self._last: list[Any] = [None] * models  # the pass that last reached each model
         self._index = [-1] * models
         self._count = 0
@@ -38,15 +41,16 @@ class Passes:
         self._current: int | None = 0
 
     def observe(
-        self, *_: Any, accumulate_grad: bool = False, **__: Any
+        self, losses: Any, *_: Any, accumulate_grad: bool = False, **__: Any
     ) -> Generator[None, Any, None]:
-        """Sees one run of the engine."""
+        """Sees one run of the engine, which begins at the losses."""
         before = self._current
         if not accumulate_grad:
             self._current = None
         elif not in_backward():
             self._count += 1
             self._current = self._count
+            self._scales.begin(losses)
         try:
             yield
         finally:
@@ -69,7 +73,8 @@ def start(capture: Capture) -> None:
         gradient = part.gradient()
         if gradient is not None and bool(local(gradient).any()):
             capture.record("stale", part, gradient, addend=True)
-    passes = Passes(len(capture.models))
+    moves.begin(capture.models, capture.own)
+    passes = Passes(len(capture.models), capture.scales)
     if "_engine_run_backward" in vars(torch.autograd):
         capture.patches.attribute(torch.autograd, "_engine_run_backward", passes.observe)
     flat: defaultdict[int, list[Part]] = defaultdict(list)
@@ -104,7 +109,12 @@ def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tenso
                 part.leave_out("reduced", EARLY)
             if index not in part.passes and was_spent(capture, part):
                 part.passes.clear()
+                if part.values is not None:
+                    part.values.is_fresh = True
+                if "accumulated" not in part.taken:
+                    part.reductions = 0
                 part.first_pass = index
+            part.loss_scale = capture.scales.current
             capture.microbatches[part.model] = max(capture.microbatches[part.model], index + 1)
             again = index in part.passes
             if not again:
@@ -112,6 +122,7 @@ def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tenso
         if again:
             part.leave_out("grad", TWICE)
             return
+        moves.at_pass(part)
         part.partial.update(partial_axes(gradient))
         capture.record("grad", part, gradient, microbatch=index, addend=True, whole=True)
 
@@ -126,7 +137,10 @@ def was_spent(capture: Capture, part: Part) -> bool:
         return False
     marks = (holder._version, *(step.count for step in capture.steps))
     before, part.marks = part.marks, marks
-    if not part.passes or before == marks:
+    if not part.passes:
+        return False
+    # torch does not count what is written through `.data`.
+    if before == marks and not (holder.grad is None and moves.has_moved(part)):
         return False
     return holder.grad is None or not bool(local(holder.grad).any())
 
@@ -159,6 +173,8 @@ def _added(capture: Capture, part: Part, module: Any, parameter: torch.Tensor) -
 
 def _reduced_from(capture: Capture, part: Part, gradient: torch.Tensor, whole: bool) -> None:
     """Records what goes into a communication, unless it is the gradient of the only microbatch."""
+    if part.later:  # It is of the optimizer's next step.
+        return
     with capture.lock:
         part.reductions += 1
         first, several = part.reductions == 1, len(part.passes) > 1

@@ -14,6 +14,7 @@ from backtape.shards import PlainParts
 from backtape.step_torch.choice import SUMMED, note_squares, regions_of, shape_of
 from backtape.step_torch.parts import Part, local, parts_of
 from backtape.step_torch.patches import Patches
+from backtape.step_torch.scales import Scales
 from backtape.tape import Tape
 from backtape.torch_arrays import dtype_name, is_dtensor, is_plain, plain_parts
 
@@ -68,6 +69,8 @@ class Capture:
         self.loss_scale: float | None = None
         # What a GradScaler, or the job itself, multiplied the loss by.
         self.scaled_loss = None if said.loss_scale is None else float(said.loss_scale)
+        self.moved: dict[str, str] = {}  # when values became others, by parameter
+        self.scales = Scales()  # of each backward pass
         self.divisor = 1.0  # of the sum over microbatches
         self.steps: list[Any] = []  # of optimizers.Step, by optimizer
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
@@ -105,7 +108,8 @@ class Capture:
     def take(self, stage: str, parts: Iterable[Part]) -> None:
         """Records `.grad` under the name of a stage, of the parameters of which it is not yet recorded."""
         for part in parts:
-            if stage in part.taken or part.same_as is not None:
+            # A gradient that came after the optimizer's step is of its next one.
+            if stage in part.taken or part.same_as is not None or part.later:
                 continue
             # A gradient that cannot be recorded, as one that is sparse, leaves the others as they are.
             with self.guarded(part.name):
@@ -144,7 +148,7 @@ class Capture:
     def note_clipped(self, parts: Iterable[Part]) -> None:
         """Notes that the gradients of these parameters are clipped now or were just now."""
         for part in parts:
-            part.clipped = True
+            part.clipped = part.clipped or not part.later
 
     def record(
         self,

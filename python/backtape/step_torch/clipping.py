@@ -14,7 +14,7 @@ import torch
 import torch.nn.utils.clip_grad
 
 from backtape import frameworks
-from backtape.step_torch.capture import Capture
+from backtape.step_torch.capture import Capture, changed
 from backtape.step_torch.parts import Part, local
 from backtape.torch_arrays import is_dtensor
 
@@ -56,7 +56,11 @@ def _norm(capture: Capture) -> Any:
         tensors: Gradients, norm_type: Any = 2.0, *_: Any, **__: Any
     ) -> Generator[None, Any, None]:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        parts, others = _parts_of_gradients(capture, gradients)
+        normed, others = _parts_of_gradients(capture, gradients)
+        parts = of_this_step(capture, normed)
+        if normed and not parts:
+            return
+        others += len(normed) - len(parts)
         capture.take("reduced", parts)
         stage = stage_of(parts)
         value = yield
@@ -69,14 +73,18 @@ def _clip(capture: Capture) -> Any:
     def observe(
         parameters: Gradients, max_norm: Any, total_norm: Any, *_: Any, **__: Any
     ) -> Generator[None, Any, None]:
-        parts = _parts_of_parameters(capture, parameters)
+        given = _parts_of_parameters(capture, parameters)
+        parts = of_this_step(capture, given)
+        if given and not parts:
+            return
         capture.take("reduced", parts)
         entry = _same_norm(capture, total_norm, parts)
         if entry is None and (entry := _given_norm(capture, total_norm)):
             entry["parameters"] += [p.name for p in parts if p.name not in entry["parameters"]]
         elif entry is None:
             kind = _last_kind(capture, parts)
-            entry = add(capture, total_norm, kind, parts, stage_of(parts)) | {"given": True}
+            others = len(given) - len(parts)
+            entry = add(capture, total_norm, kind, parts, stage_of(parts), others) | {"given": True}
             capture.norms[-1] = entry
         # The job may have changed it in place, as to combine the stages of a pipeline.
         entry |= {"value": kept(total_norm), "max_norm": float(max_norm), "epsilon": EPSILON}
@@ -90,11 +98,14 @@ def _norm_and_clip(capture: Capture) -> Any:
     def observe(
         parameters: Gradients, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any
     ) -> Generator[None, Any, None]:
-        parts = _parts_of_parameters(capture, parameters)
+        given = _parts_of_parameters(capture, parameters)
+        parts = of_this_step(capture, given)
+        if given and not parts:
+            return
         capture.take("reduced", parts)
         stage = stage_of(parts)
         value = yield
-        entry = add(capture, value, norm_type, parts, stage)
+        entry = add(capture, value, norm_type, parts, stage, len(given) - len(parts))
         entry |= {"max_norm": float(max_norm), "epsilon": EPSILON}
         capture.note_clipped(parts)
 
@@ -107,17 +118,20 @@ def _by_fsdp1(capture: Capture) -> Any:
     ) -> Generator[None, Any, None]:
         own = set(map(id, module.parameters()))
         flat = {id(parameter) for parameter in _flat_parameters(module)}
-        parts = [
+        given = [
             part
             for part in capture.own
             if id(part.holder()) in own or (part.flat is not None and id(part.flat[0]) in flat)
         ]
+        parts = of_this_step(capture, given)
+        if given and not parts:
+            return
         capture.take("reduced", parts)
         stage, before = stage_of(parts), len(capture.norms)
         value = yield
         # Where nothing is sharded it has called torch's own function, which was observed.
         if len(capture.norms) == before:
-            entry = add(capture, value, norm_type, parts, stage)
+            entry = add(capture, value, norm_type, parts, stage, len(given) - len(parts))
             entry |= {"max_norm": float(max_norm), "epsilon": EPSILON}
         capture.note_clipped(parts)
 
@@ -132,7 +146,10 @@ def _by_value(capture: Capture) -> Any:
     def observe(
         parameters: Gradients, clip_value: Any, *_: Any, **__: Any
     ) -> Generator[None, Any, None]:
-        parts = _parts_of_parameters(capture, parameters)
+        given = _parts_of_parameters(capture, parameters)
+        parts = of_this_step(capture, given)
+        if given and not parts:
+            return
         capture.take("reduced", parts)
         capture.clip_value = float(clip_value)
         yield
@@ -171,12 +188,29 @@ def declared(
     parameters: Sequence[torch.Tensor] | None,
 ) -> None:
     """A norm that the job says itself."""
-    chosen = [*capture.own] if parameters is None else _parts_of_parameters(capture, parameters)
+    given = [*capture.own] if parameters is None else _parts_of_parameters(capture, parameters)
+    chosen = of_this_step(capture, given)
+    if given and not chosen:
+        return
     capture.take("reduced", chosen)
-    entry = add(capture, value, kind, chosen, stage_of(chosen))
+    entry = add(capture, value, kind, chosen, stage_of(chosen), len(given) - len(chosen))
     if max_norm is not None:
         entry |= {"max_norm": float(max_norm), "epsilon": epsilon}
         capture.note_clipped(chosen)
+        for part in chosen:
+            part.announced = True
+
+
+def of_this_step(capture: Capture, parts: list[Part]) -> list[Part]:
+    """Those of the parameters whose gradients are of the step that is recorded. Where a backward pass has
+    come after an optimizer's step, as for a second task of the job, the gradients of what it stepped
+    are of its next one."""
+    if not any(part.later for part in parts):
+        return parts
+    for step in capture.steps:
+        step.parts()  # notes which optimizer has which
+    places = [(part, part.place) for part in parts if not part.later]
+    return [part for part, place in places if place and not capture.steps[place[0]].ended]
 
 
 def add(
@@ -215,7 +249,7 @@ def kept(value: Any) -> Any:
 
 def stage_of(parts: list[Part]) -> str:
     """The stage at which the gradients are now. A gradient that was clipped before counts as `clipped`."""
-    if any(part.clipped for part in parts):
+    if any(part.clipped and not (part.announced and not changed(part)) for part in parts):
         return "clipped"
     return "unscaled" if any("unscaled" in part.taken for part in parts) else "reduced"
 

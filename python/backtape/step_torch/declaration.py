@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from backtape import rule_declared
-from backtape.step_torch import reduction
+from backtape.step_torch import moves, reduction
 from backtape.step_torch.backward import UNSEEN
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.choice import declared_sample, declared_squares
@@ -34,6 +34,8 @@ def declaration(capture: Capture) -> dict[str, Any]:
         reductions = reduction.of_parts(capture)
         reduction.explain(capture, reductions)
     named = {part.name: part for part in capture.parts}
+    with capture.guarded("values that became others"):
+        capture.moved = moves.told(capture.own)
     steps = capture.steps
     sampled = declared_sample(capture.sampling, capture.own)
     squares = declared_squares(capture.own)
@@ -49,7 +51,7 @@ def declaration(capture: Capture) -> dict[str, Any]:
         "norms": [_norm(entry) for entry in capture.norms if not is_later(entry)],
         "clip_value": as_json(capture.clip_value),
         "parameters": {
-            part.name: _parameter(part, named, reductions.get(part.name, []))
+            part.name: _parameter(capture, part, named, reductions.get(part.name, []))
             for part in capture.parts
             if part.recorded
         },
@@ -91,13 +93,14 @@ def is_later(entry: dict[str, Any]) -> bool:
 
 
 def _parameter(
-    part: Part, named: dict[str, Part], reduce: list[dict[str, Any]]
+    capture: Capture, part: Part, named: dict[str, Part], reduce: list[dict[str, Any]]
 ) -> dict[str, Any]:
     # All that happens to a tied parameter is told under its first name.
     first = part if part.same_as is None else named.get(part.same_as, part)
     optimizer, group = first.place or (None, None)
     # With a gradient of its own in between, a second step is another update.
     others = [] if first.later else sorted(first.stepped_by - {optimizer})
+    moved = capture.moved.get(first.name)
     return {
         "optimizer": optimizer,
         "group": group,
@@ -106,9 +109,18 @@ def _parameter(
         "same_as": part.same_as,
         **({"first_pass": first.first_pass} if first.first_pass else {}),
         **({"also_in": others} if others else {}),
+        **_own_loss_scale(capture, first),
+        **({"moved": moved} if moved else {}),
         "scalars": part.scalars,
         "absent": part.absent,
     }
+
+
+def _own_loss_scale(capture: Capture, part: Part) -> dict[str, Any]:
+    """What the loss of this parameter was multiplied by, where it is not the loss scale of the step: a job
+    may have several scalers, and one that is updated between two halves of a step."""
+    own, common = part.loss_scale, capture.loss_scale
+    return {} if own is None or common is None or own == common else {"loss_scale": as_json(own)}
 
 
 def _rule(capture: Capture, step: Step) -> dict[str, Any]:

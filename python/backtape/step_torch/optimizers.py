@@ -15,9 +15,11 @@ import torch
 
 from backtape import frameworks
 from backtape.failopen import text_of
+from backtape.step_torch import moves
 from backtape.step_torch.capture import Capture, changed
 from backtape.step_torch.parts import Part, local
 
+LATER = "an optimizer stepped it once more, by another gradient: the first step is recorded"
 ANEW = (
     "the optimizer called its closure several times: the reduced gradient is that of the first call, "
     "and gradients of microbatches are those of all calls"
@@ -92,7 +94,11 @@ class Step:
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """What each group sets."""
-        return [hyper_parameters(group) for group in self.optimizer.param_groups]
+        optimizer = self.optimizer
+        # Switches that others put into the groups change nothing of what a class of torch does.
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+        known = set(optimizer.defaults) if is_of_torch else None
+        return [hyper_parameters(group, known) for group in optimizer.param_groups]
 
     def foreign(self) -> list[torch.Tensor]:
         """The tensors that the optimizer has and that are of no parameter of the models."""
@@ -127,6 +133,8 @@ class Step:
             self.others = [
                 {"shape": list(one.shape), "grad": one.grad is not None} for one in self.foreign()
             ]
+            for part in parts:
+                moves.at_step(part)
             self._take_values("before", parts)
             if callable(options.get("closure")):
                 return args, options | {"closure": self._watched(options["closure"], parts)}
@@ -156,7 +164,12 @@ class Step:
         held = self.parts()
         own = [part for part in held if self.has_closure or part.gradient() is not None]
         for part in own:
-            part.stepped_by.add(self.index)
+            # A gradient that the job wrote between two steps is of the second of them.
+            if part.stepped_by and part.recorded and changed(part):
+                part.later = True
+                part.leave_out("later_steps", LATER)
+            else:
+                part.stepped_by.add(self.index)
         is_second = self.count == 2 and bool(own) and not self.has_closure
         if is_second and not any(part.later for part in held):
             self.again = True
@@ -296,9 +309,17 @@ def is_zero(optimizer: Any) -> bool:
     return kind is not None and isinstance(optimizer, kind)
 
 
-def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group sets, as JSON has it."""
-    return {str(name): as_json(value) for name, value in group.items() if name not in NOT_HYPER}
+def hyper_parameters(group: dict[str, Any], switches: set[str] | None = None) -> dict[str, Any]:
+    """What a group sets, as JSON has it. switches: the names of those that the optimizer has, if that is
+    known."""
+    is_other = lambda name, value: (
+        switches is not None and isinstance(value, bool) and name not in switches
+    )
+    return {
+        str(name): as_json(value)
+        for name, value in group.items()
+        if name not in NOT_HYPER and not is_other(name, value)
+    }
 
 
 def number_of(entry: Any, name: str, holder: torch.Tensor) -> Any:

@@ -17,6 +17,19 @@ from backtape.shards import PlainParts
 from backtape.torch_parameters import flat_parameters, plain_name
 
 
+@dataclass
+class Values:
+    """Samples of the values that a parameter had in the step; see moves.py."""
+
+    begun: torch.Tensor | None  # when the tape began
+    origin: torch.Tensor | None = None  # at the first backward pass
+    first: torch.Tensor | None = None  # at the first one whose gradient is in the sum
+    last: torch.Tensor | None = None  # at the last one
+    stepped: torch.Tensor | None = None  # at the optimizer's step
+    passes: int = 0
+    is_fresh: bool = True  # the sum begins with the next pass
+
+
 @dataclass(eq=False)
 class Part:
     """A parameter, and what this rank holds of it."""
@@ -40,6 +53,7 @@ class Part:
     reductions: int = 0  # communications of its gradient that were seen in this step
     partial: dict[str, str] = field(default_factory=dict)  # mesh axes of a Partial gradient
     clipped: bool = False  # something has clipped its gradient
+    announced: bool = False  # the job has said only by which norm it is going to clip it
     mark: tuple[Any, ...] | None = None  # of the gradient when it was last recorded
     scalars: dict[str, list[Any]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -48,7 +62,9 @@ class Part:
     # Of every optimizer that stepped while it had a gradient.
     stepped_by: set[int] = field(default_factory=set)
     later: bool = False  # a backward pass reached it after the step
+    loss_scale: float | None = None  # what a scaler multiplied the loss by, before the last pass
     first_pass: int = 0  # the passes before this one were of another update
+    values: Values | None = None  # None where nobody can know
     marks: tuple[Any, ...] = ()  # what shows whether something stepped since the last pass
 
     # What stands for it where it is sampled; None where it is recorded whole.

@@ -34,10 +34,11 @@ def step_of(capture: Capture, optimizer: Any) -> Step | None:
 
 def _scale(capture: Capture) -> Any:
     def observe(scaler: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
-        yield
-        # Read once, as it waits for the device.
-        if capture.scaled_loss is None and scaler.is_enabled():
-            capture.scaled_loss = float(scaler.get_scale())
+        result = yield
+        if scaler.is_enabled():
+            capture.scales.multiplied(scaler, result)
+            if capture.scaled_loss is None:
+                capture.scaled_loss = capture.scales.of(scaler)
 
     return observe
 
