@@ -135,15 +135,23 @@ def declared(
     own = getattr(rule, "__qualname__", type(rule).__name__)
     title = f"{getattr(rule, '__module__', '?')}.{own}"
     formulas: list[dict[str, Any]] = []
-    of_groups = []
-    try:
-        for group in groups:
+    of_groups: list[int | None] = []
+    lacking: dict[str, str] = {}
+    for at, group in enumerate(groups):
+        try:
             formula = formula_of(rule, group)
-            if formula not in formulas:
-                formulas.append(formula)
-            of_groups.append(formulas.index(formula))
-    except CAUGHT as error:
-        why = f"{text_of(title)}: {said_of(error)}"
+        except CAUGHT as error:
+            lacking[str(at)] = f"{text_of(title)}: {said_of(error)}"
+            of_groups.append(None)
+            continue
+        if formula not in formulas:
+            formulas.append(formula)
+        of_groups.append(formulas.index(formula))
+    why = next(iter(lacking.values()), None)
+    if why is not None and not formulas:
         return {"rule": {"function": text_of(title), "absent": why}}, RuleError(why)
     told = {"function": text_of(title), "formulas": formulas, "groups": of_groups}
-    return {"rule": told}, None
+    # Groups without a formula are not judged; those of one optimizer may follow several rules.
+    if why is not None:
+        told["lacking"] = lacking
+    return {"rule": told}, None if why is None else RuleError(why)

@@ -119,6 +119,16 @@ def still(module, optimizer):
     optimizer.update = lambda parameter, *rest: update(parameter.clone(), *rest)
 
 
+def coupled(module, optimizer):
+    """The weight decay is added to the gradient."""
+    update = optimizer.update
+
+    def added(parameter, gradient, state, group):
+        update(parameter, gradient + group["weight_decay"] * parameter, state, group | {"weight_decay": 0.0})
+
+    optimizer.update = added
+
+
 def counting_anew(module, optimizer):
     """The step that the bias correction takes is the first."""
     counted = optimizer.counted
@@ -130,6 +140,7 @@ def counting_anew(module, optimizer):
     [
         ("AdamG", doubled_rate, "update", "lr-scaled"),
         ("Tiger", reset, "state", "state-reset"),
+        ("Tiger", coupled, "state", "decay-coupled"),
         ("Bounded", still, "update", "update-is-no-op"),
         ("Bounded", counting_anew, "update", "step-counter"),
     ],
@@ -139,6 +150,37 @@ def test_a_cause_that_any_rule_may_have_is_named(tmp_path, name, change, stage, 
     first = report.json["algebra"]["diverged"][0]
     reading = first["reading"] and first["reading"]["cause"]
     assert (first["stage"], reading) == (stage, cause), str(report)
+
+
+@pytest.mark.parametrize("fault", [None, "weight-missing"])
+def test_groups_that_have_a_formula_are_judged_beside_those_that_have_none(tmp_path, fault):
+    """One class for matrices and vectors, of which the rule of matrices is no formula."""
+
+    def of_vectors(param, grad, state, hyper):
+        if hyper["matrix"]:
+            raise NotImplementedError("a norm of the whole matrix")
+        return tiger(param, grad, state, hyper)
+
+    torch.manual_seed(0)
+    module, settings = Model(), RULES["Tiger"][2]
+    by_rank = lambda dim: [one for one in module.parameters() if one.ndim == dim]
+    groups = [{"params": by_rank(2), "matrix": True}, {"params": by_rank(1), "matrix": False}]
+    optimizer = Tiger(groups, **settings)
+    optimizer.fault = fault
+    with backtape.Recorder(dir=tmp_path / "run", strict=False, steps="0") as recorder:
+        with recorder.step(0) as tape:
+            backtape.torch.step_algebra(tape, module, optimizer, rules={"Tiger": of_vectors})
+            module(torch.randn(32, 24)).square().mean().backward()
+            optimizer.step()
+    report = backtape.replay(tmp_path / "run", step=0, compare=["step"])
+    stages = stages_of(report)
+    assert "NotImplementedError: a norm of the whole matrix" in " ".join(str(report).split()), str(report)
+    assert stages["update"]["unchecked"] == len(by_rank(2)), str(report)
+    if fault is None:
+        assert report.verdict == "incomplete", str(report)
+        assert stages["state"]["agreed"] == stages["update"]["agreed"] == len(by_rank(1)), str(report)
+    else:
+        assert report.verdict == "diverged" and stages["state"]["diverged"] == len(by_rank(1)), str(report)
 
 
 def test_an_optimizer_that_is_declared_to_be_a_known_one_is_judged_as_that(tmp_path):

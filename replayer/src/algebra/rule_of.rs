@@ -14,6 +14,7 @@ use super::outcome::{Divergence, Judged, Outcome, Stage};
 use super::rules::Rule;
 use super::rules::formula::{Formula, Parameter};
 use super::supposed::Tensors;
+use crate::kernels::round::Precision;
 use crate::number::plural;
 
 /// By which rule an optimizer was judged that no rule is known of by its own name.
@@ -68,11 +69,13 @@ impl Judge<'_> {
         let name = optimizer.name.clone().unwrap_or_else(|| "an optimizer".into());
         let unusable =
             |why: String| format!("the rule that the job declares of {name} cannot be used: {why}");
-        let parts = inventory.parameters[parameter].tensors.keys();
-        let states = parts.filter_map(|(part, _)| match part {
-            Part::StateBefore(name) | Part::StateAfter(name) => Some(name.clone()),
+        let parts = inventory.parameters[parameter].tensors.iter();
+        let states = parts.filter_map(|((part, _), key)| match part {
+            Part::StateBefore(name) | Part::StateAfter(name) => Some((name.clone(), key)),
             _ => None,
         });
+        let is_wide = |key| inventory.precision(key).is_none_or(Precision::keeps_f32);
+        let wide = states.clone().filter(|(_, key)| is_wide(key)).map(|(name, _)| name);
         let scalars = inventory.declared_of(tensors.rank, parameter);
         let scalars = scalars.into_iter().flat_map(|own| {
             let of = |name: &String| [own.scalar_before(name), own.scalar_after(name)];
@@ -81,7 +84,8 @@ impl Judge<'_> {
         let known = Parameter {
             optimizer: name.clone(),
             numbers: scalars.collect(),
-            tensors: states.collect(),
+            wide: wide.collect(),
+            tensors: states.map(|(name, _)| name).collect(),
             has_update: inventory.key(parameter, &Part::Update).is_some(),
             is_first: tensors.is_first,
             is_narrow: arithmetic(inventory.precision(tensors.after), None).between.is_some(),

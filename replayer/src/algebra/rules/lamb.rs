@@ -32,6 +32,8 @@ pub(crate) struct Lamb {
     pub corrections: u32,
     /// Whether ε is added to the second moment, and not to its root.
     pub eps_inside: bool,
+    /// Whether the optimizer has no switch for the corrections.
+    pub may_not_correct: bool,
 }
 
 impl Lamb {
@@ -42,12 +44,16 @@ impl Lamb {
         let is_other = OTHERS.iter().any(|name| {
             hyper.is_on(name) || hyper.number(name).is_some_and(|number| number != 0.0)
         });
-        let corrections = u32::from(!hyper.0.contains_key("debias") || hyper.is_on("debias"));
-        (CLASSES.contains(&class(optimizer)?) && !is_other).then_some(Lamb {
-            step,
-            corrections,
-            eps_inside: false,
-        })
+        let may_not_correct = !hyper.0.contains_key("debias");
+        let corrections = u32::from(may_not_correct || hyper.is_on("debias"));
+        let own = Lamb { step, corrections, eps_inside: false, may_not_correct };
+        (CLASSES.contains(&class(optimizer)?) && !is_other).then_some(own)
+    }
+
+    /// The third version of the paper has no corrections, which its first authors' code follows.
+    pub(super) fn forms(&self) -> Vec<Lamb> {
+        let plain = Lamb { corrections: 0, may_not_correct: false, ..self.clone() };
+        if self.may_not_correct { vec![plain] } else { Vec::new() }
     }
 
     pub(super) fn variations(&self) -> Vec<Variation> {

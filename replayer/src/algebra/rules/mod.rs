@@ -126,6 +126,7 @@ impl Rule {
     pub(crate) fn forms(&self) -> Vec<Rule> {
         match self {
             Rule::Adam(rule) => rule.forms().into_iter().map(Rule::Adam).collect(),
+            Rule::Lamb(rule) => rule.forms().into_iter().map(Rule::Lamb).collect(),
             _ => Vec::new(),
         }
     }

@@ -134,7 +134,7 @@ impl<'a, N: Number> Stage<'a, N> {
     fn kept(&self, node: usize, result: N, is_alike: bool) -> N {
         match () {
             // What is recorded is stored, which the walker knows.
-            () if node == self.plan.root => result,
+            () if node == self.plan.root || self.plan.is_wide[node] => result,
             () if is_alike || self.plan.is_alike[node] => result.step_alike(),
             () => result.step(),
         }
@@ -166,6 +166,8 @@ impl<'a, N: Number> Stage<'a, N> {
         let scalars = [self.is_scalar(a), self.is_scalar(b)];
         let (x, y) = match scalars {
             [true, true] => (self.number(a), self.number(b)),
+            // Beside a tensor of many bits a number has as many.
+            _ if self.plan.is_wide[at] => (self.number(a), self.number(b)),
             _ => (self.operand(a), self.operand(b)),
         };
         let made = match two {
@@ -182,6 +184,7 @@ impl<'a, N: Number> Stage<'a, N> {
         };
         match (scalars, nearly) {
             ([true, true], _) => made,
+            _ if self.plan.is_wide[at] => made,
             (_, Some((of, factor))) if at != self.plan.root && (factor - 1.0).abs() < 0.5 => {
                 if factor == 1.0 {
                     made

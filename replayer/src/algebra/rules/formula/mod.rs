@@ -21,7 +21,7 @@ use super::variation::of_step;
 use super::{Names, Rule, Variation};
 use crate::algebra::counters::COUNTERS;
 use crate::algebra::declaration::Hyper;
-use crate::algebra::gradient::is_near;
+use crate::algebra::factor::is_near;
 use crate::kernels::number::Number;
 use crate::kernels::round::Precision;
 use crate::kernels::uncertain::{MOST_SHARED, Roundings};
@@ -41,6 +41,8 @@ pub(crate) struct Parameter {
     pub numbers: Numbers,
     /// The tensors of its state.
     pub tensors: BTreeSet<String>,
+    /// Those of them that are kept in as many bits as the job computes in.
+    pub wide: BTreeSet<String>,
     /// Whether its change was recorded.
     pub has_update: bool,
     /// Whether this is the first step, before which there is no state.
@@ -100,8 +102,8 @@ impl Formula {
                 return Err(format!("the optimizer declares no number {name}"));
             }
         }
-        let Parameter { optimizer, numbers, tensors, has_update, is_narrow, .. } = parameter;
-        let form = Form { optimizer, tensors, has_update };
+        let Parameter { optimizer, numbers, tensors, wide, has_update, is_narrow, .. } = parameter;
+        let form = Form { optimizer, tensors, wide, has_update };
         let table = Table::of(declared.to_string(), &formula, form);
         table.check(is_narrow)?;
         let given = Arc::new(Given { hyper: hyper.clone(), numbers });

@@ -41,6 +41,9 @@ pub(super) struct Plan {
     pub order: Vec<usize>,
     /// By node, whether it is made of one tensor and of numbers that all elements share.
     pub is_alike: Vec<bool>,
+    /// By node, whether it is made of a tensor of many bits, for one of many bits: then frameworks
+    /// give it as many, whatever the gradient has.
+    pub is_wide: Vec<bool>,
     /// By node, whether the parameter before the step is an addend of it.
     pub has_parameter: Vec<bool>,
     /// How many roundings all elements may share: in a job that keeps results in the format that
@@ -70,6 +73,8 @@ pub(super) struct Form {
     pub optimizer: String,
     /// The tensors of the state; all else of it is numbers.
     pub tensors: BTreeSet<String>,
+    /// Those of them that are kept in as many bits as a job computes in.
+    pub wide: BTreeSet<String>,
     /// Whether the change of the parameter was recorded too.
     pub has_update: bool,
 }
@@ -295,7 +300,25 @@ impl Making<'_> {
         let is_number = |node: &&usize| self.is_scalar[**node];
         let numbers = given.iter().flatten().filter(is_number).count();
         let has_parameter = self.having_parameter(&order);
-        (Plan { what, root, given, order, is_alike, has_parameter, shared, numbers }, inputs)
+        let is_wide = self.wide(own);
+        (
+            Plan { what, root, given, order, is_alike, is_wide, has_parameter, shared, numbers },
+            inputs,
+        )
+    }
+
+    /// By node, whether a tensor of many bits is in it; of no node where the stage is of few bits.
+    fn wide(&self, stage: &str) -> Vec<bool> {
+        let wide = &self.form.wide;
+        let is_stage_wide = wide.iter().any(|name| name_of(name, false) == stage);
+        let mut is_wide: Vec<bool> = Vec::with_capacity(self.formula.nodes.len());
+        for node in &self.formula.nodes {
+            is_wide.push(match node {
+                Node::State(name) => is_stage_wide && wide.contains(name),
+                _ => node.takes().iter().any(|at| is_wide[*at]),
+            });
+        }
+        is_wide
     }
 
     /// By node, whether the parameter is an addend of it, in a stage that is made of these nodes.
