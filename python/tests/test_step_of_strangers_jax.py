@@ -70,6 +70,20 @@ def test_another_setting_than_the_declared_one_is_named(tmp_path, fault):
     assert len(first(report)[2]) == 4, str(report)
 
 
+@pytest.mark.parametrize(
+    "transform, told",
+    [
+        (optax.adamw(LR, weight_decay=0.3, mu_dtype=jnp.bfloat16), None),
+        (optax.adamw(LR, weight_decay=0.0, mu_dtype=jnp.bfloat16), ("update", "decay-other")),
+        (optax.adamw(3 * LR, weight_decay=0.1, mu_dtype=jnp.bfloat16), ("update", "lr-scaled")),
+    ],
+)
+def test_a_moment_of_few_bits_hides_no_cause(tmp_path, transform, told):
+    declared = ADAMW | {"weight_decay": 0.3}
+    report = replayed(tmp_path / "run", taken(transform, steps=3), optimizer=declared)
+    assert (first(report)[:2] if report.verdict == "diverged" else None) == told, str(report)
+
+
 @pytest.mark.parametrize("switch", ["cautious", "eps_in_sqrt", "debias"])
 def test_a_switch_that_the_rule_does_not_know_leaves_the_update_unchecked(tmp_path, switch):
     """Also one that another rule knows, and that is not true of this one."""
@@ -166,3 +180,55 @@ def test_a_state_that_moved_in_a_step_that_was_left_out_diverges(tmp_path):
     report = backtape.replay(tmp_path / "run", step=0, compare=["step"])
     assert report.verdict == "diverged" and first(report)[0] == "state", str(report)
     assert "the job left the optimizer's step out, and state_after." in words_of(report), str(report)
+
+
+def narrow(transform, *, b1=None):
+    """A step of a transform whose gradients have few bits, and whose state and parameters many."""
+    step = taken(transform, steps=2)
+    clipped = jax.tree.map(lambda g: g.astype(jnp.bfloat16), step["grads"])
+    used = transform if b1 is None else optax.adam(LR, b1=b1)
+    return {
+        name: step[name] for name in ("params", "opt_state")
+    } | {"grads": clipped} | {
+        name: value for name, value in stepped(step | {"clipped": clipped}, used, "clipped").items()
+        if name in ("new_params", "new_opt_state")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("b1, told", [(None, None), (0.8, ("state", "setting-other"))])
+def test_gradients_of_few_bits_go_into_a_state_of_many(tmp_path, b1, told):
+    """optax multiplies a gradient of bf16 by 1 - b1, which is a number of bf16 then."""
+    record(tmp_path / "run", narrow(optax.adam(LR), b1=b1), optimizer=ADAM)
+    report = backtape.replay(tmp_path / "run", step=0, compare=["step"])
+    assert (first(report)[:2] if report.verdict == "diverged" else None) == told, str(report)
+    assert told or report.verdict == "agreed", str(report)
+
+
+def test_a_decay_of_the_wrong_sign_is_told_of_every_parameter(tmp_path):
+    chained = optax.chain(optax.scale_by_adam(), optax.scale(-1), optax.add_decayed_weights(0.1), optax.scale(LR))
+    report = replayed(tmp_path / "run", taken(chained, steps=3), optimizer=ADAMW | {"weight_decay": 0.1})
+    assert first(report)[:2] == ("update", "decay-other") and len(first(report)[2]) == 4, str(report)
+    assert "decays by -0.1000, and 0.1000 is declared" in words_of(report), str(report)
+
+
+def sharded(step, mesh):
+    """The step with its matrices in as many parts as there are devices."""
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, P("data") if jnp.ndim(x) == 2 else P()))
+    return {name: jax.tree.map(place, part) if name != "norm" else part for name, part in step.items()}
+
+
+@pytest.mark.parametrize("device", [None, 2])
+def test_the_norm_of_what_one_device_holds_is_told(tmp_path, device):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    step = taken(optax.adam(LR))
+    rows = slice(None) if device is None else slice(2 * device, 2 * device + 2)
+    held = jax.tree.map(lambda g: g[rows] if g.ndim == 2 else g, step["grads"])
+    step = {name: step[name] for name in ("params", "grads", "opt_state")} | {"norm": optax.tree.norm(held)}
+    record(tmp_path / "run", sharded(step, mesh), optimizer=ADAM)
+    report = backtape.replay(tmp_path / "run", step=0, compare=["step"])
+    norms = [group for group in report.json["algebra"]["diverged"] if group["stage"] == "norm"]
+    if device is None:
+        assert not norms, str(report)
+        return
+    assert norms[0]["reading"]["cause"] == "norm-local-not-global", str(report)
+    assert "box 2 of the 4" in words_of(report), str(report)

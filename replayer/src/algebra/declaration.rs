@@ -167,6 +167,12 @@ pub(crate) struct ParameterDeclaration {
     /// The first backward pass whose gradient is for the update that was recorded.
     #[serde(default)]
     pub first_pass: u32,
+    /// What the loss was multiplied by for its gradient, where that is not the step's loss scale.
+    #[serde(default, deserialize_with = "number")]
+    pub loss_scale: Option<f64>,
+    /// When its value changed though no optimizer stepped it.
+    #[serde(default)]
+    pub moved: Option<Moved>,
     /// Other optimizers that hold it, where no gradient came between their steps.
     #[serde(default)]
     pub also_in: Vec<usize>,
@@ -176,6 +182,17 @@ pub(crate) struct ParameterDeclaration {
     /// Why a part of it is not recorded.
     #[serde(default)]
     pub absent: BTreeMap<String, String>,
+}
+
+/// When the value of a parameter changed by something else than its optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub(crate) enum Moved {
+    /// Between two backward passes whose gradients are summed.
+    #[serde(rename = "between passes")]
+    BetweenPasses,
+    /// Between the first forward pass and the optimizer's step.
+    #[serde(rename = "before the step")]
+    BeforeStep,
 }
 
 /// One communication of a gradient.
@@ -268,6 +285,10 @@ impl Optimizer {
     pub(crate) fn formula(&self, group: usize) -> Option<Result<&Value, String>> {
         let rule = self.rule.as_ref().filter(|rule| !rule.is_string() && !rule.is_null())?;
         if let Some(why) = rule.get("absent").and_then(Value::as_str) {
+            return Some(Err(why.to_string()));
+        }
+        let lacking = rule.get("lacking").and_then(|own| own.get(group.to_string())?.as_str());
+        if let Some(why) = lacking {
             return Some(Err(why.to_string()));
         }
         let at = rule.get("groups").and_then(|groups| groups.get(group)?.as_u64());
@@ -400,9 +421,22 @@ impl Declaration {
 
     /// The same where the norm was taken of the gradient with the loss scale in it.
     pub(crate) fn limit_with_scale(&self, parameter: &str) -> Option<Limit> {
-        let is_scaled = self.loss_scale.is_some_and(|scale| scale != 1.0);
+        let is_scaled = self.scale_of(parameter).is_some_and(|scale| scale != 1.0);
         let norm = self.norm_of(parameter).filter(|_| is_scaled)?;
         norm.limit().filter(|_| norm.of.as_deref() == Some("reduced"))
+    }
+
+    /// What the loss was multiplied by for the gradient of a parameter: jobs with several scalers
+    /// have several loss scales.
+    pub(crate) fn scale_of(&self, parameter: &str) -> Option<f64> {
+        let own = self.parameters.get(parameter).and_then(|own| own.loss_scale);
+        own.or(self.loss_scale)
+    }
+
+    /// Every loss scale of the step.
+    pub(crate) fn loss_scales(&self) -> Vec<f64> {
+        let own = self.parameters.values().map(|own| own.loss_scale);
+        own.chain([self.loss_scale]).flatten().collect()
     }
 
     /// The last norm that a parameter is part of and clipped by.

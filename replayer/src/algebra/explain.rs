@@ -10,7 +10,7 @@ use super::causes;
 use super::coefficients::{Coefficients, NEAR};
 use super::declaration::ReduceOp;
 use super::domain::{Addend, Domain};
-use super::gradient::is_near;
+use super::factor::is_near;
 use super::judge::{Judge, ranks};
 use super::outcome::{Divergence, Energies, Outcome, Reading};
 use super::sum_causes::{Solved, named};
@@ -47,6 +47,12 @@ impl Judge<'_> {
         }
         if tally.nonfinite == 0 {
             divergence.readings = self.read_sum(of, (parameter, domain), &divergence)?;
+            let is_unknown = divergence.readings.iter().all(is_unknown);
+            let other = if is_unknown { self.sum_of_other(of, parameter, domain) } else { None };
+            if let Some((reading, name)) = other {
+                divergence.readings = vec![reading];
+                divergence.reason += &format!("; it is that of {name}");
+            }
         }
         Ok((Outcome::Diverged(Box::new(divergence)), energies))
     }
@@ -283,7 +289,10 @@ impl Candidates {
         };
         let scale = domain.scale;
         if !self.stale.is_empty() {
-            for of_stale in [1.0 / self.stale.len() as f64, scale] {
+            // Ranks may hold the same of it: as many of them as have it in their sums.
+            let count = self.stale.len() as f64;
+            let shares = (1..=self.stale.len()).map(|ranks| ranks as f64 * scale / count);
+            for of_stale in std::iter::once(1.0 / count).chain(shares) {
                 add(of_stale, &|_| scale);
                 add(of_stale, &|_| 0.0);
             }

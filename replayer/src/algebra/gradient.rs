@@ -9,8 +9,9 @@ use backtape::part::Part;
 use backtape::shard::TensorKey;
 
 use super::causes;
-use super::declaration::{Limit, Norm, ReduceOp};
+use super::declaration::{Declaration, Limit, Norm, ReduceOp};
 use super::domain::{Addend, Domain};
+use super::factor::{Factor, NEAR, clipping, unscaling};
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
 use super::outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
@@ -245,12 +246,14 @@ impl Judge<'_> {
         let judge = |piece: &Piece| {
             let rank = piece.ranks[0];
             let declared = inventory.declared.get(&rank);
-            let scale = declared.and_then(|declared| declared.loss_scale);
+            let scale = declared.and_then(|declared| declared.scale_of(parameter));
             let scale = scale.ok_or_else(|| format!("rank {rank} declares no loss scale"));
             let limit = declared.and_then(|declared| declared.limit_with_scale(parameter));
             let result = scale.and_then(|scale| {
                 let tally = self.scaled((before, key), piece, 1.0 / scale)?;
-                Ok(self.outcome(&tally, &piece.place, |factor| unscaling(factor, scale, limit)))
+                let others = declared.map(Declaration::loss_scales).unwrap_or_default();
+                let read = |factor| unscaling(factor, scale, limit, &others);
+                Ok(self.outcome(&tally, &piece.place, read))
             });
             self.judged(Stage::Unscale, parameter, (key, piece), result)
         };
@@ -291,7 +294,7 @@ impl Judge<'_> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
         let declared = inventory.declared.get(&rank);
         let value = declared.and_then(|declared| declared.clip_value);
-        let scale = declared.and_then(|declared| declared.loss_scale);
+        let scale = declared.and_then(|declared| declared.scale_of(parameter));
         let mut limits = declared.map(|own| own.limits_of(parameter)).unwrap_or_default();
         if limits.is_empty() && value.is_none() {
             return Err(format!("rank {rank} declares neither a norm nor a value to clip to"));
@@ -312,7 +315,7 @@ impl Judge<'_> {
             }
             ([limit], _) => *limit,
             ([first, second], None) => {
-                return self.clipped_twice((before, key), piece, [*first, *second]);
+                return self.clipped_twice((before, key), piece, ([*first, *second], scale));
             }
             _ => {
                 return Err(format!(
@@ -363,10 +366,9 @@ impl Judge<'_> {
         &self,
         (before, key): (&TensorKey, &TensorKey),
         piece: &Piece,
-        limits: [Limit; 2],
+        (limits, scale): ([Limit; 2], Option<f64>),
     ) -> Result<Outcome, String> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
-        let scale = inventory.declared.get(&rank).and_then(|declared| declared.loss_scale);
         let stored = inventory.precision(key);
         let declared = arithmetic(stored, None);
         let used = Some(stored.unwrap_or(declared.compute));
@@ -452,8 +454,15 @@ impl Judge<'_> {
         place: &IndexBox,
         bound: &Bound,
     ) -> Option<Divergence> {
-        let reason = tally.excess(bound)?;
-        let worst = tally.first_nonfinite.as_ref().or(tally.worst.as_ref());
+        let mut reason = tally.excess(bound)?;
+        // What is made of numbers that are not finite is wrong before.
+        let is_made_of_none =
+            tally.first_nonfinite.as_ref().is_some_and(|at| !at.reference.is_finite());
+        if is_made_of_none {
+            reason += ", and neither is what they are made of";
+        }
+        let worst = tally.first_nonfinite.as_ref().filter(|_| !is_made_of_none);
+        let worst = worst.or(tally.worst.as_ref());
         let factor = 1.0 + tally.slope();
         // What a common factor leaves of the error.
         let left = tally.error_energy - tally.slope().powi(2) * tally.reference_energy;
@@ -519,61 +528,3 @@ fn only(compared: Vec<super::judge::Compared>) -> Result<Tally, String> {
 
 /// How far apart two norms of the same gradients may be that were added up in other orders in f32.
 const NORMS_APART: f64 = 4e-6;
-
-/// How near a factor must be to a number to be taken for it, at the least.
-const NEAR: f64 = 1e-3;
-
-/// Whether a factor is this number to rounding.
-pub(super) fn is_near(factor: f64, number: f64) -> bool {
-    (factor / number - 1.0).abs() < NEAR
-}
-
-/// A factor of all values of a tensor, and how far rounding may bring it from its number.
-#[derive(Clone, Copy)]
-pub(super) struct Factor {
-    value: f64,
-    tolerance: f64,
-}
-
-impl Factor {
-    fn is(self, number: f64) -> bool {
-        (self.value / number - 1.0).abs() < self.tolerance
-    }
-}
-
-fn unscaling(factor: Factor, scale: f64, limit: Option<Limit>) -> Option<Reading> {
-    if let Some(limit) = limit.filter(|own| own.coefficient() < 1.0 && factor.is(own.coefficient()))
-    {
-        let words = format!(
-            "it was clipped with the loss scale {scale} in it: the norm {} is of the scaled \
-             gradients, and gave the coefficient {:.6}",
-            limit.norm,
-            limit.coefficient()
-        );
-        return Some(causes::CLIP_BEFORE_UNSCALE.reads(words));
-    }
-    if factor.is(scale) {
-        let words = format!("the loss scale {scale} is still in it");
-        return Some(causes::SCALE_LEFT.reads(words));
-    }
-    let words = format!("it was divided by the loss scale {scale} twice");
-    factor.is(1.0 / scale).then(|| causes::SCALE_TWICE.reads(words))
-}
-
-fn clipping(factor: Factor, coefficient: f64, scale: Option<f64>) -> Option<Reading> {
-    if coefficient < 1.0 && factor.is(1.0 / coefficient) {
-        let words =
-            format!("the gradient is not clipped: its coefficient would be {coefficient:.6}");
-        return Some(causes::NOT_CLIPPED.reads(words));
-    }
-    if coefficient < 1.0 && factor.is(coefficient) {
-        let words = format!("the coefficient {coefficient:.6} was applied twice");
-        return Some(causes::CLIP_TWICE.reads(words));
-    }
-    if let Some(scale) = scale.filter(|scale| factor.is(1.0 / scale) && !is_near(*scale, 1.0)) {
-        let words = format!("it was divided by the loss scale {scale} twice");
-        return Some(causes::SCALE_TWICE.reads(words));
-    }
-    let words = format!("captured = {:.7} x what clipping gives", factor.value);
-    Some(causes::SCALED.reads(words))
-}

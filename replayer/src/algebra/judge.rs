@@ -13,7 +13,7 @@ use crate::kernels::round::Precision;
 use crate::ops::{Declared, Op, Recorded, Span, Stage, Tensors, tallies};
 
 /// Bytes of an element while it is computed with.
-const WIDTH: usize = 8;
+pub(super) const WIDTH: usize = 8;
 
 /// Parts that are compared before their tallies are merged, so that a tensor of any size leaves
 /// only as many.

@@ -5,13 +5,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use backtape::identity::Rank;
 use backtape::part::{OF_GRADIENT, Part};
 
-use super::declaration::{Declaration, Hyper, Optimizer};
+use super::declaration::{Declaration, Hyper, Moved, Optimizer};
+use super::domain::Domain;
 use super::inventory::Inventory;
 use super::lost::LOST;
 use super::names::pattern;
-use super::optimizer::NO_STEP;
+use super::optimizer::{NO_STEP, NOT_DECLARED};
 use super::outcome::{Judged, Outcome, Stage};
 use super::summary::StageSummary;
+use crate::dump::name_ranks;
+use crate::number::short;
+
+/// How the sentence on a stage begins of which nothing was judged.
+pub(crate) const NOTHING_OF: &str = "nothing of the stage";
 
 /// Sentences, each of which makes the verdict incomplete.
 pub(super) fn lacks(
@@ -21,6 +27,7 @@ pub(super) fn lacks(
 ) -> Vec<String> {
     let mut lacks: Vec<String> =
         stages.iter().filter_map(|stage| not_judged(stage, judged)).collect();
+    lacks.extend(not_updated(inventory, judged));
     lacks.extend(not_stepped(inventory));
     lacks.extend(lost(inventory));
     lacks.extend(other_settings(inventory));
@@ -29,6 +36,9 @@ pub(super) fn lacks(
     lacks.extend(later_steps(inventory));
     lacks.extend(scaled_norm(inventory));
     lacks.extend(nothing_moved(inventory, stages, judged));
+    lacks.extend(other_divisors(inventory));
+    lacks.extend(near_copies(inventory));
+    lacks.extend(moved(inventory));
     lacks.extend(inventory.counted_without_moments());
     lacks
 }
@@ -85,6 +95,11 @@ fn nothing_moved(
     judged: &[Judged],
 ) -> Option<String> {
     let update = stages.iter().find(|own| own.stage == Stage::Update)?;
+    // What collects gradients for a later step of the optimizer has changed.
+    let has_moved = |name: &String| inventory.has_other_state(name);
+    if inventory.parameters.keys().any(has_moved) {
+        return None;
+    }
     let is_still = |one: &Judged| {
         let Outcome::Unchecked { why, .. } = &one.result else { return false };
         one.stage == Stage::Update && why.ends_with(NO_STEP)
@@ -121,20 +136,52 @@ fn held_by_some(inventory: &Inventory<'_>) -> Option<String> {
 
 /// A parameter for which ranks declare other settings of its optimizer.
 fn other_settings(inventory: &Inventory<'_>) -> Option<String> {
-    let mut told: BTreeMap<&str, (Rank, &Hyper)> = BTreeMap::new();
-    for (rank, declared) in &inventory.declared {
-        for name in declared.parameters.keys() {
-            let Some((_, hyper)) = declared.optimizer_of(name) else { continue };
-            let (first, other) = told.entry(name).or_insert((*rank, hyper));
+    let ranks: Vec<Rank> = inventory.declared.keys().copied().collect();
+    inventory.parameters.keys().find_map(|name| inventory.other_setting_of(name, &ranks))
+}
+
+impl Inventory<'_> {
+    /// Whether the parameter is another after the step than before it, on some rank.
+    fn is_moved(&self, parameter: &str) -> bool {
+        let key = |part| self.key(parameter, &part);
+        let pair = key(Part::Before).zip(key(Part::After));
+        pair.is_some_and(|(before, after)| {
+            let mut ranks = self.holders(after).into_iter();
+            ranks.any(|rank| self.hashes(before, rank) != self.hashes(after, rank))
+        })
+    }
+
+    /// Whether any tensor of the optimizer's state is another after the step than before it.
+    fn has_other_state(&self, parameter: &str) -> bool {
+        let mut parts = self.parameters[parameter].tensors.keys().map(|(part, _)| part);
+        parts.any(|after| {
+            let Part::StateAfter(state) = after else { return false };
+            let before = self.key(parameter, &Part::StateBefore(state.clone()));
+            let pair = before.zip(self.key(parameter, after));
+            pair.is_some_and(|(before, after)| {
+                let mut ranks = self.holders(after).into_iter();
+                ranks.any(|rank| self.hashes(before, rank) != self.hashes(after, rank))
+            })
+        })
+    }
+
+    /// The first setting of a parameter's optimizer that two of these ranks declare otherwise, in
+    /// words.
+    pub(super) fn other_setting_of(&self, parameter: &str, ranks: &[Rank]) -> Option<String> {
+        let mut first: Option<(Rank, &Hyper)> = None;
+        for rank in ranks {
+            let own = self.declared.get(rank).and_then(|own| own.optimizer_of(parameter));
+            let Some((_, hyper)) = own else { continue };
+            let (first, other) = *first.get_or_insert((*rank, hyper));
             if let Some(setting) = hyper.difference(other) {
                 return Some(format!(
-                    "ranks {first} and {rank} declare another {setting} for {name}: each steps its copy \
-                     by its own"
+                    "ranks {first} and {rank} declare another {setting} for {parameter}: each steps \
+                     its copy by its own"
                 ));
             }
         }
+        None
     }
-    None
 }
 
 /// Parameters that lost their gradient, where others have theirs.
@@ -156,7 +203,110 @@ fn not_judged(stage: &StageSummary, judged: &[Judged]) -> Option<String> {
             Outcome::Unchecked { why, is_meant: false } => Some(why),
             _ => None,
         })?;
-    Some(format!("nothing of the stage {} could be judged: {why}", stage.stage.name()))
+    Some(format!("{NOTHING_OF} {} could be judged: {why}", stage.stage.name()))
+}
+
+/// How many reasons are told of updates that were not judged.
+const REASONS: usize = 3;
+
+/// Parameters with a gradient whose update was not judged, where that of others was: by the reasons.
+/// Of a sample the report says what it cannot see.
+fn not_updated(inventory: &Inventory<'_>, judged: &[Judged]) -> Vec<String> {
+    let updates = || judged.iter().filter(|one| one.stage == Stage::Update);
+    if updates().all(|one| matches!(one.result, Outcome::Unchecked { .. })) {
+        return Vec::new();
+    }
+    let mut reasons: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for one in updates() {
+        let Outcome::Unchecked { why, is_meant: false } = &one.result else { continue };
+        let name = &one.parameter;
+        let has_gradient = OF_GRADIENT.iter().any(|part| inventory.key(name, part).is_some());
+        // What nothing is said to move and nothing moved is frozen.
+        if why.ends_with(NOT_DECLARED) && !inventory.is_moved(name) {
+            continue;
+        }
+        if has_gradient && inventory.samples.of_parameter(name).is_none() {
+            reasons.entry(why).or_default().insert(name);
+        }
+    }
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let told = |(why, own): (&str, BTreeSet<&str>)| {
+        format!("the update of {} could not be judged: {why}", pattern(&Vec::from_iter(own), &all))
+    };
+    reasons.into_iter().take(REASONS).map(told).collect()
+}
+
+/// Gradients that are brought together over the same ranks and divided by other numbers, where the
+/// job sets the number.
+fn other_divisors(inventory: &Inventory<'_>) -> Option<String> {
+    let rank = *inventory.declared.keys().next()?;
+    let declared = &inventory.declared[&rank];
+    let mut by_ranks: BTreeMap<Vec<Rank>, BTreeMap<u64, Vec<&str>>> = BTreeMap::new();
+    let mut is_set = false;
+    for (name, own) in &declared.parameters {
+        let domain = Domain::of(inventory, rank, name);
+        if domain.ranks.len() < 2 || domain.unknown.is_some() {
+            continue;
+        }
+        is_set |= own.reduce.iter().any(|own| own.divisor.is_some());
+        let by_scale = by_ranks.entry(domain.ranks).or_default();
+        by_scale.entry(domain.scale.to_bits()).or_default().push(name);
+    }
+    let (ranks, scales) = by_ranks.iter().find(|(_, scales)| is_set && scales.len() > 1)?;
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let told = scales.iter().map(|(scale, own)| {
+        let divisor = short(1.0 / f64::from_bits(*scale));
+        format!("{} divided by {divisor}", pattern(own, &all))
+    });
+    Some(format!(
+        "gradients that are summed over {} are not all divided by the same number, as the job has it \
+         set: {}; each was judged by its own",
+        name_ranks(ranks),
+        told.collect::<Vec<_>>().join(", ")
+    ))
+}
+
+/// Parameters whose value changed within the step by something else than their optimizer, by when it
+/// did.
+fn moved(inventory: &Inventory<'_>) -> Vec<String> {
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let is_so = |name: &str, when: Moved| {
+        let mut own = inventory.declared.values().filter_map(|own| own.parameters.get(name));
+        own.any(|own| own.moved == Some(when))
+    };
+    let told = |(when, words): (Moved, &str)| {
+        let moved: Vec<&str> = all.iter().copied().filter(|name| is_so(name, when)).collect();
+        (!moved.is_empty()).then(|| format!("{}: {words}", pattern(&moved, &all)))
+    };
+    let each = [
+        (
+            Moved::BetweenPasses,
+            "the value changed between two backward passes whose gradients are summed, so that the sum \
+             is the gradient at no point: clear the gradients in between, as zero_grad does",
+        ),
+        (
+            Moved::BeforeStep,
+            "the value with which the optimizer's step began is another than that of the tape's first \
+             forward pass, and no optimizer changed it: weights that were exchanged or moved for a \
+             forward pass have to be put back before the step",
+        ),
+    ];
+    each.into_iter().filter_map(told).collect()
+}
+
+/// Parameters of one name that are not declared to be copies, and look like some that have drifted.
+fn near_copies(inventory: &Inventory<'_>) -> Option<String> {
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let near = all.iter().filter_map(|name| Some((*name, inventory.likeness(name)?)));
+    let (names, likenesses): (Vec<&str>, Vec<f64>) = near.unzip();
+    let least = likenesses.into_iter().min_by(f64::total_cmp)?;
+    Some(format!(
+        "{}: the values that ranks hold under each name before the step are correlated (by {least:.4} \
+         at the least), as those of copies are that have drifted apart, and nothing declares whether \
+         these are copies or other parameters: declare how the gradients of copies are reduced, or \
+         give other parameters other names",
+        pattern(&names, &all)
+    ))
 }
 
 /// Parameters with a gradient whose optimizer was not called, where another one was.

@@ -5,7 +5,7 @@ use backtape::part::Part;
 
 use super::causes;
 use super::domain::Domain;
-use super::gradient::is_near;
+use super::factor::is_near;
 use super::inventory::Piece;
 use super::judge::Judge;
 use super::outcome::{Divergence, Judged, Outcome, Stage};
@@ -58,7 +58,7 @@ impl Judge<'_> {
         let judge = |piece: &Piece| {
             let rank = piece.ranks[0];
             let mut domain = Domain::of(inventory, rank, parameter);
-            let scale = inventory.declared.get(&rank).and_then(|own| own.loss_scale);
+            let scale = inventory.declared.get(&rank).and_then(|own| own.scale_of(parameter));
             let addends = inventory.addends(&domain, parameter);
             let scaled = scale.ok_or_else(|| format!("rank {rank} declares no loss scale"));
             let result = scaled.and_then(|scale| {

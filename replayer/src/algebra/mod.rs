@@ -8,19 +8,23 @@
 pub mod against;
 mod before_step;
 mod causes;
+mod clip_apart;
 mod coefficients;
 mod copies;
 mod counters;
 mod declaration;
+mod device_norms;
 mod domain;
 mod elements;
 mod explain;
+mod factor;
 mod fits;
 mod gradient;
 mod held;
 mod inventory;
 mod judge;
 mod lacks;
+mod local_norms;
 mod loss_scale;
 mod lost;
 mod names;
@@ -31,6 +35,7 @@ mod optimizer;
 mod optimizer_causes;
 mod orthogonal;
 mod outcome;
+mod reduced_late;
 mod rule_of;
 mod rules;
 mod settings;
@@ -53,6 +58,7 @@ use crate::dump::StepDump;
 use inventory::Inventory;
 use judge::Judge;
 
+pub(crate) use lacks::NOTHING_OF;
 pub(crate) use names::kind;
 pub use norm_gap::NormGap;
 pub use outcome::{Divergence, Energies, Judged, Misfit, Outcome, Reading, Stage};
@@ -103,5 +109,7 @@ pub fn judge(
     let each: Vec<Vec<Judged>> = names.into_par_iter().map(of).collect();
     let mut judged = each.concat();
     judged.extend(judge.norms());
+    judge.reduced_late(&mut judged);
+    judge.clipped_apart(&mut judged);
     Some(StepReport::of(&inventory, judged))
 }

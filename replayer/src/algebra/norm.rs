@@ -10,7 +10,7 @@ use backtape::part::Part;
 use super::causes;
 use super::copies::OTHERS;
 use super::declaration::Norm;
-use super::gradient::is_near;
+use super::factor::is_near;
 use super::judge::Judge;
 use super::norm_shares::{Expected, Share, root};
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
@@ -19,6 +19,11 @@ use crate::kernels::round::Precision;
 
 /// Roundings, in units of the format, that a norm in few bits may be off by.
 const NORM_ROUNDINGS: f64 = 8.0;
+
+/// Norms that are tried of each group of parameters, about; each is met by chance as often as numbers
+/// are within its tolerance, and in all not more often than this.
+const TRIED_OF_GROUP: f64 = 4.0;
+const BY_CHANCE: f64 = 0.5;
 
 /// A norm as the job has it and as it should be.
 struct Joined {
@@ -170,7 +175,8 @@ impl Judge<'_> {
             .read_overflow(most)
             .or_else(|| self.read_scale(norm, rank, &joined, &is))
             .or_else(|| joined.read_rounded())
-            .or_else(|| self.read_norm(&shares.by_parameter, (ranks, total, power), &is))
+            .or_else(|| self.read_devices(norm, shares.by_parameter.keys().copied(), &is))
+            .or_else(|| self.read_norm(&shares.by_parameter, (ranks, total, power), &is, tolerance))
             .or_else(|| joined.read_rounded_parts(&shares.by_parameter, &is));
         divergence.readings = read.into_iter().collect();
         match others.filter(|_| divergence.readings.is_empty()) {
@@ -198,6 +204,7 @@ impl Judge<'_> {
         shares: &BTreeMap<&str, Share>,
         (declaring, total, power): (&[Rank], f64, f64),
         is: &dyn Fn(f64) -> bool,
+        tolerance: f64,
     ) -> Option<Reading> {
         let held = |rank: &Rank| -> f64 {
             let own = shares.values().filter_map(|share| share.held.get(rank)).copied();
@@ -220,7 +227,7 @@ impl Judge<'_> {
             let words = "every copy of a gradient that several ranks hold is counted";
             return Some(causes::NORM_COPIES.reads(words));
         }
-        self.read_multiplicities(shares, total, is)
+        self.read_multiplicities(shares, (total, tolerance), is)
     }
 
     /// The norm of gradients that have the loss scale in them, or from which it was taken out again,
@@ -259,7 +266,7 @@ impl Judge<'_> {
     fn read_multiplicities(
         &self,
         shares: &BTreeMap<&str, Share>,
-        total: f64,
+        (total, tolerance): (f64, f64),
         is: &dyn Fn(f64) -> bool,
     ) -> Option<Reading> {
         if is(0.0) {
@@ -276,6 +283,10 @@ impl Judge<'_> {
         groups.sort_by_key(|(_, names)| std::cmp::Reverse(names.len()));
         let sum =
             |names: &BTreeSet<&str>| names.iter().map(|name| shares[*name].whole).sum::<f64>();
+        // Where rounding leaves much room some group fits by chance, and says nothing.
+        if TRIED_OF_GROUP * groups.len() as f64 * 4.0 * tolerance > BY_CHANCE {
+            return None;
+        }
         for (group, names) in groups.iter().filter(|(_, names)| names.len() < shares.len()) {
             if is(total - sum(names)) {
                 return Some(causes::NORM_MISSES.reads(format!("{group} are not in it")));

@@ -150,7 +150,7 @@ impl Judge<'_> {
         Ok(Shares { by_parameter: shares, stored })
     }
 
-    fn key_of(&self, parameter: &str, of: &str) -> Option<&TensorKey> {
+    pub(super) fn key_of(&self, parameter: &str, of: &str) -> Option<&TensorKey> {
         let name = format!("step.{of}:{parameter}");
         self.inventory.key(parameter, &Part::of_tensor(&name)?.0)
     }

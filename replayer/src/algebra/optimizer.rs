@@ -101,7 +101,7 @@ impl Judge<'_> {
             && inventory
                 .declared_of(rank, parameter)
                 .is_some_and(|declared| declared.absent.contains_key("unscaled"));
-        let scale = declared.filter(|_| is_scaled).and_then(|own| own.loss_scale);
+        let scale = declared.filter(|_| is_scaled).and_then(|own| own.scale_of(parameter));
         limit.map_or(1.0, |limit| limit.coefficient().min(1.0)) / scale.unwrap_or(1.0)
     }
 
@@ -189,7 +189,7 @@ impl Judge<'_> {
             return Some(Outcome::not_done(LEFT_OUT.into()));
         }
         if of.is_none() {
-            return Some(Outcome::unchecked(format!("rank {rank} declares no optimizer of it")));
+            return Some(Outcome::unchecked(format!("rank {rank} {NOT_DECLARED}")));
         }
         if self.is_untouched(rank, parameter) {
             let what = match inventory.samples.of_parameter(parameter) {
@@ -248,6 +248,7 @@ impl Judge<'_> {
             lr_factor: 1.0,
             weight_decay: None,
             settings: Vec::new(),
+            is_coupled: false,
             is_reset: false,
             is_local: false,
             computed_in: None,
@@ -309,10 +310,10 @@ impl Judge<'_> {
         right.or_else(wrong).unwrap_or(&supposed).clone()
     }
 
-    /// Compares a state that is kept in few bits once more where it is not what the rule gives in
-    /// the parameter's format: frameworks compute `β m` in the format of `m`, or in that of the
-    /// parameter. Either is right.
-    fn in_format_of_state(
+    /// Compares a state once more that is kept in few bits, or takes a gradient of few, where it is not
+    /// what the rule gives in the parameter's format: frameworks compute `β m` in the format of `m` or
+    /// in that of the parameter, and `(1 - β) g` in that of `g`. Each is right.
+    pub(super) fn in_format_of_state(
         &self,
         tensors: &Tensors<'_>,
         piece: &Piece,
@@ -321,10 +322,11 @@ impl Judge<'_> {
     ) {
         let bound = self.bound(&piece.place);
         let excess = |of: &Compared| of.1.as_ref().is_ok_and(|own| own.excess(&bound).is_some());
+        let narrow = |key| self.inventory.precision(key).filter(|own| !own.keeps_f32());
         let format = |(name, _): &Compared| {
             let (stage, key) = self.tensor_of(tensors, &supposed.rule, name)?;
-            let format = self.inventory.precision(key)?;
-            (stage == Stage::State && !format.keeps_f32()).then_some(format)
+            let own = narrow(key).or_else(|| narrow(supposed.gradient));
+            own.filter(|_| stage == Stage::State)
         };
         let Some(computed_in) = compared.iter().filter(|own| excess(own)).find_map(format) else {
             return;
@@ -416,6 +418,8 @@ impl Judge<'_> {
 /// Why a parameter and its state may be what they were before, in words.
 pub(super) const NO_STEP: &str = "the optimizer took no step of it (it had no gradient, or \
                                   gradients are accumulated over several steps)";
+/// What a parameter is that no optimizer of a rank is said to hold, in words.
+pub(super) const NOT_DECLARED: &str = "declares no optimizer of it";
 /// What a step that was skipped is, in words.
 const LEFT_OUT: &str = "the job left the optimizer's step out";
 /// What a reset of the state is, in words.

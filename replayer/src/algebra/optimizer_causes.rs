@@ -6,10 +6,10 @@ use backtape::part::{OF_GRADIENT, Part};
 
 use super::causes;
 use super::declaration::ParameterDeclaration;
+use super::factor::is_near;
 use super::fits::Fit;
-use super::gradient::is_near;
 use super::inventory::Piece;
-use super::judge::Judge;
+use super::judge::{Judge, WIDTH};
 use super::optimizer::RESET;
 use super::outcome::{Reading, Stage};
 use super::rules::Rule;
@@ -70,6 +70,16 @@ impl Judge<'_> {
                 readings.push(reading.fitting(misfit));
             }
         }
+        let coupled = Supposed { is_coupled: true, ..supposed.clone() };
+        let decays = supposed.hyper.number("weight_decay").is_some_and(|decay| decay != 0.0);
+        if matches!(supposed.rule, Rule::Formula(_))
+            && decays
+            && let Some(misfit) = misfit(&coupled)
+        {
+            let words = "the weight decay is added to the gradient, and the declared formula takes it \
+                         from the parameter";
+            readings.push(causes::DECAY_COUPLED.reads(words).fitting(misfit));
+        }
         readings.extend(self.as_it_was(tensors, piece, supposed));
         // A variation has no number that was fitted, so it goes before one.
         let twice = self.twice(tensors, piece, supposed);
@@ -98,7 +108,17 @@ impl Judge<'_> {
             && inventory.hashes(tensors.before, rank) == inventory.hashes(tensors.after, rank)
             && piece.place.elements() != Some(0);
         let words = "the parameter is the same bit for bit before and after the step";
-        is_same.then(|| causes::NO_OP.reads(words))
+        let is_finite = || {
+            let first = crate::assemble::pieces(&piece.place, WIDTH).into_iter().next()?;
+            let values = inventory.read_box(tensors.before, rank, &first).ok()?;
+            Some(values.iter().all(|x| x.is_finite()))
+        };
+        is_same.then(|| match is_finite() {
+            Some(false) => {
+                causes::UNKNOWN.reads("the parameter was not finite before the step already")
+            }
+            _ => causes::NO_OP.reads(words),
+        })
     }
 
     /// The other gradients of the parameter that were recorded.
@@ -151,7 +171,9 @@ impl Judge<'_> {
         }
         // The weight decays of the optimizer's other groups are likelier than any other.
         let fitted = if decay.abs() < 1e-3 * declared.abs() { 0.0 } else { decay };
-        let others = self.other_decays(tensors).into_iter().chain([0.0, fitted]);
+        let round = [2, 3].map(|digits| to_digits(fitted, digits));
+        let others = self.other_decays(tensors).into_iter().chain([0.0, -declared]);
+        let others = others.chain(round).chain([fitted]);
         let decayed =
             |weight_decay: &f64| Supposed { weight_decay: Some(*weight_decay), ..supposed.clone() };
         let mut others = others.filter(|weight_decay| *weight_decay != declared);
@@ -214,7 +236,8 @@ impl Judge<'_> {
         piece: &Piece,
         supposed: &Supposed<'_>,
     ) -> bool {
-        let Ok(compared) = self.stages(tensors, piece, supposed) else { return false };
+        let Ok(mut compared) = self.stages(tensors, piece, supposed) else { return false };
+        self.in_format_of_state(tensors, piece, supposed, &mut compared);
         let bound = self.bound(&piece.place);
         let of_state = compared.iter().filter(|(name, _)| {
             let of = self.tensor_of(tensors, &supposed.rule, name);

@@ -132,7 +132,7 @@ impl Judge<'_> {
         if inventory.samples.of_parameter(parameter).is_none() {
             return Vec::new();
         }
-        let unscaled = |rank: Rank| Some(1.0 / inventory.declared.get(&rank)?.loss_scale?);
+        let unscaled = |rank: Rank| Some(1.0 / inventory.declared.get(&rank)?.scale_of(parameter)?);
         let clipped = |rank: Rank| {
             let limit = inventory.declared.get(&rank)?.limit_of(parameter)?;
             Some(limit.coefficient().min(1.0))

@@ -9,9 +9,11 @@ use super::causes::{self, Cause};
 use super::declaration::ReduceOp;
 use super::domain::{Addend, Domain};
 use super::explain::{microbatch_words, rank_words};
-use super::gradient::is_near;
+use super::factor::is_near;
 use super::inventory::Inventory;
+use super::local_norms::{Unit, clipped_to};
 use super::outcome::Reading;
+use crate::number::short;
 
 /// A sum, solved.
 pub(crate) struct Solved<'a> {
@@ -42,15 +44,25 @@ pub(crate) fn named(solved: &Solved<'_>) -> Reading {
     let stale = solved.not_cleared().or_else(|| solved.only_stale());
     let simple = stale.or_else(|| solved.factor()).or_else(|| solved.window());
     let by_microbatch = simple.or_else(|| solved.doubled()).or_else(|| solved.divided_again());
+    let by_microbatch = by_microbatch.or_else(|| solved.clipped_each());
     let known = by_microbatch.or_else(|| solved.group()).or_else(|| solved.partly_reduced());
-    known.or_else(|| solved.nothing()).or_else(|| solved.unequal_ranks()).unwrap_or_else(|| {
-        let words = format!("it is the sum of {} (each should be in it once)", solved.terms());
-        causes::UNKNOWN.reads(words)
-    })
+    known
+        .or_else(|| solved.nothing())
+        .or_else(|| solved.unequal_ranks())
+        .unwrap_or_else(|| causes::UNKNOWN.reads(format!("{SUM_OF}{}{ONCE}", solved.terms())))
+}
+
+/// How a sum of unknown cause is told, before its terms and after them.
+const SUM_OF: &str = "it is the sum of ";
+const ONCE: &str = " (each should be in it once)";
+
+/// The terms of a sum that is told so.
+pub(super) fn terms_of(words: &str) -> Option<&str> {
+    words.strip_prefix(SUM_OF)?.strip_suffix(ONCE)
 }
 
 /// Who computed an addend: a rank, or one of its devices.
-fn unit(addend: &Addend) -> (Rank, Option<u64>) {
+fn unit(addend: &Addend) -> Unit {
     (addend.rank, addend.index)
 }
 
@@ -290,6 +302,28 @@ impl Solved<'_> {
         self.is_of_domain_alone().then(|| causes::DIVIDE_OLD_SHARD.reads(words))
     }
 
+    /// What was summed before made smaller with each microbatch, by another number each time.
+    fn clipped_each(&self) -> Option<Reading> {
+        let own = self.in_order();
+        let mut ranks = own.chunk_by(|a, b| a.0.rank == b.0.rank);
+        let rises = ranks.all(|of_rank| {
+            let is_positive = of_rank.iter().all(|(_, ratio)| *ratio > 0.0);
+            let rises = of_rank.windows(2).all(|pair| pair[0].1 <= pair[1].1 * 1.001);
+            let last = of_rank.last().map_or(0.0, |last| last.1);
+            is_positive && rises && is_near(last, 1.0) && of_rank.len() > 1
+        });
+        let first = own.iter().map(|(_, ratio)| *ratio).min_by(f64::total_cmp)?;
+        let is_smaller = first < 0.99 && !self.has_stale() && self.is_of_domain_alone();
+        (rises && is_smaller && self.is_unique).then(|| {
+            let words = format!(
+                "what was summed before is made smaller with each microbatch, as where .grad is clipped \
+                 after each backward pass: {}",
+                self.terms()
+            );
+            causes::CLIP_TWICE.reads(words)
+        })
+    }
+
     /// Other ranks than the declared ones.
     fn group(&self) -> Option<Reading> {
         if self.addends.iter().any(|addend| addend.index.is_some()) {
@@ -378,9 +412,13 @@ impl Solved<'_> {
         };
         let words =
             format!("it holds the gradients of {}, and not of {}", named(&taken), named(&left));
-        // A device that keeps its own gradient does not divide it by the size of the group.
+        // A device that keeps its own gradient does not divide it by the size of the group, and devices
+        // that average theirs along one axis of a mesh divide by their own number.
         let is_own = taken.len() == 1 && is_near(first * self.domain.scale, 1.0);
-        let cause = if is_own { causes::NOT_REDUCED } else { causes::RANK_LEFT_OUT };
+        let share = taken.len() as f64 / (taken.len() + left.len()) as f64;
+        let is_mean = !is_near(self.domain.scale, 1.0) && is_near(first * share, 1.0);
+        let is_group = is_mean && is_regular(&taken) && (1.0 / share).fract() == 0.0;
+        let cause = if is_own || is_group { causes::NOT_REDUCED } else { causes::RANK_LEFT_OUT };
         Some(cause.reads(words))
     }
 
@@ -416,8 +454,18 @@ impl Solved<'_> {
         // No rank weighs less than nothing: such coefficients fit something else.
         let are_weights = own.iter().all(|(_, ratio)| *ratio > 0.0) && !self.has_stale();
         (by_rank && differ && are_weights && self.is_unique).then(|| {
-            causes::RANKS_WEIGHTED
-                .reads(format!("ranks have other weights in it: {}", self.terms()))
+            let factors = own.iter().map(|(addend, ratio)| (unit(addend), *ratio)).collect();
+            let norms = self.inventory.local_norms();
+            match norms.and_then(|norms| clipped_to(&factors, norms)) {
+                Some(allowed) => causes::NORM_LOCAL.reads(format!(
+                    "each gradient was clipped to {} by its own norm before they were brought \
+                     together: {}",
+                    short(allowed),
+                    self.terms()
+                )),
+                None => causes::RANKS_WEIGHTED
+                    .reads(format!("ranks have other weights in it: {}", self.terms())),
+            }
         })
     }
 
@@ -430,12 +478,12 @@ impl Solved<'_> {
         })
     }
 
-    /// Whether what was there before the step is in it once.
+    /// Whether what was there before the step is in it once, on some ranks or all: where that is the
+    /// same on several, only the sum of their coefficients is known.
     fn has_stale_once(&self) -> bool {
-        let weights = || self.stale.iter().map(|at| self.weights[*at]).filter(|own| *own != 0.0);
-        self.has_stale()
-            && (is_near(weights().sum(), 1.0)
-                || weights().all(|own| is_near(own, self.domain.scale)))
+        let sum: f64 = self.stale.iter().map(|at| self.weights[*at]).sum();
+        let times = |count: usize| is_near(sum, count as f64 * self.domain.scale);
+        self.has_stale() && (is_near(sum, 1.0) || (1..=self.stale.len()).any(times))
     }
 
     /// The sum, written out.
@@ -460,4 +508,12 @@ impl Solved<'_> {
             more => format!("{} and {more} more", terms.join(", ")),
         }
     }
+}
+
+/// Whether indices are equally far apart, as those of a mesh are along an axis.
+fn is_regular(indices: &BTreeSet<Option<u64>>) -> bool {
+    let indices: Vec<u64> = indices.iter().flatten().copied().collect();
+    let mut steps = indices.windows(2).map(|pair| pair[1] - pair[0]);
+    let first = steps.next();
+    steps.all(|step| Some(step) == first)
 }

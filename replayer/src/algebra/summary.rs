@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use backtape::identity::Rank;
+use backtape::part::Part;
 use serde::Serialize;
 
 use super::causes::{self, Cause};
@@ -13,6 +14,7 @@ use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
 use super::rule_of::DeclaredRule;
+use super::sum_causes::terms_of;
 use super::table::{Row, table};
 use super::unchecked::unchecked;
 use crate::dump::sampled::Sample;
@@ -107,6 +109,9 @@ pub struct Group {
     pub floor: f64,
     /// Its worst element: parameter, index, captured, reference.
     pub worst: Option<(String, Vec<u64>, f64, f64)>,
+    /// The tensor of the optimizer's state in which that is; absent at other stages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state: Option<String>,
 }
 
 /// Parameters of which a stage was not judged, for one reason.
@@ -217,6 +222,7 @@ fn settle(judged: &mut [Judged]) {
 /// Gives parameters that have a factor and no cause the cause of others with that factor at the same
 /// stage: a factor of very few elements is not proved by them.
 fn adopt(judged: &mut [Judged]) {
+    adopt_terms(judged);
     let known = |one: &Judged| {
         let divergence = one.result.divergence()?;
         let reading = divergence.reading.clone().filter(is_known)?;
@@ -237,6 +243,25 @@ fn adopt(judged: &mut [Judged]) {
         } else if one.place.elements() == Some(1) {
             // Any error of one element is a factor.
             (divergence.reading, divergence.factor) = (None, None);
+        }
+    }
+}
+
+/// Gives parameters whose sum was solved, and whose coefficients so few elements do not prove, the
+/// cause of others that have the same coefficients.
+fn adopt_terms(judged: &mut [Judged]) {
+    let reading = |one: &Judged| Some((one.stage, one.result.divergence()?.reading.clone()?));
+    let all: Vec<(Stage, Reading)> = judged.iter().filter_map(reading).collect();
+    for one in judged {
+        let stage = one.stage;
+        let Outcome::Diverged(divergence) = &mut one.result else { continue };
+        let Some(own) = divergence.reading.as_ref().filter(|own| !is_known(own)) else { continue };
+        let Some(terms) = terms_of(&own.words) else { continue };
+        let same = |(other, known): &&(Stage, Reading)| {
+            *other == stage && is_known(known) && known.words.ends_with(terms)
+        };
+        if let Some((_, known)) = all.iter().find(same) {
+            divergence.reading = Some(known.clone());
         }
     }
 }
@@ -296,15 +321,24 @@ fn likeliest(readings: &[&Reading], stage: Stage, misfits: &Misfits) -> Option<R
     })
 }
 
-/// Takes back causes that fit much where the same stage of other parameters has no cause: a sum in
-/// few bits explains whatever errs by as little, and a factor that was fitted whatever is one.
+/// How many parameters a fitted cause must explain for each that it does not, to stand.
+const STANDS: usize = 4;
+
+/// Takes back causes that fit much where the same stage of many other parameters has no cause: a sum
+/// in few bits explains whatever errs by as little, and a factor that was fitted whatever is one.
 fn withdraw(judged: &mut [Judged]) {
-    let is_unexplained = |one: &&Judged| {
-        one.result.divergence().is_some_and(|own| !own.readings.iter().any(is_known))
+    let mut counts: BTreeMap<Stage, [BTreeSet<&str>; 2]> = BTreeMap::new();
+    for one in judged.iter() {
+        let Some(divergence) = one.result.divergence() else { continue };
+        let is_explained = divergence.readings.iter().any(is_known);
+        counts.entry(one.stage).or_default()[usize::from(is_explained)].insert(&one.parameter);
+    }
+    let is_many = |[unexplained, explained]: &[BTreeSet<&str>; 2]| {
+        !unexplained.is_empty() && explained.len() < STANDS * unexplained.len()
     };
-    let unexplained: BTreeSet<Stage> =
-        judged.iter().filter(is_unexplained).map(|one| one.stage).collect();
-    for one in judged.iter_mut().filter(|one| unexplained.contains(&one.stage)) {
+    let many = counts.into_iter().filter(|(_, own)| is_many(own)).map(|(stage, _)| stage);
+    let many: BTreeSet<Stage> = many.collect();
+    for one in judged.iter_mut().filter(|one| many.contains(&one.stage)) {
         let Outcome::Diverged(divergence) = &mut one.result else { continue };
         divergence.readings.retain(|own| own.cause != causes::LOW_PRECISION.name);
         for own in &mut divergence.readings {
@@ -482,7 +516,12 @@ fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]
     let at = |(index, captured, reference): &(Vec<u64>, f64, f64)| {
         (worst.parameter.clone(), index.clone(), *captured, *reference)
     };
+    let state = match Part::of_tensor(&worst.tensor) {
+        Some((Part::StateBefore(name) | Part::StateAfter(name), _)) => Some(name),
+        _ => None,
+    };
     Group {
+        state,
         stage,
         what: match parameters.is_empty() {
             true => own.iter().map(|one| one.tensor.as_str()).collect::<Vec<_>>().join(", "),

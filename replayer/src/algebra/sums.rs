@@ -68,15 +68,33 @@ pub(crate) struct SumOf<'a> {
 }
 
 impl Judge<'_> {
-    /// Compares a recorded sum with the sum of its weighted addends.
+    /// Compares a recorded sum with the sum of its weighted addends. What is sent in few bits may have
+    /// been divided before, where small addends lose more; either is right.
     pub(crate) fn sum(&self, of: &SumOf<'_>) -> Result<Tally, String> {
+        let tally = self.sum_by(of, false)?;
+        let is_narrow = of.sent.is_some_and(|sent| !sent.keeps_f32());
+        let is_divided = of.weights.first().is_some_and(|weight| weight.abs() < 1.0);
+        let bound = self.bound(of.place);
+        if !is_narrow || !is_divided || tally.nonfinite > 0 || tally.excess(&bound).is_none() {
+            return Ok(tally);
+        }
+        let divided = self.sum_by(of, true)?;
+        Ok(if divided.excess(&bound).is_none() { divided } else { tally })
+    }
+
+    /// The same, of addends that were divided before they were sent or after they were summed.
+    fn sum_by(&self, of: &SumOf<'_>, is_divided_first: bool) -> Result<Tally, String> {
         let inventory = self.inventory;
         let stored = inventory.precision(of.key);
         let addend = of.addends.first().and_then(|addend| inventory.precision(&addend.key));
         // What is sent in fewer bits than it was recorded in is rounded once before it is summed.
         let rounded = of.sent.filter(|_| fewer_bits(of.sent, addend) != addend);
         let declared = arithmetic(Some(Precision::F32), fewer_bits(of.sent, stored));
-        let (op, weights) = WeightedSum::of(of.weights);
+        let (op, weights) = match is_divided_first {
+            true => (WeightedSum { scale: 1.0 }, vec![1.0; of.weights.len()]),
+            false => WeightedSum::of(of.weights),
+        };
+        let rounded = if is_divided_first { of.sent } else { rounded };
         let operands = |part: &IndexBox| {
             let addends = of.addends.iter().map(|addend| inventory.addend(addend, part));
             let addends = Elements::joined(addends.collect::<Result<Vec<_>, _>>()?);
@@ -89,6 +107,10 @@ impl Judge<'_> {
                     overflow(&mut addends, &recorded, declared.sum.precision);
                     Elements::of(addends)
                 }
+                false => addends,
+            };
+            let addends = match is_divided_first {
+                true => weighted(addends, of.weights),
                 false => addends,
             };
             let weights = Operand { rows, ..Operand::row("weights", weights.clone(), None) };
@@ -104,6 +126,16 @@ impl Judge<'_> {
         let (_, tally) = compared.into_iter().next().ok_or("it has no elements")?;
         tally
     }
+}
+
+/// Addends, one a row, times their weights.
+fn weighted<'e>(addends: Elements<'e>, weights: &[f64]) -> Elements<'e> {
+    let mut addends = addends.widened();
+    let columns = addends.len() / weights.len().max(1);
+    for (row, weight) in addends.chunks_mut(columns.max(1)).zip(weights) {
+        row.iter_mut().for_each(|x| *x *= weight);
+    }
+    Elements::of(addends)
 }
 
 /// Whether every row has equal elements, and more than one.

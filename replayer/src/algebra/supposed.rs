@@ -33,6 +33,8 @@ pub(super) struct Supposed<'a> {
     pub(super) weight_decay: Option<f64>,
     /// Other hyper-parameters that are not the declared ones, by their names in the rule's table.
     pub(super) settings: Vec<(&'static str, f64)>,
+    /// Whether the weight decay is added to the gradient, and not taken from the parameter.
+    pub(super) is_coupled: bool,
     /// Whether it forgot its state.
     pub(super) is_reset: bool,
     /// Whether norms and matrices inside the rule are of the rank's own part of the parameter.
@@ -103,6 +105,14 @@ impl Judge<'_> {
             // The product was rounded, and so was its coefficient.
             gradient.rounded = inventory.precision(supposed.gradient);
         }
+        if supposed.is_coupled {
+            let decay = supposed.hyper.number("weight_decay").unwrap_or(0.0);
+            let before = inventory.read_box(tensors.before, tensors.rank, part)?;
+            let mut values = gradient.values.widened();
+            values.iter_mut().zip(before).for_each(|(x, before)| *x += decay * before);
+            gradient.values = Elements::of(values);
+            gradient.rounded = Some(inventory.precision(tensors.after).unwrap_or(Precision::F32));
+        }
         let mut operands =
             vec![gradient, given("before", tensors.before)?, recorded("after", tensors.after)?];
         if let Some(key) = inventory.key(tensors.parameter, &Part::Update) {
@@ -161,6 +171,30 @@ impl Judge<'_> {
         supposed: &Supposed<'_>,
     ) -> Option<f64> {
         let compared = self.trial().stages(tensors, piece, supposed).ok()?;
+        let misfit = self.misfit_of(tensors, piece, (supposed, &compared));
+        if misfit.is_some() || !self.has_narrow_part(tensors, supposed) {
+            return misfit;
+        }
+        let mut compared = self.stages(tensors, piece, supposed).ok()?;
+        self.in_format_of_state(tensors, piece, supposed, &mut compared);
+        self.misfit_of(tensors, piece, (supposed, &compared))
+    }
+
+    /// Whether the gradient or a state has few bits: then a state may be computed in as few.
+    fn has_narrow_part(&self, tensors: &Tensors<'_>, supposed: &Supposed<'_>) -> bool {
+        let is_narrow = |key| self.inventory.precision(key).is_some_and(|own| !own.keeps_f32());
+        let mut all = self.inventory.parameters[tensors.parameter].tensors.iter();
+        is_narrow(supposed.gradient)
+            || all.any(|((part, _), key)| matches!(part, Part::StateAfter(_)) && is_narrow(key))
+    }
+
+    /// How well the stages as compared give what was recorded.
+    fn misfit_of(
+        &self,
+        tensors: &Tensors<'_>,
+        piece: &Piece,
+        (supposed, compared): (&Supposed<'_>, &[Compared]),
+    ) -> Option<f64> {
         // What cannot be made of the whole parameter agrees with nothing.
         let is_lacking = |(name, tally): &Compared| *name == "after" && tally.is_err();
         let lacks = supposed.rule.takes_wholes() && compared.iter().any(is_lacking);
@@ -198,6 +232,7 @@ pub(super) fn hyper_numbers(supposed: &Supposed<'_>) -> Result<Vec<(&'static str
         let declared = || names.number(supposed.hyper, name);
         let value = match (*name, other.map_or_else(declared, |(_, value)| *value)) {
             (own, lr) if RATES.contains(&own) => lr * supposed.lr_factor,
+            ("weight_decay", _) if supposed.is_coupled => 0.0,
             ("weight_decay", decay) => supposed.weight_decay.unwrap_or(decay),
             (_, other) => other,
         };

@@ -2,16 +2,23 @@
 
 use backtape::index_box::IndexBox;
 use backtape::part::Part;
+use backtape::shard::TensorKey;
 
 use super::causes;
 use super::counters::counter;
+use super::domain::Domain;
 use super::inventory::Piece;
 use super::judge::Judge;
 use super::outcome::Reading;
+use super::sums::SumOf;
 use super::supposed::{Supposed, Tensors};
 
 /// Elements of a parameter by which other parameters are tried before all of it is compared.
 const TRIED: u64 = 4096;
+
+/// Elements from which on a gradient is proved to be another's, and how many others are looked at.
+const FEWEST: u64 = 4;
+const MOST_OTHERS: usize = 256;
 
 impl Judge<'_> {
     /// Whether the parameter has several names.
@@ -69,6 +76,36 @@ impl Judge<'_> {
         })
     }
 
+    /// The other parameter of the same shape whose gradients a sum is of, as where a flat buffer is
+    /// written back in another order.
+    pub(super) fn sum_of_other(
+        &self,
+        of: &SumOf<'_>,
+        parameter: &str,
+        domain: &Domain,
+    ) -> Option<(Reading, String)> {
+        let inventory = self.inventory;
+        let (shape, part) = (&inventory.dump.tensors()[of.key].shape, part_of(of.key)?);
+        if of.place.elements()? < FEWEST {
+            return None;
+        }
+        let is_fit = |name: &&String| {
+            let key = inventory.key(name, &part);
+            *name != parameter
+                && key.is_some_and(|key| inventory.dump.tensors()[key].shape == *shape)
+        };
+        let is_other = |name: &&String| {
+            let Ok(addends) = inventory.addends(domain, name) else { return false };
+            let weights = vec![domain.scale; addends.len()];
+            let other = SumOf { addends: &addends, weights: &weights, ..*of };
+            let tally = self.trial().sum(&other);
+            tally.is_ok_and(|tally| tally.excess(&self.bound(of.place)).is_none())
+        };
+        let name = inventory.parameters.keys().filter(is_fit).take(MOST_OTHERS).find(is_other)?;
+        let words = "it is the gradient of another parameter of its shape";
+        Some((causes::OTHER_GRADIENT.reads(words), name.clone()))
+    }
+
     /// The state or the gradient of another parameter of the same shape, and its name.
     pub(super) fn swapped(
         &self,
@@ -79,7 +116,7 @@ impl Judge<'_> {
         let inventory = self.inventory;
         let shape = &inventory.dump.tensors()[tensors.after].shape;
         let corner = Piece { place: corner(&piece.place), ..piece.clone() };
-        let part = Part::of_tensor(supposed.gradient.tensor.as_str())?.0;
+        let part = part_of(supposed.gradient)?;
         for other in inventory.parameters.keys().filter(|name| *name != tensors.parameter) {
             let after = inventory.key(other, &Part::After);
             if after.is_none_or(|after| inventory.dump.tensors()[after].shape != *shape) {
@@ -117,6 +154,10 @@ fn corner(place: &IndexBox) -> IndexBox {
         left /= extent.max(1);
     }
     IndexBox(cut)
+}
+
+fn part_of(key: &TensorKey) -> Option<Part> {
+    Part::of_tensor(key.tensor.as_str()).map(|(part, _)| part)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::schema::{FirstDivergence, Report};
 use super::text::wrap;
 use super::verdict::{self, Reason};
-use crate::algebra::{DeclaredRule, Group, NormGap, Sampled, StageSummary, StepReport};
+use crate::algebra::{DeclaredRule, Group, NOTHING_OF, NormGap, Sampled, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
 use crate::replay::outcome::NotChecked;
 
@@ -64,12 +64,17 @@ impl Report {
     }
 }
 
+/// How many sentences of what a diverging step lacks are told.
+const LACKS: usize = 4;
+
 /// What a group of parameters is, in one clause.
 pub(super) fn said(group: &Group) -> String {
     let words = match (&group.reading, group.factor) {
         (Some(reading), _) => reading.words.clone(),
-        (None, Some(factor)) => format!("captured = {factor:.7} x reference"),
-        (None, None) => group.reason.clone(),
+        (None, Some(factor)) if (factor - 1.0).abs() > 1e-6 => {
+            format!("captured = {factor:.7} x reference")
+        }
+        (None, _) => group.reason.clone(),
     };
     format!("{}: {words}", group.what)
 }
@@ -110,6 +115,12 @@ pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
     }
     if let Some(norm) = &algebra.norm {
         wrap(out, "grad_norm  ", &gap(norm));
+    }
+    // Where nothing diverges they are the verdict's reasons; a stage without any judgement has its
+    // line among what was not checked.
+    let is_told = |own: &&String| algebra.first().is_some() && !own.starts_with(NOTHING_OF);
+    for lack in algebra.lacks.iter().filter(is_told).take(LACKS) {
+        wrap(out, "besides    ", lack);
     }
     out.push('\n');
 }
@@ -190,7 +201,8 @@ pub(super) fn held(group: &Group) -> String {
 pub(super) fn worst(group: &Group) -> Option<String> {
     let (parameter, index, captured, reference) = group.worst.as_ref()?;
     let (captured, reference) = (short(*captured), short(*reference));
-    Some(format!("{parameter} {index:?} is {captured}, and should be {reference}"))
+    let of = group.state.as_ref().map(|state| format!("{state} of ")).unwrap_or_default();
+    Some(format!("{of}{parameter} {index:?} is {captured}, and should be {reference}"))
 }
 
 fn diverged(out: &mut String, group: &Group) {

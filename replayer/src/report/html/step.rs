@@ -203,6 +203,15 @@ pub(super) mod tests {
         report.with_algebra(algebra, true)
     }
 
+    fn summed() -> Reading {
+        Reading {
+            cause: "reduce-sum-for-mean",
+            words: "captured = 2.0000000 x reference".into(),
+            look: "the division by the size of the group",
+            misfit: Misfit::default(),
+        }
+    }
+
     /// A step of these parameters, of which every fifth fails at the reduction.
     pub(in super::super) fn step(names: &[String]) -> StepReport {
         let fate = |stage, diverges: bool| Fate {
@@ -238,18 +247,14 @@ pub(super) mod tests {
             stage: Stage::Reduce,
             what: failing[0].clone(),
             ranks: vec![0, 1],
-            reading: Some(Reading {
-                cause: "reduce-sum-for-mean",
-                words: "captured = 2.0000000 x reference".into(),
-                look: "the division by the size of the group",
-                misfit: Misfit::default(),
-            }),
+            reading: Some(summed()),
             factor: Some(2.0),
             reason: "elements are off".into(),
             error: 1.0,
             floor: 7e-8,
             worst: Some((failing[0].clone(), vec![1, 0], 2.0, 1.0)),
             parameters: failing.clone(),
+            state: None,
         };
         let norm = NormGap {
             reported: Some(3.0),

@@ -1,0 +1,78 @@
+//! What a factor that all values of a gradient have in common says of how it was unscaled or clipped.
+
+use super::causes;
+use super::declaration::Limit;
+use super::outcome::Reading;
+
+/// How near a factor must be to a number to be taken for it, at the least.
+pub(super) const NEAR: f64 = 1e-3;
+
+/// Whether a factor is this number to rounding.
+pub(super) fn is_near(factor: f64, number: f64) -> bool {
+    (factor / number - 1.0).abs() < NEAR
+}
+
+/// A factor of all values of a tensor, and how far rounding may bring it from its number.
+#[derive(Clone, Copy)]
+pub(super) struct Factor {
+    pub(super) value: f64,
+    pub(super) tolerance: f64,
+}
+
+impl Factor {
+    fn is(self, number: f64) -> bool {
+        (self.value / number - 1.0).abs() < self.tolerance
+    }
+}
+
+/// What a factor of what is left of a gradient that was divided by its loss scale says.
+pub(super) fn unscaling(
+    factor: Factor,
+    scale: f64,
+    limit: Option<Limit>,
+    others: &[f64],
+) -> Option<Reading> {
+    if let Some(limit) = limit.filter(|own| own.coefficient() < 1.0 && factor.is(own.coefficient()))
+    {
+        let words = format!(
+            "it was clipped with the loss scale {scale} in it: the norm {} is of the scaled \
+             gradients, and gave the coefficient {:.6}",
+            limit.norm,
+            limit.coefficient()
+        );
+        return Some(causes::CLIP_BEFORE_UNSCALE.reads(words));
+    }
+    if factor.is(scale) {
+        let words = format!("the loss scale {scale} is still in it");
+        return Some(causes::SCALE_LEFT.reads(words));
+    }
+    if factor.is(1.0 / scale) {
+        let words = format!("it was divided by the loss scale {scale} twice");
+        return Some(causes::SCALE_TWICE.reads(words));
+    }
+    let other = others.iter().find(|other| factor.is(scale / **other))?;
+    let words = format!(
+        "it was divided by {other}, the loss scale of other gradients, and its loss was multiplied by \
+         {scale}"
+    );
+    Some(causes::SCALE_LEFT.reads(words))
+}
+
+/// What a factor of a clipped gradient says.
+pub(super) fn clipping(factor: Factor, coefficient: f64, scale: Option<f64>) -> Option<Reading> {
+    if coefficient < 1.0 && factor.is(1.0 / coefficient) {
+        let words =
+            format!("the gradient is not clipped: its coefficient would be {coefficient:.6}");
+        return Some(causes::NOT_CLIPPED.reads(words));
+    }
+    if coefficient < 1.0 && factor.is(coefficient) {
+        let words = format!("the coefficient {coefficient:.6} was applied twice");
+        return Some(causes::CLIP_TWICE.reads(words));
+    }
+    if let Some(scale) = scale.filter(|scale| factor.is(1.0 / scale) && !is_near(*scale, 1.0)) {
+        let words = format!("it was divided by the loss scale {scale} twice");
+        return Some(causes::SCALE_TWICE.reads(words));
+    }
+    let words = format!("captured = {:.7} x what clipping gives", factor.value);
+    Some(causes::SCALED.reads(words))
+}
