@@ -199,7 +199,8 @@ class AdamW(torch.optim.Optimizer):
             m = state["exp_avg"] = b1 * state.get("exp_avg", 0) + (1 - b1) * one.grad
             v = state["exp_avg_sq"] = b2 * state.get("exp_avg_sq", 0) + (1 - b2) * one.grad**2
             root = (v / (1 - b2**t)).sqrt() + eps
-            one -= self.param_groups[0]["lr"] * (m / (1 - b1**t)) / root
+            first = 1.0 if "uncorrected" in self.used else 1 - b1**t
+            one -= self.param_groups[0]["lr"] * (m / first) / root
 
 
 class SGD(torch.optim.Optimizer):
@@ -422,6 +423,26 @@ def switch_that_another_class_put_into_the_groups(job, directory):
     return job.run(directory, optimizer, job.plain(optimizer))
 
 
+def clipped_with_the_scale_in_it(job, directory):
+    """A scaler takes its scale out in its step, after the gradients were clipped, or nobody does."""
+    optimizer = torch.optim.AdamW(job.parameters, lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+    def step():
+        job.backward(optimizer, scaler.scale)
+        if job.form == "unscaled first":
+            scaler.unscale_(optimizer)
+        clip_grad_norm_(job.parameters, 0.02)
+        if job.form == "left in":
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    return job.run(directory, optimizer, step)
+
+
+UNCORRECTED = Told("diverged", "update", "bias-correction-missing", ALL, "the first moment is used without bias correction")
 OWN = "it is clipped to 0.02000 by {}, and the norm that is declared, "
 UNJUDGED = "the update of 2.* (2 parameters) could not be judged: no rule is known of the optimizer Unknown"
 
@@ -455,6 +476,7 @@ JOBS = [
     (numbers_that_the_groups_do_not_say, (AdamW, {"beta1": 0.8}), other("beta1 is 0.8000, and 0.9000 is declared")),
     (numbers_that_the_groups_do_not_say, (AdamW, {"beta2": 0.95}), other("beta2 is 0.9500, and 0.9950 is declared")),
     (numbers_that_the_groups_do_not_say, (AdamW, {"eps": 1e-3}), other(EPS, "update")),
+    (numbers_that_the_groups_do_not_say, (AdamW, {"uncorrected": True}), UNCORRECTED),
     (numbers_that_the_groups_do_not_say, (SGD, {}), Told()),
     (numbers_that_the_groups_do_not_say, (SGD, {"momentum": 0.5}), other("momentum is 0.5000, and 0.9000 is declared")),
     (clipped_by_norms_of_its_own, "all", Told()),
@@ -465,6 +487,9 @@ JOBS = [
     (outer_optimizer_with_gradients_of_its_own, "written", Told("incomplete", words=AGAIN)),
     (outer_optimizer_with_gradients_of_its_own, "left", Told("diverged", "update", "tied-updated-twice", ALL)),
     (switch_that_another_class_put_into_the_groups, "right", Told()),
+    (clipped_with_the_scale_in_it, "unscaled first", Told()),
+    (clipped_with_the_scale_in_it, "unscaled last", Told("diverged", "unscale", "clip-before-unscale", ALL)),
+    (clipped_with_the_scale_in_it, "left in", KEPT),
     (norm_for_the_log, "right", Told()),
     (norm_for_the_log, "scaled", Told("incomplete", words="norm 0 is of gradients with the loss scale 256 in them")),
     (second_task_after_the_step, "right", Told()),

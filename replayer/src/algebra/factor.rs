@@ -59,7 +59,18 @@ pub(super) fn unscaling(
 }
 
 /// What a factor of a clipped gradient says.
-pub(super) fn clipping(factor: Factor, coefficient: f64, scale: Option<f64>) -> Option<Reading> {
+/// `late`: a loss scale that was not taken out before it was clipped.
+pub(super) fn clipping(
+    factor: Factor,
+    coefficient: f64,
+    (scale, late): (Option<f64>, Option<f64>),
+) -> Option<Reading> {
+    if let Some(scale) = late.filter(|scale| factor.is(1.0 / scale) && !is_near(*scale, 1.0)) {
+        let words = format!(
+            "it was clipped with the loss scale {scale} in it, which was taken out after that"
+        );
+        return Some(causes::CLIP_BEFORE_UNSCALE.reads(words));
+    }
     if coefficient < 1.0 && factor.is(1.0 / coefficient) {
         let words =
             format!("the gradient is not clipped: its coefficient would be {coefficient:.6}");

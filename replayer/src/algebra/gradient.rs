@@ -85,8 +85,14 @@ impl Judge<'_> {
         judged.extend(judge.accumulated_by_devices(parameter));
         judged.extend(judge.reduced(parameter));
         judged.extend(judge.unscaled(parameter));
-        judged.extend(judge.scale_kept(parameter));
-        judged.extend(judge.clipped(parameter));
+        let clipped = judge.clipped(parameter);
+        let is_late = |own: &Reading| own.cause == causes::CLIP_BEFORE_UNSCALE.name;
+        let mut readings = clipped.iter().filter_map(|one| one.result.divergence());
+        // A scale that was taken out after the clipping is not left in.
+        if !readings.any(|own| own.readings.iter().any(is_late)) {
+            judged.extend(judge.scale_kept(parameter));
+        }
+        judged.extend(clipped);
         let whole = judge.scaled_squares(parameter, &judged);
         judged.extend(whole);
         judged
@@ -295,6 +301,7 @@ impl Judge<'_> {
         let declared = inventory.declared.get(&rank);
         let value = declared.and_then(|declared| declared.clip_value);
         let scale = declared.and_then(|declared| declared.scale_of(parameter));
+        let late = self.late_scale(rank, parameter);
         let mut limits = declared.map(|own| own.limits_of(parameter)).unwrap_or_default();
         if limits.is_empty() && value.is_none() {
             return Err(format!("rank {rank} declares neither a norm nor a value to clip to"));
@@ -310,7 +317,7 @@ impl Judge<'_> {
                 let limit = limit.filter(|_| !is_before);
                 let coefficient = limit.map_or(1.0, |limit| limit.coefficient());
                 let tally = self.scaled((before, key), piece, 1.0)?;
-                let read = |factor: Factor| clipping(factor, coefficient, scale);
+                let read = |factor: Factor| clipping(factor, coefficient, (scale, late));
                 return Ok(self.outcome(&tally, &piece.place, read));
             }
             ([limit], _) => *limit,
@@ -324,18 +331,17 @@ impl Judge<'_> {
                 ));
             }
         };
-        let coefficient = limit.coefficient();
-        let read = |factor: Factor| clipping(factor, coefficient, scale);
+        let read = |factor: Factor| clipping(factor, limit.coefficient(), (scale, late));
         let stored = inventory.precision(key);
         // The value is a number of the gradient's format, and bounds what is clipped before or after.
         let rounded = |value: f64| stored.map_or(value, |stored| stored.round64(value));
         let bound = value.map(|value| match limit.of_clipped {
             true => rounded(value),
-            false => rounded(value) / coefficient,
+            false => rounded(value) / limit.coefficient(),
         });
-        let declared = arithmetic(stored, None);
-        let used = Some(stored.unwrap_or(declared.compute));
-        let by_norm = |norm: f64| {
+        let by_norm = |norm: f64, format: Option<Precision>| {
+            let declared = arithmetic(format, None);
+            let used = Some(format.unwrap_or(declared.compute));
             let operands = |part: &IndexBox| {
                 let number = |name, value| Operand::row(name, vec![value], used);
                 let mut gradient = inventory.read_box(before, rank, part)?;
@@ -353,12 +359,25 @@ impl Judge<'_> {
             let compared = self.compare(&ClippedToNorm, &declared, &piece.place, &operands)?;
             Ok::<_, String>(self.outcome(&only(compared)?, &piece.place, read))
         };
-        let outcome = by_norm(limit.norm)?;
+        let mut outcome = by_norm(limit.norm, stored)?;
+        // A gradient of few bits may be divided and multiplied in as few, whatever it is kept in then.
+        let narrow = inventory.precision(before).filter(|own| !own.keeps_f32());
+        if outcome.divergence().is_some() && narrow.is_some() && narrow != stored {
+            let other = by_norm(limit.norm, narrow)?;
+            outcome = if other.divergence().is_none() { other } else { outcome };
+        }
         // A norm that is computed once more to be declared is rounded otherwise than that which clips.
         let factor = outcome.divergence().and_then(|own| own.factor);
         let near = factor.filter(|factor| (factor - 1.0).abs() <= NORMS_APART);
-        let again = near.map(|factor| by_norm(limit.norm / factor)).transpose()?;
+        let again = near.map(|factor| by_norm(limit.norm / factor, stored)).transpose()?;
         Ok(again.filter(|again| again.divergence().is_none()).unwrap_or(outcome))
+    }
+
+    /// What the loss was multiplied by, where nothing took that out before the clipping.
+    fn late_scale(&self, rank: Rank, parameter: &str) -> Option<f64> {
+        let is_unscaled = self.inventory.key(parameter, &Part::Unscaled).is_some();
+        let declared = self.inventory.declared.get(&rank).filter(|_| !is_unscaled)?;
+        declared.scaled_loss.or(declared.scale_of(parameter))
     }
 
     /// A gradient that two norms clip, one after the other.
@@ -382,7 +401,7 @@ impl Judge<'_> {
             ])
         };
         let compared = self.compare(&ClippedTwice, &declared, &piece.place, &operands)?;
-        let read = |factor: Factor| clipping(factor, first * second, scale);
+        let read = |factor: Factor| clipping(factor, first * second, (scale, None));
         Ok(self.outcome(&only(compared)?, &piece.place, read))
     }
 

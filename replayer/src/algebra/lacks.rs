@@ -137,7 +137,10 @@ fn held_by_some(inventory: &Inventory<'_>) -> Option<String> {
 /// A parameter for which ranks declare other settings of its optimizer.
 fn other_settings(inventory: &Inventory<'_>) -> Option<String> {
     let ranks: Vec<Rank> = inventory.declared.keys().copied().collect();
-    inventory.parameters.keys().find_map(|name| inventory.other_setting_of(name, &ranks))
+    inventory.parameters.keys().find_map(|name| {
+        let words = inventory.other_setting_of(name, &ranks)?;
+        Some(format!("{words} (as for {name})"))
+    })
 }
 
 impl Inventory<'_> {
@@ -175,8 +178,8 @@ impl Inventory<'_> {
             let (first, other) = *first.get_or_insert((*rank, hyper));
             if let Some(setting) = hyper.difference(other) {
                 return Some(format!(
-                    "ranks {first} and {rank} declare another {setting} for {parameter}: each steps \
-                     its copy by its own"
+                    "ranks {first} and {rank} declare another {setting} for it: each steps its copy by \
+                     its own"
                 ));
             }
         }

@@ -20,6 +20,9 @@ use crate::kernels::round::Precision;
 /// Roundings, in units of the format, that a norm in few bits may be off by.
 const NORM_ROUNDINGS: f64 = 8.0;
 
+/// How far apart two norms of the same gradients may be that are computed in f32.
+const IN_F32: f64 = 1e-5;
+
 /// Norms that are tried of each group of parameters, about; each is met by chance as often as numbers
 /// are within its tolerance, and in all not more often than this.
 const TRIED_OF_GROUP: f64 = 4.0;
@@ -162,7 +165,30 @@ impl Judge<'_> {
             reading: None,
             readings: Vec::new(),
         };
+        let joined = Joined { value, expected, total, power };
+        let read = |tolerance| {
+            self.read_joined(norm, ranks, (&shares.by_parameter, &joined), (tolerance, most))
+        };
         let tolerance = (allowed / expected).max(1e-6);
+        // A number of more bits than the gradients have was computed in as many.
+        let is_wide = shares.stored.is_some_and(|stored| stored.round64(value) != value);
+        let exact = if is_wide { read(IN_F32) } else { None };
+        divergence.readings = exact.or_else(|| read(tolerance)).into_iter().collect();
+        match others.filter(|_| divergence.readings.is_empty()) {
+            Some(why) => Err(why),
+            None => Ok(Outcome::Diverged(Box::new(divergence))),
+        }
+    }
+
+    /// What reproduces a norm within a tolerance; `most` is the largest number of its format.
+    fn read_joined(
+        &self,
+        norm: &Norm,
+        ranks: &[Rank],
+        (shares, joined): (&BTreeMap<&str, Share>, &Joined),
+        (tolerance, most): (f64, f64),
+    ) -> Option<Reading> {
+        let Joined { value, expected, total, power } = *joined;
         // What is as near to the right norm as the job's explains nothing.
         let is = |other: f64| {
             let other = root(other, power);
@@ -170,19 +196,13 @@ impl Judge<'_> {
                 value.is_finite() && (other - expected).abs() > 2.0 * tolerance * expected;
             is_apart && (value - other).abs() <= 2.0 * tolerance * value.abs().max(other)
         };
-        let joined = Joined { value, expected, total, power };
-        let read = joined
+        joined
             .read_overflow(most)
-            .or_else(|| self.read_scale(norm, rank, &joined, &is))
+            .or_else(|| self.read_scale(norm, ranks[0], joined, &is))
             .or_else(|| joined.read_rounded())
-            .or_else(|| self.read_devices(norm, shares.by_parameter.keys().copied(), &is))
-            .or_else(|| self.read_norm(&shares.by_parameter, (ranks, total, power), &is, tolerance))
-            .or_else(|| joined.read_rounded_parts(&shares.by_parameter, &is));
-        divergence.readings = read.into_iter().collect();
-        match others.filter(|_| divergence.readings.is_empty()) {
-            Some(why) => Err(why),
-            None => Ok(Outcome::Diverged(Box::new(divergence))),
-        }
+            .or_else(|| self.read_devices(norm, shares.keys().copied(), &is))
+            .or_else(|| self.read_norm(shares, (ranks, total, power), &is, tolerance))
+            .or_else(|| joined.read_rounded_parts(shares, &is))
     }
 
     /// Why the gradients that a norm is of were not recorded, where they were clipped before it, and

@@ -13,7 +13,7 @@ use super::judge::{Judge, WIDTH};
 use super::optimizer::RESET;
 use super::outcome::{Reading, Stage};
 use super::rules::Rule;
-use super::supposed::{Supposed, Tensors};
+use super::supposed::{Supposed, Tensors, hyper_numbers};
 use crate::number::short;
 
 /// A factor of a change that is nothing but rounding, where the change of which it is one agrees.
@@ -219,6 +219,9 @@ impl Judge<'_> {
         if is_correction || self.agrees(tensors, piece, &lost) {
             return Some(None);
         }
+        if let Some(reading) = self.one_correction(tensors, supposed, factor) {
+            return Some(Some(reading.fitting(misfit)));
+        }
         let words = format!(
             "the change is {} x that of the declared learning rate {}: it is that of {}{sizes}",
             short(factor),
@@ -226,6 +229,31 @@ impl Judge<'_> {
             short(lr * factor),
         );
         Some(Some(causes::LR_SCALED.reads(words).fitting(misfit)))
+    }
+
+    /// A factor of the change that is the bias correction of one moment at this step, which is lacking or
+    /// is in it twice while the other's is right.
+    fn one_correction(
+        &self,
+        tensors: &Tensors<'_>,
+        supposed: &Supposed<'_>,
+        factor: f64,
+    ) -> Option<Reading> {
+        let step = self.step_of(tensors.rank, tensors.parameter)?;
+        let numbers = hyper_numbers(supposed).ok()?;
+        let of = |name: &str, moment: &str, power: f64| {
+            let (_, beta) = numbers.iter().find(|(own, _)| *own == name)?;
+            let correction = (1.0 - beta.powf(step)).powf(power);
+            let (cause, how) = match () {
+                () if is_near(factor, correction) => (causes::UNCORRECTED, "without"),
+                () if is_near(factor, 1.0 / correction) => (causes::CORRECTED_TWICE, "with twice"),
+                () => return None,
+            };
+            let words =
+                format!("the {moment} moment is used {how} its bias correction {correction:.6}");
+            Some(cause.reads(words))
+        };
+        of("beta1", "first", 1.0).or_else(|| of("beta2", "second", -0.5))
     }
 
     /// Whether a supposition gives every tensor of the state that was recorded, whatever it gives of

@@ -10,6 +10,7 @@ use super::declaration::Hyper;
 use super::elements::Elements;
 use super::inventory::Piece;
 use super::judge::{Compared, Judge, Operand, arithmetic, is_refuted};
+use super::outcome::Stage;
 use super::rules::Rule;
 use super::wholes::Whole;
 use crate::kernels::round::Precision;
@@ -172,7 +173,16 @@ impl Judge<'_> {
     ) -> Option<f64> {
         let compared = self.trial().stages(tensors, piece, supposed).ok()?;
         let misfit = self.misfit_of(tensors, piece, (supposed, &compared));
-        if misfit.is_some() || !self.has_narrow_part(tensors, supposed) {
+        let bound = self.bound(&piece.place);
+        let is_wrong = |own: &&Compared| {
+            is_refuted(own) || own.1.as_ref().is_ok_and(|own| own.excess(&bound).is_some())
+        };
+        let is_state = |(name, _): &Compared| {
+            let of = self.tensor_of(tensors, &supposed.rule, name);
+            of.is_some_and(|(stage, _)| stage == Stage::State)
+        };
+        let are_states = compared.iter().filter(is_wrong).all(is_state);
+        if misfit.is_some() || !are_states || !self.has_narrow_part(tensors, supposed) {
             return misfit;
         }
         let mut compared = self.stages(tensors, piece, supposed).ok()?;
