@@ -442,7 +442,7 @@ def clipped_with_the_scale_in_it(job, directory):
     return job.run(directory, optimizer, step)
 
 
-UNCORRECTED = Told("diverged", "update", "bias-correction-missing", ALL, "the first moment is used without bias correction")
+UNCORRECTED = Told("diverged", "update", "bias-correction-missing", ALL, "the first moment is used without bias")
 OWN = "it is clipped to 0.02000 by {}, and the norm that is declared, "
 UNJUDGED = "the update of 2.* (2 parameters) could not be judged: no rule is known of the optimizer Unknown"
 

@@ -245,13 +245,15 @@ impl Judge<'_> {
             let (_, beta) = numbers.iter().find(|(own, _)| *own == name)?;
             let correction = (1.0 - beta.powf(step)).powf(power);
             let (cause, how) = match () {
-                () if is_near(factor, correction) => (causes::UNCORRECTED, "without"),
-                () if is_near(factor, 1.0 / correction) => (causes::CORRECTED_TWICE, "with twice"),
+                () if is_near(factor, correction) => {
+                    (causes::UNCORRECTED, "used without bias correction")
+                }
+                () if is_near(factor, 1.0 / correction) => {
+                    (causes::CORRECTED_TWICE, "corrected for its bias twice")
+                }
                 () => return None,
             };
-            let words =
-                format!("the {moment} moment is used {how} its bias correction {correction:.6}");
-            Some(cause.reads(words))
+            Some(cause.reads(format!("the {moment} moment is {how}")))
         };
         of("beta1", "first", 1.0).or_else(|| of("beta2", "second", -0.5))
     }
