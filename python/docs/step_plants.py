@@ -218,7 +218,8 @@ plant(
 )
 plant(
     "norm-local-not-global",
-    "Each rank norms the shards that it holds, and clips by a norm of its own.",
+    "Each rank norms the shards that it holds, and clips by a norm of its own. The name also stands for gradients that ranks\n"
+    "clip before they bring them together, and for each parameter clipped by its own norm where that of all is declared.",
     "clip",
     CLIP_SHARDS,
     ('dist.all_reduce(squared, group=mesh["shard"].get_group())\n', ""),
@@ -261,7 +262,8 @@ plant(
 )
 plant(
     "clip-twice",
-    "A parameter is in two lists, each of which is clipped by the coefficient of the whole.",
+    "A parameter is in two lists, each of which is clipped by the coefficient of the whole. The name also stands for `.grad`\n"
+    "clipped after each backward pass, so that the first microbatches are clipped again with each later one.",
     "clip",
     CLIP,
     ("for p in model.parameters():", "for p in [*model.parameters(), *model.head.parameters()]:"),

@@ -19,7 +19,7 @@ TOLD = {
     "not at all": Told("diverged", "reduce", "not-reduced-over-axis", ALL),
     "smaller each time": Told("diverged", "reduce", "clip-twice", ALL, "is made smaller with each microbatch"),
     "clipped by hand first": Told("diverged", "reduce", "norm-local-not-global", ALL, OWN_NORM),
-    "clipped first": Told("diverged", "reduce", "norm-local-not-global", ALL, "and brought them together after that"),
+    "clipped first": Told("diverged", "reduce", "norm-local-not-global", ALL, "look at the order"),
     "exchanged": Told("diverged", "reduce", "update-from-other-gradient", WEIGHTS, "the gradient of another parameter"),
 }
 

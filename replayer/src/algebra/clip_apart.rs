@@ -62,7 +62,9 @@ impl Judge<'_> {
                 short(limit.max_norm),
                 short(limit.norm)
             );
-            let reading = causes::NORM_LOCAL.reads(words);
+            let look =
+                "what each gradient is multiplied by: one coefficient, of the norm of all of them";
+            let reading = causes::NORM_LOCAL.reads(words).looking_at(look);
             // What is within the norm that is allowed is not clipped at all then.
             let is_within = |one: &Clipped| {
                 (one.coefficient - 1.0).abs() < NEAR

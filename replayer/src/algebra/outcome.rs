@@ -193,6 +193,11 @@ impl Ord for Misfit {
 }
 
 impl Reading {
+    /// The same, with something else to look at than what the cause says.
+    pub(crate) fn looking_at(self, look: &'static str) -> Reading {
+        Reading { look, ..self }
+    }
+
     /// The same, and how well it fits.
     pub(crate) fn fitting(self, misfit: f64) -> Reading {
         Reading { misfit: Misfit(Some(misfit)), ..self }

@@ -11,6 +11,9 @@ use super::domain::Domain;
 use super::judge::Judge;
 use super::outcome::{Judged, Outcome, Reading, Stage};
 
+/// What to look at where gradients were clipped before they were brought together.
+pub(super) const ORDER: &str = "the order: ranks bring gradients together first, and clip them by the norm of what comes of it";
+
 /// What is said of a gradient that the optimizer's step brings together, in words.
 const INSIDE: &str = "ranks took their own gradients into the optimizer's step, and hold the same parameter after it: \
      what the step does brings gradients together, which is not recorded";
@@ -99,7 +102,7 @@ impl Judge<'_> {
         for one in judged.iter_mut().filter(|one| one.parameter == parameter) {
             let Outcome::Diverged(divergence) = &mut one.result else { continue };
             if matches!(one.stage, Stage::Reduce | Stage::Clip) {
-                divergence.readings = vec![causes::NORM_LOCAL.reads(words)];
+                divergence.readings = vec![causes::NORM_LOCAL.reads(words).looking_at(ORDER)];
                 divergence.factor = None;
             }
         }

@@ -13,6 +13,7 @@ use super::factor::is_near;
 use super::inventory::Inventory;
 use super::local_norms::{Unit, clipped_to};
 use super::outcome::Reading;
+use super::reduced_late::ORDER;
 use crate::number::short;
 
 /// A sum, solved.
@@ -60,6 +61,10 @@ const ONCE: &str = " (each should be in it once)";
 pub(super) fn terms_of(words: &str) -> Option<&str> {
     words.strip_prefix(SUM_OF)?.strip_suffix(ONCE)
 }
+
+/// What to look at where the sum so far is clipped with each microbatch.
+const ONCE_A_STEP: &str =
+    "where gradients are clipped: once, after the last backward pass of the step";
 
 /// Who computed an addend: a rank, or one of its devices.
 fn unit(addend: &Addend) -> Unit {
@@ -320,7 +325,7 @@ impl Solved<'_> {
                  after each backward pass: {}",
                 self.terms()
             );
-            causes::CLIP_TWICE.reads(words)
+            causes::CLIP_TWICE.reads(words).looking_at(ONCE_A_STEP)
         })
     }
 
@@ -457,12 +462,14 @@ impl Solved<'_> {
             let factors = own.iter().map(|(addend, ratio)| (unit(addend), *ratio)).collect();
             let norms = self.inventory.local_norms();
             match norms.and_then(|norms| clipped_to(&factors, norms)) {
-                Some(allowed) => causes::NORM_LOCAL.reads(format!(
-                    "each gradient was clipped to {} by its own norm before they were brought \
+                Some(allowed) => causes::NORM_LOCAL
+                    .reads(format!(
+                        "each gradient was clipped to {} by its own norm before they were brought \
                      together: {}",
-                    short(allowed),
-                    self.terms()
-                )),
+                        short(allowed),
+                        self.terms()
+                    ))
+                    .looking_at(ORDER),
                 None => causes::RANKS_WEIGHTED
                     .reads(format!("ranks have other weights in it: {}", self.terms())),
             }
