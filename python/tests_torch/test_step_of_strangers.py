@@ -198,7 +198,10 @@ class AdamW(torch.optim.Optimizer):
             t = state["step"] = state.get("step", 0) + 1
             m = state["exp_avg"] = b1 * state.get("exp_avg", 0) + (1 - b1) * one.grad
             v = state["exp_avg_sq"] = b2 * state.get("exp_avg_sq", 0) + (1 - b2) * one.grad**2
-            root = (v / (1 - b2**t)).sqrt() + eps
+            correction = 1 - b2**t
+            # The paper's second form adds ε to the root before that is corrected.
+            is_second = "second form" in self.used
+            root = (v.sqrt() + eps) / correction**0.5 if is_second else (v / correction).sqrt() + eps
             first = 1.0 if "uncorrected" in self.used else 1 - b1**t
             one -= self.param_groups[0]["lr"] * (m / first) / root
 
@@ -423,10 +426,21 @@ def switch_that_another_class_put_into_the_groups(job, directory):
     return job.run(directory, optimizer, job.plain(optimizer))
 
 
+class Scheduler:
+    """What sets the learning rate and then has the optimizer step; a scaler takes it for the optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+
 def clipped_with_the_scale_in_it(job, directory):
     """A scaler takes its scale out in its step, after the gradients were clipped, or nobody does."""
     optimizer = torch.optim.AdamW(job.parameters, lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    stepped = Scheduler(optimizer) if job.form == "unscaled by a scheduler" else optimizer
 
     def step():
         job.backward(optimizer, scaler.scale)
@@ -436,13 +450,14 @@ def clipped_with_the_scale_in_it(job, directory):
         if job.form == "left in":
             optimizer.step()
         else:
-            scaler.step(optimizer)
+            scaler.step(stepped)
             scaler.update()
 
     return job.run(directory, optimizer, step)
 
 
 UNCORRECTED = Told("diverged", "update", "bias-correction-missing", ALL, "the first moment is used without bias")
+MISSING = Told("diverged", "update", "bias-correction-missing", ALL)
 OWN = "it is clipped to 0.02000 by {}, and the norm that is declared, "
 UNJUDGED = "the update of 2.* (2 parameters) could not be judged: no rule is known of the optimizer Unknown"
 
@@ -477,6 +492,8 @@ JOBS = [
     (numbers_that_the_groups_do_not_say, (AdamW, {"beta2": 0.95}), other("beta2 is 0.9500, and 0.9950 is declared")),
     (numbers_that_the_groups_do_not_say, (AdamW, {"eps": 1e-3}), other(EPS, "update")),
     (numbers_that_the_groups_do_not_say, (AdamW, {"uncorrected": True}), UNCORRECTED),
+    (numbers_that_the_groups_do_not_say, (AdamW, {"second form": True}), Told()),
+    (numbers_that_the_groups_do_not_say, (AdamW, {"second form": True, "uncorrected": True}), MISSING),
     (numbers_that_the_groups_do_not_say, (SGD, {}), Told()),
     (numbers_that_the_groups_do_not_say, (SGD, {"momentum": 0.5}), other("momentum is 0.5000, and 0.9000 is declared")),
     (clipped_by_norms_of_its_own, "all", Told()),
@@ -489,6 +506,7 @@ JOBS = [
     (switch_that_another_class_put_into_the_groups, "right", Told()),
     (clipped_with_the_scale_in_it, "unscaled first", Told()),
     (clipped_with_the_scale_in_it, "unscaled last", Told("diverged", "unscale", "clip-before-unscale", ALL)),
+    (clipped_with_the_scale_in_it, "unscaled by a scheduler", Told("diverged", "clip", "clip-before-unscale", ALL)),
     (clipped_with_the_scale_in_it, "left in", KEPT),
     (norm_for_the_log, "right", Told()),
     (norm_for_the_log, "scaled", Told("incomplete", words="norm 0 is of gradients with the loss scale 256 in them")),
