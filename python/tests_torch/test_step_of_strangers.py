@@ -90,6 +90,8 @@ def second_step_within_the_tape(job, directory):
 
     def step():
         job.backward(optimizer)
+        if job.form.endswith("clipped"):
+            clip_grad_norm_(job.parameters, 10.0)
         optimizer.step()
         if job.form == "another gradient":
             job.backward(optimizer)
@@ -475,6 +477,7 @@ JOBS = [
     (part_that_no_optimizer_holds, "stale", Told("diverged", "accumulate", "param-not-in-optimizer", ALL[2:])),
     (second_step_within_the_tape, "another gradient", Told("incomplete", words=AGAIN)),
     (second_step_within_the_tape, "the same gradient", Told("diverged", "update", "tied-updated-twice", ALL)),
+    (second_step_within_the_tape, "the same, clipped", Told("diverged", "update", "tied-updated-twice", ALL)),
     (loss_scale, "scaler, divided", Told()),
     (loss_scale, "scaler, left in", KEPT),
     (loss_scale, "own, divided", Told()),

@@ -165,7 +165,7 @@ class Step:
         own = [part for part in held if self.has_closure or part.gradient() is not None]
         for part in own:
             # A gradient that the job wrote between two steps is of the second of them.
-            if part.stepped_by and part.recorded and changed(part):
+            if part.stepped_by and part.stepped is not None and part.stepped != gradient_of(part):
                 part.later = True
                 part.leave_out("later_steps", LATER)
             else:
@@ -200,6 +200,8 @@ class Step:
             self.ended = True
             if self.depth == 0 and self.count == 1:
                 self._take_values("after", self.first_parts())
+            for part in self.parts() if self.depth == 0 else ():
+                part.stepped = gradient_of(part)
 
     def _take_gradients(self, parts: list[Part]) -> None:
         """Records the gradient that the optimizer takes: under `clipped` where it is another than that
@@ -300,6 +302,12 @@ def unwrapped(given: Any) -> torch.optim.Optimizer:
             "be recorded; hand over the optimizer that it wraps, if its own step is the job's"
         )
     return optimizer
+
+
+def gradient_of(part: Part) -> tuple[Any, ...] | None:
+    """Which gradient a parameter has, and how often torch has changed it in place; None without one."""
+    gradient = getattr(part.holder(), "grad", None)
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def is_zero(optimizer: Any) -> bool:

@@ -1,6 +1,6 @@
 //! The causes of a step's divergences: one table, which docs/step-causes.md repeats for people.
 
-use super::outcome::{Misfit, Reading};
+use super::outcome::{Aside, Reading};
 
 /// A known cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -211,8 +211,8 @@ pub(crate) fn named(name: &str) -> Cause {
 impl Cause {
     /// What reproduces a divergence, in words of the job.
     pub(crate) fn reads(self, words: impl Into<String>) -> Reading {
-        let (words, misfit) = (words.into(), Misfit::default());
-        Reading { cause: self.name, words, look: self.look, misfit }
+        let (words, misfit, weights) = (words.into(), Aside::default(), Aside::default());
+        Reading { cause: self.name, words, look: self.look, misfit, weights }
     }
 }
 

@@ -26,8 +26,6 @@ struct Clipped {
     at: usize,
     /// What it was multiplied by.
     coefficient: f64,
-    /// The sum of its squares after that.
-    squares: f64,
     limit: Limit,
 }
 
@@ -42,41 +40,64 @@ impl Judge<'_> {
             by_limit.entry(key).or_default().push(one);
         }
         for same in by_limit.into_values() {
-            let limit = same[0].limit;
-            let of = |one: &Clipped| judged[one.at].parameter.clone();
-            let clusters = clusters(same);
-            let is_by_own = |own: &Vec<Clipped>| {
-                let mut counted = BTreeSet::new();
-                let of = |one: &&Clipped| (&judged[one.at].parameter, &judged[one.at].place);
-                let once = own.iter().filter(|one| counted.insert(of(one)));
-                is_norm_allowed(once.map(|one| one.squares).sum(), &own[0])
-            };
-            let (by_own, rest): (Vec<_>, Vec<_>) = clusters.into_iter().partition(is_by_own);
-            if by_own.is_empty() {
-                continue;
-            }
-            let is_each = by_own.iter().all(|own| own.iter().all(|one| of(one) == of(&own[0])));
-            let by = if is_each { "its own norm" } else { "the norm of some of them alone" };
-            let words = format!(
-                "it is clipped to {} by {by}, and the norm that is declared, {}, is that of all",
-                short(limit.max_norm),
-                short(limit.norm)
-            );
-            let look =
-                "what each gradient is multiplied by: one coefficient, of the norm of all of them";
-            let reading = causes::NORM_LOCAL.reads(words).looking_at(look);
-            // What is within the norm that is allowed is not clipped at all then.
-            let is_within = |one: &Clipped| {
-                (one.coefficient - 1.0).abs() < NEAR
-                    && one.squares.sqrt() <= limit.max_norm * (1.0 + NEAR)
-            };
-            let unclipped = rest.into_iter().flatten().filter(is_within);
-            for one in by_own.into_iter().flatten().chain(unclipped) {
-                if let Outcome::Diverged(divergence) = &mut judged[one.at].result {
-                    divergence.readings = vec![reading.clone()];
-                }
+            self.by_norms_of_their_own(judged, same);
+        }
+    }
+
+    /// The same of gradients with one limit.
+    fn by_norms_of_their_own(&self, judged: &mut [Judged], same: Vec<Clipped>) {
+        let limit = same[0].limit;
+        let clips = judged.iter().filter(|one| one.stage == Stage::Clip);
+        let clipped: BTreeSet<_> = clips.map(|one| (&one.parameter, &one.place)).collect();
+        let is_by_own = |own: &Vec<Clipped>| {
+            let held = own.iter().map(|one| &judged[one.at]);
+            let held: BTreeSet<_> = held.map(|one| (&one.parameter, &one.place)).collect();
+            // One number for all of them is that of another norm or limit than the declared one.
+            let is_some = held.len() < clipped.len() && own[0].coefficient < 1.0 - NEAR;
+            is_some && own[0].coefficient > 0.0 && self.has_allowed_norm(judged, own)
+        };
+        let (by_own, rest): (Vec<_>, Vec<_>) = clusters(same).into_iter().partition(is_by_own);
+        if by_own.is_empty() {
+            return;
+        }
+        let name = |one: &Clipped| judged[one.at].parameter.clone();
+        let is_each = by_own.iter().all(|own| own.iter().all(|one| name(one) == name(&own[0])));
+        let by = if is_each { "its own norm" } else { "the norm of some of them alone" };
+        let words = format!(
+            "it is clipped to {} by {by}, and the norm that is declared, {}, is that of all",
+            short(limit.max_norm),
+            short(limit.norm)
+        );
+        let look =
+            "what each gradient is multiplied by: one coefficient, of the norm of all of them";
+        let reading = causes::NORM_LOCAL.reads(words).looking_at(look);
+        // What is within the norm that is allowed is not clipped at all then.
+        let is_within = |one: &Clipped| {
+            let is_kept = (one.coefficient - 1.0).abs() < NEAR;
+            let squares = if is_kept { self.squares_clipped(&judged[one.at]) } else { None };
+            squares.is_some_and(|squares| squares.sqrt() <= limit.max_norm * (1.0 + NEAR))
+        };
+        let unclipped: Vec<Clipped> = rest.into_iter().flatten().filter(is_within).collect();
+        for one in by_own.into_iter().flatten().chain(unclipped) {
+            if let Outcome::Diverged(divergence) = &mut judged[one.at].result {
+                divergence.readings = vec![reading.clone()];
             }
         }
+    }
+
+    /// Whether gradients that were multiplied by one number have the norm that is allowed.
+    fn has_allowed_norm(&self, judged: &[Judged], own: &[Clipped]) -> bool {
+        let mut counted = BTreeSet::new();
+        let once = own.iter().map(|one| &judged[one.at]);
+        let once = once.filter(|one| counted.insert((&one.parameter, &one.place)));
+        let squares: Option<f64> = once.map(|one| self.squares_clipped(one)).sum();
+        squares.is_some_and(|squares| is_norm_allowed(squares, &own[0]))
+    }
+
+    /// The sum of the squares of what was judged of a tensor.
+    fn squares_clipped(&self, one: &Judged) -> Option<f64> {
+        let key = self.inventory.key(&one.parameter, &Part::Clipped)?;
+        self.squares_of(key, *one.ranks.first()?, &one.place)
     }
 
     /// A gradient whose clipping has a factor of its own, where one norm clips it.
@@ -89,8 +110,7 @@ impl Judge<'_> {
         let limits = inventory.declared.get(&rank)?.limits_of(&one.parameter);
         let [limit] = limits[..] else { return None };
         let is_one = is_whole && key.to_string() == one.tensor && limit.coefficient() < 1.0;
-        let squares = is_one.then(|| self.squares_of(key, rank, &one.place))??;
-        Some(Clipped { at, coefficient: factor * limit.coefficient(), squares, limit })
+        is_one.then(|| Clipped { at, coefficient: factor * limit.coefficient(), limit })
     }
 
     /// The sum of the squares of what a rank holds of a tensor.

@@ -63,10 +63,10 @@ impl Inventory<'_> {
 /// How many values of two ranks are compared at the most, and at the least.
 const COMPARED: usize = 1 << 16;
 const FEWEST: usize = 16;
-/// Values that were drawn apart have a correlation of one over the root of their number, which is
-/// exceeded so often by chance once in millions; training may bring about a little more.
-const BY_CHANCE: f64 = 5.0;
-const BY_TRAINING: f64 = 0.1;
+/// From which correlation on values are taken to have been the same once. Those that were drawn apart have
+/// one of about one over the root of their number, and training may bring some about; experts that
+/// begin as copies of one have as much as copies that have drifted.
+const ALIKE: f64 = 0.9;
 
 impl Inventory<'_> {
     /// The correlation of the values that two ranks hold before the step of parameters of one name
@@ -80,8 +80,7 @@ impl Inventory<'_> {
         let (one, other) = (read(&pair[0])?, read(&pair[1])?);
         let count = one.len().min(COMPARED);
         let likeness = correlation(&one[..count], &other[..count]);
-        let apart = (BY_CHANCE / (count as f64).sqrt()).max(BY_TRAINING);
-        (count >= FEWEST && likeness > apart).then_some(likeness)
+        (count >= FEWEST && likeness > ALIKE).then_some(likeness)
     }
 }
 
@@ -206,7 +205,6 @@ impl Judge<'_> {
         let held: Vec<Rank> = pieces.iter().flat_map(|piece| piece.ranks.clone()).collect();
         let setting = inventory.other_setting_of(parameter, &held);
         let words = match (were_apart, counts.len()) {
-            _ if setting.is_some() => setting.unwrap_or_default(),
             (_, 2..) => {
                 let each = counts.iter().map(|(count, own)| format!("{count} on {}", ranks(own)));
                 let each = each.collect::<Vec<_>>().join(", ");
@@ -215,6 +213,7 @@ impl Judge<'_> {
             (true, _) => "the copies differed before the step already".into(),
             (false, _) => "the copies were the same before the step and differ after it".into(),
         };
+        let words = setting.map_or(words.clone(), |setting| format!("{words}; {setting}"));
         let mut reading = causes::COPIES_DRIFT.reads(words);
         if counts.len() > 1 {
             reading.look = "how each rank's optimizer gets its state, as from a checkpoint";

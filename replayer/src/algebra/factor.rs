@@ -50,7 +50,8 @@ pub(super) fn unscaling(
         let words = format!("it was divided by the loss scale {scale} twice");
         return Some(causes::SCALE_TWICE.reads(words));
     }
-    let other = others.iter().find(|other| factor.is(scale / **other))?;
+    let other =
+        others.iter().find(|other| !is_near(**other, scale) && factor.is(scale / **other))?;
     let words = format!(
         "it was divided by {other}, the loss scale of other gradients, and its loss was multiplied by \
          {scale}"

@@ -11,7 +11,6 @@ use backtape::shard::TensorKey;
 use super::declaration::{Declaration, ParameterDeclaration};
 use super::domain::Addend;
 use super::elements::Elements;
-use super::local_norms::LocalNorms;
 use crate::assemble::{assemble_box, extract};
 use crate::compare::pair::widen;
 use crate::dump::sampled::Samples;
@@ -35,8 +34,6 @@ pub(crate) struct Inventory<'a> {
     pub withdrawn: BTreeMap<String, String>,
     /// What `has_counted_nothing` has found.
     pub counted_nothing: OnceLock<bool>,
-    /// What `local_norms` has found.
-    pub local_norms: OnceLock<Option<LocalNorms>>,
 }
 
 /// The parts that were recorded of a parameter.
@@ -69,7 +66,6 @@ impl<'a> Inventory<'a> {
             faults: samples.faults.clone(),
             withdrawn: BTreeMap::new(),
             counted_nothing: OnceLock::new(),
-            local_norms: OnceLock::new(),
             samples,
         };
         for key in dump.tensors().keys() {

@@ -7,6 +7,7 @@ use backtape::part::{OF_GRADIENT, Part};
 
 use super::declaration::{Declaration, Hyper, Moved, Optimizer};
 use super::domain::Domain;
+use super::factor::is_near;
 use super::inventory::Inventory;
 use super::lost::LOST;
 use super::names::pattern;
@@ -209,6 +210,9 @@ fn not_judged(stage: &StageSummary, judged: &[Judged]) -> Option<String> {
     Some(format!("{NOTHING_OF} {} could be judged: {why}", stage.stage.name()))
 }
 
+/// What is said of parameters that moved and that no optimizer is declared to hold.
+const NOBODY: &str = "no optimizer is declared to hold it, and it changed";
+
 /// How many reasons are told of updates that were not judged.
 const REASONS: usize = 3;
 
@@ -229,6 +233,7 @@ fn not_updated(inventory: &Inventory<'_>, judged: &[Judged]) -> Vec<String> {
             continue;
         }
         if has_gradient && inventory.samples.of_parameter(name).is_none() {
+            let why = if why.ends_with(NOT_DECLARED) { NOBODY } else { why };
             reasons.entry(why).or_default().insert(name);
         }
     }
@@ -239,26 +244,33 @@ fn not_updated(inventory: &Inventory<'_>, judged: &[Judged]) -> Vec<String> {
     reasons.into_iter().take(REASONS).map(told).collect()
 }
 
+/// What a sum is multiplied by, and the parameters of which it is.
+type Divided<'a> = (f64, Vec<&'a str>);
+
 /// Gradients that are brought together over the same ranks and divided by other numbers, where the
 /// job sets the number.
 fn other_divisors(inventory: &Inventory<'_>) -> Option<String> {
     let rank = *inventory.declared.keys().next()?;
     let declared = &inventory.declared[&rank];
-    let mut by_ranks: BTreeMap<Vec<Rank>, BTreeMap<u64, Vec<&str>>> = BTreeMap::new();
-    let mut is_set = false;
+    // By the ranks that are summed over: whether the job sets a number, and the parameters of each.
+    let mut by_ranks: BTreeMap<Vec<Rank>, (bool, Vec<Divided<'_>>)> = BTreeMap::new();
     for (name, own) in &declared.parameters {
         let domain = Domain::of(inventory, rank, name);
         if domain.ranks.len() < 2 || domain.unknown.is_some() {
             continue;
         }
-        is_set |= own.reduce.iter().any(|own| own.divisor.is_some());
-        let by_scale = by_ranks.entry(domain.ranks).or_default();
-        by_scale.entry(domain.scale.to_bits()).or_default().push(name);
+        let (is_set, scales) = by_ranks.entry(domain.ranks).or_default();
+        *is_set |= own.reduce.iter().any(|own| own.divisor.is_some());
+        match scales.iter_mut().find(|(scale, _)| is_near(*scale, domain.scale)) {
+            Some((_, same)) => same.push(name),
+            None => scales.push((domain.scale, vec![name])),
+        }
     }
-    let (ranks, scales) = by_ranks.iter().find(|(_, scales)| is_set && scales.len() > 1)?;
+    let mut apart = by_ranks.iter().filter(|(_, (is_set, scales))| *is_set && scales.len() > 1);
+    let (ranks, (_, scales)) = apart.next()?;
     let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
     let told = scales.iter().map(|(scale, own)| {
-        let divisor = short(1.0 / f64::from_bits(*scale));
+        let divisor = short(1.0 / scale);
         format!("{} divided by {divisor}", pattern(own, &all))
     });
     Some(format!(
@@ -305,8 +317,8 @@ fn near_copies(inventory: &Inventory<'_>) -> Option<String> {
     let least = likenesses.into_iter().min_by(f64::total_cmp)?;
     Some(format!(
         "{}: the values that ranks hold under each name before the step are correlated (by {least:.4} \
-         at the least), as those of copies are that have drifted apart, and nothing declares whether \
-         these are copies or other parameters: declare how the gradients of copies are reduced, or \
+         at the least), as those of copies are that have drifted apart, and it is not declared \
+         whether these are copies or other parameters: declare how the gradients of copies are reduced, or \
          give other parameters other names",
         pattern(&names, &all)
     ))

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use backtape::part::Part;
+use rayon::prelude::*;
 
 use super::domain::{Addend, Domain};
 use super::factor::is_near;
@@ -21,11 +22,7 @@ pub(super) type LocalNorms = BTreeMap<Unit, f64>;
 
 impl Inventory<'_> {
     /// The norms; `None` where a gradient of some parameter was not recorded before it was reduced.
-    pub(super) fn local_norms(&self) -> Option<&LocalNorms> {
-        self.local_norms.get_or_init(|| self.computed_norms()).as_ref()
-    }
-
-    fn computed_norms(&self) -> Option<LocalNorms> {
+    pub(super) fn local_norms(&self) -> Option<LocalNorms> {
         let mut squares = LocalNorms::new();
         for name in self.parameters.keys() {
             let Some(key) = self.key(name, &Part::Reduced) else { continue };
@@ -52,7 +49,7 @@ impl Inventory<'_> {
             }
             Some(sum.iter().map(|x| x * x).sum::<f64>())
         };
-        pieces(place, WIDTH).iter().map(of).sum()
+        pieces(place, WIDTH).par_iter().map(of).sum()
     }
 }
 

@@ -61,7 +61,7 @@ use judge::Judge;
 pub(crate) use lacks::NOTHING_OF;
 pub(crate) use names::kind;
 pub use norm_gap::NormGap;
-pub use outcome::{Divergence, Energies, Judged, Misfit, Outcome, Reading, Stage};
+pub use outcome::{Aside, Divergence, Energies, Judged, Outcome, Reading, Stage};
 pub use rule_of::DeclaredRule;
 pub use summary::{Group, Sampled, StageSummary, StepReport, Unchecked};
 pub use table::{Fate, Row, Status};
@@ -110,6 +110,7 @@ pub fn judge(
     let mut judged = each.concat();
     judged.extend(judge.norms());
     judge.reduced_late(&mut judged);
+    judge.weighted_by_norms(&mut judged);
     judge.clipped_apart(&mut judged);
     Some(StepReport::of(&inventory, judged))
 }

@@ -219,7 +219,8 @@ impl Judge<'_> {
         if is_correction || self.agrees(tensors, piece, &lost) {
             return Some(None);
         }
-        if let Some(reading) = self.one_correction(tensors, supposed, factor) {
+        let correction = self.one_correction(tensors, supposed, factor);
+        if let Some(reading) = correction.filter(|_| sizes.is_empty()) {
             return Some(Some(reading.fitting(misfit)));
         }
         let words = format!(
@@ -232,13 +233,19 @@ impl Judge<'_> {
     }
 
     /// A factor of the change that is the bias correction of one moment at this step, which is lacking or
-    /// is in it twice while the other's is right.
+    /// is in it twice while the other's is right: in Adam's second form, of which no variation says that.
+    /// A round number is rather that of a learning rate.
     fn one_correction(
         &self,
         tensors: &Tensors<'_>,
         supposed: &Supposed<'_>,
         factor: f64,
     ) -> Option<Reading> {
+        let is_round = |factor: f64| (to_digits(factor, 2) / factor - 1.0).abs() < 1e-4;
+        let is_second = matches!(&supposed.rule, Rule::Adam(rule) if rule.eps_hat && rule.corrections == [1, 1]);
+        if !is_second || is_round(factor) || is_round(1.0 / factor) {
+            return None;
+        }
         let step = self.step_of(tensors.rank, tensors.parameter)?;
         let numbers = hyper_numbers(supposed).ok()?;
         let of = |name: &str, moment: &str, power: f64| {

@@ -1,9 +1,12 @@
 //! What was found of the stages of a step's parameters.
 
+use std::collections::BTreeMap;
+
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use serde::Serialize;
 
+use super::local_norms::Unit;
 use crate::compare::{Bound, Tally};
 
 /// A stage of a parameter's way from its local gradients to its new value, in order.
@@ -162,32 +165,35 @@ pub struct Reading {
     pub words: String,
     /// What to look at.
     pub look: &'static str,
-    /// How far what it gives is from what was captured; absent where that was not measured.
+    /// How far what it gives is from what was captured, as the sum of squared errors in units of what
+    /// rounding explains; absent where that was not measured.
     #[serde(skip)]
-    pub misfit: Misfit,
+    pub misfit: Aside<Option<f64>>,
+    /// Where ranks or devices have weights of their own in a sum, by these.
+    #[serde(skip)]
+    pub weights: Aside<BTreeMap<Unit, f64>>,
 }
 
-/// The sum of squared errors in units of what rounding explains. It says how well a reading fits
-/// and not which one it is, so that all are equal.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Misfit(pub Option<f64>);
+/// What is known beside a reading and says nothing of which one it is, so that all are equal.
+#[derive(Clone, Debug, Default)]
+pub struct Aside<T>(pub T);
 
-impl PartialEq for Misfit {
-    fn eq(&self, _other: &Misfit) -> bool {
+impl<T> PartialEq for Aside<T> {
+    fn eq(&self, _other: &Self) -> bool {
         true
     }
 }
 
-impl Eq for Misfit {}
+impl<T> Eq for Aside<T> {}
 
-impl PartialOrd for Misfit {
-    fn partial_cmp(&self, other: &Misfit) -> Option<std::cmp::Ordering> {
+impl<T> PartialOrd for Aside<T> {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Misfit {
-    fn cmp(&self, _other: &Misfit) -> std::cmp::Ordering {
+impl<T> Ord for Aside<T> {
+    fn cmp(&self, _other: &Self) -> std::cmp::Ordering {
         std::cmp::Ordering::Equal
     }
 }
@@ -200,7 +206,7 @@ impl Reading {
 
     /// The same, and how well it fits.
     pub(crate) fn fitting(self, misfit: f64) -> Reading {
-        Reading { misfit: Misfit(Some(misfit)), ..self }
+        Reading { misfit: Aside(Some(misfit)), ..self }
     }
 }
 

@@ -8,11 +8,25 @@ use backtape::part::Part;
 
 use super::causes;
 use super::domain::Domain;
+use super::factor::is_near;
 use super::judge::Judge;
+use super::local_norms::clipped_to;
 use super::outcome::{Judged, Outcome, Reading, Stage};
+use super::sum_causes::WEIGHTED;
+use super::sums::SumOf;
+use crate::compare::Tally;
+use crate::number::short;
 
 /// What to look at where gradients were clipped before they were brought together.
 pub(super) const ORDER: &str = "the order: ranks bring gradients together first, and clip them by the norm of what comes of it";
+
+/// What is said of a gradient that was recorded before ranks brought it together, in words.
+const LATER: &str =
+    "it was recorded as reduced before ranks brought it together: call .reduced() after that";
+
+/// How near a sum of clipped gradients must be to what was recorded: norms are computed in f32, and
+/// coefficients of ranks differ by more where they differ.
+const NEAR: f64 = 1e-2;
 
 /// What is said of a gradient that the optimizer's step brings together, in words.
 const INSIDE: &str = "ranks took their own gradients into the optimizer's step, and hold the same parameter after it: \
@@ -95,16 +109,79 @@ impl Judge<'_> {
         }
     }
 
-    /// Names gradients that each rank clipped before they were brought together.
+    /// Names gradients that each rank clipped before they were brought together: what the optimizer took
+    /// is their sum, each times the coefficient of its rank. Where that is one and the same for all ranks
+    /// they were reduced first.
     fn clipped_before(&self, judged: &mut [Judged], parameter: &str) {
+        let Some((is_right, coefficients)) = self.sum_of_clipped(parameter) else { return };
+        let one = coefficients[0];
+        let is_global = coefficients.iter().all(|other| is_near(*other, one));
+        if !is_right {
+            return;
+        }
         let words = "ranks clipped their own gradients, each by its own norm, and brought them together \
                      after that: what the optimizer took is the same on all of them";
         for one in judged.iter_mut().filter(|one| one.parameter == parameter) {
             let Outcome::Diverged(divergence) = &mut one.result else { continue };
-            if matches!(one.stage, Stage::Reduce | Stage::Clip) {
+            if !matches!(one.stage, Stage::Reduce | Stage::Clip) {
+                continue;
+            }
+            if is_global {
+                one.result = Outcome::unchecked(LATER.into());
+            } else {
                 divergence.readings = vec![causes::NORM_LOCAL.reads(words).looking_at(ORDER)];
                 divergence.factor = None;
             }
+        }
+    }
+
+    /// Whether what the optimizer took is the sum of the ranks' own gradients, each times the coefficient of
+    /// its rank, and these coefficients.
+    fn sum_of_clipped(&self, parameter: &str) -> Option<(bool, Vec<f64>)> {
+        let inventory = self.inventory;
+        let key = inventory.key(parameter, &Part::Clipped)?;
+        let coefficient = |rank: Rank| {
+            let limits = inventory.declared.get(&rank)?.limits_of(parameter);
+            let [limit] = limits[..] else { return None };
+            Some(limit.coefficient().min(1.0))
+        };
+        let mut all = Vec::new();
+        let is_right = inventory.pieces(key, &|_| ()).iter().all(|piece| {
+            let domain = Domain::of(inventory, piece.ranks[0], parameter);
+            let Ok(addends) = inventory.addends(&domain, parameter) else { return false };
+            let own: Option<Vec<f64>> = addends.iter().map(|own| coefficient(own.rank)).collect();
+            let Some(own) = own else { return false };
+            let weights: Vec<f64> = own.iter().map(|own| own * domain.scale).collect();
+            all.extend(own);
+            let (rank, place, addends) = (piece.ranks[0], &piece.place, &addends[..]);
+            let of = SumOf { key, rank, place, addends, weights: &weights, sent: domain.sent };
+            let near = |tally: Tally| tally.slope().abs() < NEAR && tally.error() < NEAR;
+            self.sum(&of).is_ok_and(near)
+        });
+        (!all.is_empty()).then_some((is_right, all))
+    }
+
+    /// Names weights of ranks that bring each rank's gradients to one norm: each was clipped by its own
+    /// before they were brought together.
+    pub(super) fn weighted_by_norms(&self, judged: &mut [Judged]) {
+        let is_weighted = |own: &&mut Reading| own.cause == causes::RANKS_WEIGHTED.name;
+        let diverged = judged.iter_mut().filter_map(|one| match &mut one.result {
+            Outcome::Diverged(divergence) => Some(&mut divergence.readings),
+            _ => None,
+        });
+        let weighted: Vec<&mut Reading> = diverged.flatten().filter(is_weighted).collect();
+        let norms = if weighted.is_empty() { None } else { self.inventory.local_norms() };
+        for reading in weighted {
+            let factors = &reading.weights.0;
+            let Some(allowed) = norms.as_ref().and_then(|norms| clipped_to(factors, norms)) else {
+                continue;
+            };
+            let words = format!(
+                "each gradient was clipped to {} by its own norm before they were brought together: {}",
+                short(allowed),
+                reading.words.trim_start_matches(WEIGHTED)
+            );
+            *reading = causes::NORM_LOCAL.reads(words).looking_at(ORDER);
         }
     }
 }

@@ -11,10 +11,8 @@ use super::domain::{Addend, Domain};
 use super::explain::{microbatch_words, rank_words};
 use super::factor::is_near;
 use super::inventory::Inventory;
-use super::local_norms::{Unit, clipped_to};
-use super::outcome::Reading;
-use super::reduced_late::ORDER;
-use crate::number::short;
+use super::local_norms::Unit;
+use super::outcome::{Aside, Reading};
 
 /// A sum, solved.
 pub(crate) struct Solved<'a> {
@@ -56,6 +54,9 @@ pub(crate) fn named(solved: &Solved<'_>) -> Reading {
 /// How a sum of unknown cause is told, before its terms and after them.
 const SUM_OF: &str = "it is the sum of ";
 const ONCE: &str = " (each should be in it once)";
+
+/// How ranks are told that have other weights, before the terms.
+pub(super) const WEIGHTED: &str = "ranks have other weights in it: ";
 
 /// The terms of a sum that is told so.
 pub(super) fn terms_of(words: &str) -> Option<&str> {
@@ -317,6 +318,15 @@ impl Solved<'_> {
             let last = of_rank.last().map_or(0.0, |last| last.1);
             is_positive && rises && is_near(last, 1.0) && of_rank.len() > 1
         });
+        // One factor for all is that of a buffer that is divided once more each time.
+        let steps = own.chunk_by(|a, b| a.0.rank == b.0.rank);
+        let steps: Vec<f64> =
+            steps.flat_map(|own| own.windows(2).map(|pair| pair[1].1 / pair[0].1)).collect();
+        let step = *steps.first()?;
+        let is_whole = step >= 1.5 && is_near(step, step.round());
+        if steps.iter().all(|other| is_near(*other, step)) && (steps.len() > 1 || is_whole) {
+            return None;
+        }
         let first = own.iter().map(|(_, ratio)| *ratio).min_by(f64::total_cmp)?;
         let is_smaller = first < 0.99 && !self.has_stale() && self.is_of_domain_alone();
         (rises && is_smaller && self.is_unique).then(|| {
@@ -459,20 +469,9 @@ impl Solved<'_> {
         // No rank weighs less than nothing: such coefficients fit something else.
         let are_weights = own.iter().all(|(_, ratio)| *ratio > 0.0) && !self.has_stale();
         (by_rank && differ && are_weights && self.is_unique).then(|| {
-            let factors = own.iter().map(|(addend, ratio)| (unit(addend), *ratio)).collect();
-            let norms = self.inventory.local_norms();
-            match norms.and_then(|norms| clipped_to(&factors, norms)) {
-                Some(allowed) => causes::NORM_LOCAL
-                    .reads(format!(
-                        "each gradient was clipped to {} by its own norm before they were brought \
-                     together: {}",
-                        short(allowed),
-                        self.terms()
-                    ))
-                    .looking_at(ORDER),
-                None => causes::RANKS_WEIGHTED
-                    .reads(format!("ranks have other weights in it: {}", self.terms())),
-            }
+            let words = format!("{WEIGHTED}{}", self.terms());
+            let weights = own.iter().map(|(addend, ratio)| (unit(addend), *ratio)).collect();
+            Reading { weights: Aside(weights), ..causes::RANKS_WEIGHTED.reads(words) }
         })
     }
 

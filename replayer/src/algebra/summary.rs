@@ -258,7 +258,7 @@ fn adopt_terms(judged: &mut [Judged]) {
         let Some(own) = divergence.reading.as_ref().filter(|own| !is_known(own)) else { continue };
         let Some(terms) = terms_of(&own.words) else { continue };
         let same = |(other, known): &&(Stage, Reading)| {
-            *other == stage && is_known(known) && known.words.ends_with(terms)
+            *other == stage && is_known(known) && known.words.ends_with(&format!(": {terms}"))
         };
         if let Some((_, known)) = all.iter().find(same) {
             divergence.reading = Some(known.clone());

@@ -94,12 +94,20 @@ impl Judge<'_> {
             *name != parameter
                 && key.is_some_and(|key| inventory.dump.tensors()[key].shape == *shape)
         };
+        let corner = corner(of.place);
+        let captured = inventory.read_box(of.key, of.rank, &corner).ok()?;
+        // A gradient of zeros is anybody's.
+        if captured.iter().all(|x| *x == 0.0) {
+            return None;
+        }
         let is_other = |name: &&String| {
             let Ok(addends) = inventory.addends(domain, name) else { return false };
             let weights = vec![domain.scale; addends.len()];
-            let other = SumOf { addends: &addends, weights: &weights, ..*of };
-            let tally = self.trial().sum(&other);
-            tally.is_ok_and(|tally| tally.excess(&self.bound(of.place)).is_none())
+            [&corner, of.place].into_iter().all(|place| {
+                let other = SumOf { addends: &addends, weights: &weights, place, ..*of };
+                let tally = self.trial().sum(&other);
+                tally.is_ok_and(|tally| tally.excess(&self.bound(place)).is_none())
+            })
         };
         let name = inventory.parameters.keys().filter(is_fit).take(MOST_OTHERS).find(is_other)?;
         let words = "it is the gradient of another parameter of its shape";

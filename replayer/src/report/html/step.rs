@@ -148,7 +148,7 @@ fn stage(stage: &StageSummary) -> StageShown<'_> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::{MAX_BYTES, fragment, page};
-    use crate::algebra::{DeclaredRule, Fate, Misfit, NormGap, Reading, Row, Status, Unchecked};
+    use crate::algebra::{Aside, DeclaredRule, Fate, NormGap, Reading, Row, Status, Unchecked};
     use crate::checks::Checked;
     use crate::replay::outcome::GradNorm;
     use crate::report::schema::{DumpSummary, Report, SCHEMA, Verdict};
@@ -208,7 +208,8 @@ pub(super) mod tests {
             cause: "reduce-sum-for-mean",
             words: "captured = 2.0000000 x reference".into(),
             look: "the division by the size of the group",
-            misfit: Misfit::default(),
+            misfit: Aside::default(),
+            weights: Aside::default(),
         }
     }
 
