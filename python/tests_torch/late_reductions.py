@@ -74,10 +74,14 @@ class Job:
                     one.grad *= 0.5 + 0.2 * rank
         if self.scenario == "clipped by hand first":
             shrink(self.module)
+        if self.scenario == "norm for the log first":
+            nn.utils.get_total_norm([one.grad for one in self.module.parameters()])
         if self.scenario == "clipped first":
             nn.utils.clip_grad_norm_(self.module.parameters(), ALLOWED)
         if self.scenario not in ("inside", "not at all"):
             communicate(self.module)
+        if self.scenario == "norm for the log first":
+            nn.utils.clip_grad_norm_(self.module.parameters(), ALLOWED)
         if self.scenario == "exchanged":
             exchanged(self.module)
         self.optimizer.step()

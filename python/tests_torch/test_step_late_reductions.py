@@ -20,6 +20,7 @@ TOLD = {
     "smaller each time": Told("diverged", "reduce", "clip-twice", ALL, "is made smaller with each microbatch"),
     "clipped by hand first": Told("diverged", "reduce", "norm-local-not-global", ALL, OWN_NORM),
     "clipped first": Told("diverged", "reduce", "norm-local-not-global", ALL, "look at the order"),
+    "norm for the log first": Told("incomplete", words="recorded as reduced before ranks brought it together"),
     "exchanged": Told("diverged", "reduce", "update-from-other-gradient", WEIGHTS, "the gradient of another parameter"),
 }
 

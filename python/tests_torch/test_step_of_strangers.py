@@ -57,6 +57,17 @@ class Job:
         """One backward pass and the optimizer's step."""
         return lambda: (self.backward(optimizer), optimizer.step())
 
+    def of_several_passes(self, optimizer):
+        """Three backward passes, and the optimizer's step."""
+
+        def step():
+            optimizer.zero_grad()
+            for _ in range(3):
+                self.loss().backward()
+            optimizer.step()
+
+        return step
+
     def run(self, directory, optimizers, step, **options):
         with backtape.Recorder(dir=directory, strict=True, steps="2") as recorder:
             for number in range(3):

@@ -170,14 +170,7 @@ def modules_of_other_kinds(job, directory):
         nn.utils.parametrizations.weight_norm(job.module[0])
         nn.utils.parametrizations.spectral_norm(job.module[2])
     optimizer = sgd(job.module.parameters())
-
-    def step():
-        optimizer.zero_grad()
-        for _ in range(3):
-            job.loss().backward()
-        optimizer.step()
-
-    return job.run(directory, optimizer, step)
+    return job.run(directory, optimizer, job.of_several_passes(optimizer))
 
 
 class Renormed(nn.Module):
@@ -193,14 +186,7 @@ def embedding_of_bounded_rows(job, directory):
     """Each forward pass renormalizes the rows that it looks up."""
     job.module = Renormed()
     optimizer = sgd(job.module.parameters())
-
-    def step():
-        optimizer.zero_grad()
-        for _ in range(3):
-            job.loss().backward()
-        optimizer.step()
-
-    return job.run(directory, optimizer, step)
+    return job.run(directory, optimizer, job.of_several_passes(optimizer))
 
 
 JOBS = [

@@ -133,6 +133,11 @@ impl Judge<'_> {
                 divergence.factor = None;
             }
         }
+        // Norms are of the same gradients.
+        let norms = judged.iter_mut().filter(|one| is_global && one.stage == Stage::Norm);
+        for one in norms.filter(|one| one.result.divergence().is_some()) {
+            one.result = Outcome::unchecked(LATER.into());
+        }
     }
 
     /// Whether what the optimizer took is the sum of the ranks' own gradients, each times the coefficient of
