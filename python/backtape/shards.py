@@ -105,6 +105,7 @@ def shards_of(
     offsets: Sequence[int] | None = None,
     partial: str | None = None,
     flat_offset: int | None = None,
+    extent: Sequence[int] | None = None,
     placement: Placement | None = None,
     regions: Sequence[Any] | None = None,
     mesh: Mesh | None = None,
@@ -113,7 +114,7 @@ def shards_of(
 ) -> list[Shard]:
     """The shards of `array` that this process holds.
 
-    global_shape, offsets, flat_offset, partial, placement, regions: as in `Tape.record`.
+    global_shape, offsets, flat_offset, extent, partial, placement, regions: as in `Tape.record`.
     mesh: on which `placement` lies.
     place_proof: have the framework compute where the elements lie, beside the box.
     guard: around that, which may fail without losing the shard.
@@ -121,7 +122,10 @@ def shards_of(
     Raises TypeError or ValueError for what cannot be recorded, and whatever the framework raises
     for an array that is gone (deleted, donated).
     """
-    box = declared_box(global_shape, offsets, flat_offset)
+    box = declared_box(global_shape, offsets, flat_offset, extent)
+    run = None
+    if flat_offset is not None and box is not None:
+        run = operator.index(flat_offset), tuple(map(operator.index, extent or box[0]))
     regions = as_tuples(regions)
     if placement is not None:
         if box is not None or mesh is None:
@@ -138,7 +142,7 @@ def shards_of(
     framework = framework_of(array)
     if framework == "torch":
         make = arrays_of("torch").shards_of
-        return make(array, box, partial, flat_offset, place_proof, guard, regions)
+        return make(array, box, partial, run, place_proof, guard, regions)
     if flat_offset is not None:
         raise TypeError("flat_offset is for torch tensors")
     if framework == "jax":
@@ -187,14 +191,19 @@ def declared_box(
     global_shape: Sequence[int] | None,
     offsets: Sequence[int] | None,
     flat_offset: int | None = None,
+    extent: Sequence[int] | None = None,
 ) -> Box | None:
     """The box that the job declares an array to be; None where it declares none.
 
-    With `flat_offset` the array is a run of the flattened tensor, and the offsets are zeros that
-    nobody uses. Raises ValueError where only a part of the arguments is given.
+    With `flat_offset` the array is a run of the flattened tensor, or of its box of this extent at the offsets.
+    Raises ValueError where only a part of the arguments is given.
     """
-    if flat_offset is not None and (global_shape is None or offsets is not None):
-        raise ValueError("flat_offset takes global_shape beside it, and no offsets")
+    if flat_offset is not None and (global_shape is None or (offsets is None) != (extent is None)):
+        raise ValueError(
+            "flat_offset takes global_shape beside it, and offsets with the extent of a box or neither"
+        )
+    if flat_offset is None and extent is not None:
+        raise ValueError("extent is that of the box in which flat_offset counts: give both")
     if flat_offset is None and (global_shape is None) != (offsets is None):
         raise ValueError("global_shape and offsets say together where a box lies: give both")
     if global_shape is None:
@@ -225,6 +234,16 @@ def boxes_of_run(shape: Sequence[int], start: int, count: int) -> list[tuple[Spa
         boxes.append(((offsets, extent), whole * inner))
         row, count = row + whole, count - whole * inner
     return boxes + _inside_row(row, shape, 0, count)
+
+
+def boxes_of_run_in(
+    offsets: Sequence[int], extent: Sequence[int], start: int, count: int
+) -> list[tuple[Span, int]]:
+    """The same of elements of a flattened box of a tensor."""
+    return [
+        ((tuple(first + at for first, at in zip(offsets, inside)), lengths), elements)
+        for (inside, lengths), elements in boxes_of_run(extent, start, count)
+    ]
 
 
 def _inside_row(

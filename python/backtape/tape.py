@@ -123,6 +123,7 @@ class Tape:
         global_shape: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
         flat_offset: int | None = None,
+        extent: Sequence[int] | None = None,
         partial: Reduction | None = None,
         when: When | None = None,
         placement: Placement | None = None,
@@ -138,7 +139,8 @@ class Tape:
         global_shape, offsets: `array` is the box of a tensor of this shape that starts at these
             indices, one for each dimension.
         global_shape, flat_offset: `array`, a torch tensor, is a run of the flattened tensor that
-            starts at this element (FSDP1's flat parameters); it may end inside a row.
+            starts at this element (FSDP1's flat parameters); it may end inside a row. With offsets and
+            `extent` it is a run of the flattened box of this extent that starts at the offsets.
         partial: `array` is one rank's addend of the tensor, "sum" or "mean". This needs one process
             for each device; where a process drives several devices, record the reduced tensor.
         placement: how a local array lies on the recorder's mesh: {"data": 0} where the axis `data`
@@ -160,6 +162,7 @@ class Tape:
             offsets=offsets,
             partial=partial,
             flat_offset=flat_offset,
+            extent=extent,
             placement=placement,
             regions=regions,
             mesh=self._mesh,

@@ -19,7 +19,16 @@ from backtape import frameworks, gpu
 from backtape._native import Arriving, Copied, Cuts, Staging, check_dtype
 from backtape.failopen import CAUGHT
 from backtape.sampling import Region, inside
-from backtape.shards import REPLICATE, Box, Guard, PlainParts, Shard, boxes_of_run, moved, slices
+from backtape.shards import (
+    REPLICATE,
+    Box,
+    Guard,
+    PlainParts,
+    Shard,
+    boxes_of_run_in,
+    moved,
+    slices,
+)
 
 # Bytes of staging memory that are kept for later captures: as many as the recorder's queue may
 # hold.
@@ -46,7 +55,7 @@ def shards_of(
     tensor: torch.Tensor,
     box: Box | None,
     partial: str | None,
-    flat_offset: int | None,
+    run: tuple[int, tuple[int, ...]] | None,
     place_proof: bool,
     guard: Guard,
     regions: tuple[Region, ...] | None = None,
@@ -54,8 +63,7 @@ def shards_of(
     """The shards of `tensor` that this rank holds, copied.
 
     box: for a plain tensor, the box of the global tensor that it is.
-    flat_offset: with `box`, the tensor is a run of the flattened global tensor from this element
-    on.
+    run: with `box`, the tensor is a run of the flattened box of this extent, from this element on.
     regions: the boxes of the global tensor that are taken; None takes all of it.
 
     Raises TypeError for a tensor that has no bytes of its own, ValueError for a dtype that cannot
@@ -68,9 +76,9 @@ def shards_of(
             raise ValueError("a DTensor says itself where it lies: leave out global_shape")
         return of_dtensor(values, partial, place_proof, guard, regions)
     shape, offsets = box or (tuple(values.shape), (0,) * values.ndim)
-    if flat_offset is None:
+    if run is None:
         return parts_of(values, shape, offsets, regions)
-    return of_run(values, shape, flat_offset, regions)
+    return of_run(values, (shape, offsets), run, regions)
 
 
 def check(tensor: torch.Tensor) -> None:
@@ -312,14 +320,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def of_run(
-    values: torch.Tensor, shape: Sequence[int], start: int, regions: tuple[Region, ...] | None
+    values: torch.Tensor,
+    box: Box,
+    run: tuple[int, tuple[int, ...]],
+    regions: tuple[Region, ...] | None,
 ) -> list[Shard | Copied]:
-    """The shards of a run of the flattened tensor, from element `start` on, as FSDP1 cuts
-    parameters."""
+    """The shards of a run of a flattened box of the tensor, as FSDP1 cuts parameters."""
     flat = values.reshape(-1)
     shards: list[Shard | Copied] = []
-    at = 0
-    for (offsets, extent), count in boxes_of_run(shape, start, flat.numel()):
+    (shape, first), (start, whole), at = box, run, 0
+    for (offsets, extent), count in boxes_of_run_in(first, whole, start, flat.numel()):
         shards += parts_of(flat[at : at + count].view(extent), shape, offsets, regions)
         at += count
     return shards
@@ -333,15 +343,17 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def held_by_this_rank(tensor: Any, box: Box | None, flat_offset: int | None) -> list[Region]:
+def held_by_this_rank(
+    tensor: Any, box: Box | None, run: tuple[int, tuple[int, ...]] | None
+) -> list[Region]:
     """The boxes of the global tensor that `shards_of` would record, without a look at the values."""
     if is_dtensor(tensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []
         where = (tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), None)
         spans = [(cut.offsets, cut.extent) for cut in layout_of(*where).boxes.cuts]
-    elif flat_offset is not None and box is not None:
-        spans = [span for span, _ in boxes_of_run(box[0], flat_offset, tensor.numel())]
+    elif run is not None and box is not None:
+        spans = [span for span, _ in boxes_of_run_in(box[1], run[1], run[0], tensor.numel())]
     else:
         spans = [(box[1] if box else (0,) * tensor.ndim, tuple(tensor.shape))]
     return [

@@ -35,7 +35,16 @@ import torch
 from backtape import rule_declared
 from backtape.failopen import CAUGHT, describe
 from backtape.sampling import sampling_of
-from backtape.step_torch import backward, clipping, declaration, optimizers, scaler
+from backtape.step_torch import (
+    backward,
+    clipping,
+    copies,
+    declaration,
+    deepspeed,
+    megatron,
+    optimizers,
+    scaler,
+)
 from backtape.step_torch.capture import Capture, Said
 from backtape.step_torch.choice import choose
 from backtape.step_torch.reduction import checked
@@ -145,7 +154,13 @@ def step_algebra(
         rules = rule_declared.checked(rules)
         said = Said(checked(reduce, tape.mesh), rules, accumulation, loss_scale)
         capture = Capture(tape, models, owners, sampling, said)
-        choose(capture.parts, optimizers.known(owners), names, groups)
+        with capture.guarded("the optimizer of a framework"):
+            deepspeed.attach(capture)
+            megatron.attach(capture)
+        with capture.guarded("copies of parameters"):
+            copies.attach(capture, optimizers.known(capture.owners))
+        capture.sample()
+        choose(capture.parts, optimizers.known(capture.owners), names, groups)
         tape.at_end("step algebra", functools.partial(finish, capture))
         for start in (backward.start, clipping.start, scaler.start, optimizers.start):
             with capture.guarded(start.__module__.rsplit(".", 1)[-1]):
@@ -169,7 +184,9 @@ def finish(capture: Capture, ended_by: str | None) -> None:
     capture.close()
     waiting = capture.not_stepped()
     if ended_by is None:
-        capture.take("reduced", waiting)
+        capture.take("reduced", [part for part in waiting if part.master is None])
         with capture.guarded("values of parameters that no optimizer holds"):
             optimizers.take_unheld(capture, "after")
+        with capture.guarded("copies of parameters"):
+            copies.finish(capture)
     declaration.record(capture, ended_by)

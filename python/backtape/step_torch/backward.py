@@ -71,8 +71,8 @@ def start(capture: Capture) -> None:
     """Records gradients that are there already, and sets the hooks."""
     for part in capture.own:
         gradient = part.gradient()
-        if gradient is not None and bool(local(gradient).any()):
-            capture.record("stale", part, gradient, addend=True)
+        if gradient is not None and bool(local(gradient.own()).any()):
+            capture.record("stale", part, gradient.own(), addend=True, where=gradient.where)
     moves.begin(capture.models, capture.own)
     passes = Passes(len(capture.models), capture.scales)
     if "_engine_run_backward" in vars(torch.autograd):
@@ -84,10 +84,10 @@ def start(capture: Capture) -> None:
         elif part.flat is not None:
             flat[id(part.flat[0])].append(part)
         elif part.sharded is None:
-            holder = part.holder()
-            if holder is not None and holder.requires_grad:
+            reached = part.holder() if part.leaf is None else part.leaf
+            if reached is not None and reached.requires_grad:
                 hook = functools.partial(_arrived, capture, passes, part)
-                capture.handles.append(holder.register_hook(hook))
+                capture.handles.append(reached.register_hook(hook))
     _watch_flat(capture, passes, flat)
     _watch_sharded(capture, passes)
     _watch_ddp(capture)
@@ -116,15 +116,18 @@ def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tenso
                 part.first_pass = index
             part.loss_scale = capture.scales.current
             capture.microbatches[part.model] = max(capture.microbatches[part.model], index + 1)
+            stale = part.summed() if part.summed is not None and not part.passes else None
             again = index in part.passes
             if not again:
                 part.passes.append(index)
         if again:
             part.leave_out("grad", TWICE)
             return
+        if stale is not None and bool(stale.any()):
+            capture.record("stale", part, stale, addend=True, where=part.whole)
         moves.at_pass(part)
         part.partial.update(partial_axes(gradient))
-        capture.record("grad", part, gradient, microbatch=index, addend=True, whole=True)
+        capture.record("grad", part, gradient, microbatch=index, addend=True, where=part.whole)
 
 
 def was_spent(capture: Capture, part: Part) -> bool:
@@ -168,10 +171,10 @@ def _added(capture: Capture, part: Part, module: Any, parameter: torch.Tensor) -
     with capture.guarded(part.name):
         gradient = parameter.grad
         if module.require_backward_grad_sync and gradient is not None and part.passes:
-            _reduced_from(capture, part, gradient, whole=False)
+            reduced_from(capture, part, gradient, whole=False)
 
 
-def _reduced_from(capture: Capture, part: Part, gradient: torch.Tensor, whole: bool) -> None:
+def reduced_from(capture: Capture, part: Part, gradient: torch.Tensor, whole: bool) -> None:
     """Records what goes into a communication, unless it is the gradient of the only microbatch."""
     if part.later:  # It is of the optimizer's next step.
         return
@@ -183,7 +186,8 @@ def _reduced_from(capture: Capture, part: Part, gradient: torch.Tensor, whole: b
         part.leave_out("accumulated", reason)
     elif several:
         part.taken.add("accumulated")
-        capture.record("accumulated", part, gradient, addend=True, whole=whole)
+        where = part.whole if whole else part.where
+        capture.record("accumulated", part, gradient, addend=True, where=where)
 
 
 def _watch_flat(capture: Capture, passes: Passes, flat: dict[int, list[Part]]) -> None:
@@ -198,7 +202,7 @@ def _watch_flat(capture: Capture, passes: Passes, flat: dict[int, list[Part]]) -
         parts = flat.get(id(handle.flat_param), [])
         if parts and handle.flat_param.grad is not None:
             for part, piece in _cut(parts, handle.flat_param.grad.detach()):
-                _reduced_from(capture, part, piece, whole=True)
+                reduced_from(capture, part, piece, whole=True)
         yield
 
     if not flat:
@@ -257,7 +261,7 @@ def _watch_sharded(capture: Capture, passes: Passes) -> None:
     ) -> Generator[None, Any, None]:
         for parameter, gradient in zip(sharded, gradients):
             if part := parts.get(id(parameter)):
-                _reduced_from(capture, part, _placed(parameter, gradient), whole=True)
+                reduced_from(capture, part, _placed(parameter, gradient), whole=True)
             # FSDP frees the gradients by clearing its list.
             del gradient
         yield

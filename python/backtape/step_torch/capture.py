@@ -1,7 +1,7 @@
 """What has been taken of a step, and of which parameter."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,14 @@ from backtape._native import RecorderError, sums_of
 from backtape.sampling import Sampling
 from backtape.shards import PlainParts
 from backtape.step_torch.choice import SUMMED, note_squares, regions_of, shape_of
-from backtape.step_torch.parts import Part, local, parts_of
+from backtape.step_torch.parts import Gradient, Part, local, parts_of
 from backtape.step_torch.patches import Patches
 from backtape.step_torch.scales import Scales
 from backtape.tape import Tape
 from backtape.torch_arrays import dtype_name, is_dtensor, is_plain, plain_parts
+
+# The place of a tensor that has all elements of its parameter.
+WHOLE: dict[str, Any] = {}
 
 # Integers of the same width, as which the bits of a tensor are summed.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,8 +61,6 @@ class Capture:
         self.accumulation = said.accumulation
         self.sampling = sampling
         self.parts = parts_of(models)
-        for part in self.own:
-            part.regions = regions_of(sampling, part)
         self.patches = Patches(self.guarded)
         self.handles: list[Any] = []  # hooks, to be removed
         self.lock = threading.Lock()  # hooks run in the threads of the backward
@@ -73,8 +74,17 @@ class Capture:
         self.scales = Scales()  # of each backward pass
         self.divisor = 1.0  # of the sum over microbatches
         self.steps: list[Any] = []  # of optimizers.Step, by optimizer
+        self.outers: list[Any] = []  # of outer.Outer
+        self.copied: list[Part] = []  # those of which the job itself keeps copies of more bits
+        # What else knows how gradients are reduced: it adds to the communications by parameter.
+        self.reductions: list[Callable[[Capture, dict[str, list[dict[str, Any]]]], None]] = []
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
         self.unknown: list[str] = []  # why an optimizer's step cannot be recorded
+
+    def sample(self) -> None:
+        """Draws what is recorded of each parameter."""
+        for part in self.own:
+            part.regions = regions_of(self.sampling, part)
 
     def guarded(self, subject: str) -> AbstractContextManager[None]:
         """Keeps what backtape raises from the job, unless the recorder is strict, and names it in the
@@ -117,20 +127,21 @@ class Capture:
                 if gradient is not None:
                     self._take_gradient(stage, part, gradient)
 
-    def _take_gradient(self, stage: str, part: Part, gradient: torch.Tensor) -> None:
+    def _take_gradient(self, stage: str, part: Part, gradient: Gradient) -> None:
         part.taken.add(stage)
-        axes = partial_axes(gradient)
+        own = gradient.own()
+        axes = partial_axes(own)
         bits = None
         if not axes and not (part.recorded and part.regions is None):
-            bits = note_squares(part, stage, gradient)
+            bits = note_squares(part, stage, own, gradient.where)
         if not part.recorded:
             return
         if stage != "clipped":  # after which nobody asks
             part.mark = mark_of(part, bits)
         if axes:
-            self._take_partial(stage, part, gradient, axes)
+            self._take_partial(stage, part, own, axes)
         else:
-            self.record(stage, part, gradient)
+            self.record(stage, part, own, where=gradient.where)
 
     def _take_partial(
         self, stage: str, part: Part, gradient: torch.Tensor, axes: dict[str, str]
@@ -158,22 +169,23 @@ class Capture:
         *,
         microbatch: int | None = None,
         addend: bool = False,
-        whole: bool = False,
+        where: dict[str, Any] | None = None,
     ) -> None:
         """Hands a tensor of a parameter to the tape.
 
         addend: it is this rank's addend of a gradient.
-        whole: it is not in the place of the holder: the whole parameter of FSDP, or a tensor that
-            has a shape of its own.
+        where: its place, as options of `Tape.record`; by default that of the holder. `WHOLE` is that of
+            a whole parameter, as FSDP has it for a while, or of a tensor that has a shape of its own.
         """
         if not part.recorded:
             return
         name = f"step.{stage}:{part.name}"
-        if not part.where and is_plain(tensor) and (parts := self._plain_parts(part, tensor)):
+        where = part.where if where is None else where
+        if not where and is_plain(tensor) and (parts := self._plain_parts(part, tensor)):
             when, partial = ("pre_reduce", "sum") if addend else (None, None)
             self.tape.record_plain(name, tensor, parts, microbatch, when, partial)
             return
-        key: dict[str, Any] = {} if whole else dict(part.where)
+        key = dict(where)
         if addend:
             key["when"] = "pre_reduce"
             if partial_axes(tensor) and is_unsharded(tensor):
@@ -227,11 +239,11 @@ def mark_of(part: Part, bits: int | None = None) -> tuple[Any, ...] | None:
     """What shows cheaply whether a gradient was changed: which tensor it is, how often torch has changed
     it in place, and a sum of its bits, which also sees what is written through `.data`. bits: that sum,
     where it is known."""
-    holder, own = part.holder(), part.gradient()
-    if holder is None or own is None:
+    gradient = part.gradient()
+    if gradient is None:
         return None
-    gradient = holder.grad
-    return id(gradient), gradient._version, bits_of(own) if bits is None else bits
+    whole = gradient.whole
+    return id(whole), whole._version, bits_of(gradient.own()) if bits is None else bits
 
 
 def bits_of(gradient: torch.Tensor) -> Any:

@@ -40,6 +40,13 @@ def choose(parts: list[Part], optimizers: Sequence[Any], names: Globs, groups: G
             if is_group(wanted, index, group)
             for parameter in group["params"]
         ]
+        members += [
+            id(part.in_groups())
+            for part in parts
+            for optimizer in optimizers
+            if is_master_of(part, optimizer) and part.master.group is not None
+            and is_group(wanted, part.master.group, optimizer.param_groups[part.master.group])
+        ]
         if not members:
             known = ", ".join(
                 group_name(index, group)
@@ -56,6 +63,11 @@ def choose(parts: list[Part], optimizers: Sequence[Any], names: Globs, groups: G
     for part in parts:
         if asked is not None and part.same_as is not None:
             part.recorded = part.recorded or part.same_as in recorded
+
+
+def is_master_of(part: Part, optimizer: Any) -> bool:
+    """Whether this optimizer has the parameter's copy, or part of it on other ranks."""
+    return part.master is not None and part.master.owner is optimizer
 
 
 def listed(groups: int | str | Sequence[int | str]) -> list[int | str]:
@@ -78,6 +90,8 @@ def shape_of(part: Part) -> tuple[int, ...] | None:
     if part.flat is not None:
         flat, index = part.flat
         return tuple(flat._shapes[index])
+    if "global_shape" in part.where:
+        return tuple(part.where["global_shape"])
     holder = part.holder()
     return None if holder is None else tuple(holder.shape)
 
@@ -90,9 +104,11 @@ def regions_of(sampling: Sampling | None, part: Part) -> tuple[Region, ...] | No
     return sampling.regions(part.name, shape)
 
 
-def note_squares(part: Part, stage: str, gradient: torch.Tensor) -> int | None:
+def note_squares(
+    part: Part, stage: str, gradient: torch.Tensor, where: dict[str, Any]
+) -> int | None:
     """Notes the sum of the squares of a gradient that is not recorded whole, and which part of it this
-    rank holds. The number is read when the step ends, so nothing waits here. Returns the sum of the
+    rank holds, as `where` says. The number is read when the step ends, so nothing waits here. Returns the sum of the
     gradient's bits where it was found on the way."""
     bits = None
     if gradient.dtype in SUMMED and is_plain(gradient):
@@ -101,12 +117,15 @@ def note_squares(part: Part, stage: str, gradient: torch.Tensor) -> int | None:
     else:
         part.squares[stage] = squares(gradient)
     if not part.held:
-        box = None
-        if not is_dtensor(gradient) and "global_shape" in part.where:
-            box = (tuple(part.where["global_shape"]), ())
+        box = run = None
+        if not is_dtensor(gradient) and "global_shape" in where:
+            shape = tuple(where["global_shape"])
+            box = (shape, tuple(where.get("offsets") or (0,) * len(shape)))
+            if "flat_offset" in where:
+                run = where["flat_offset"], tuple(where.get("extent") or shape)
         part.held = {
             "shape": shape_of(part),
-            "held": held_by_this_rank(gradient, box, part.where.get("flat_offset")),
+            "held": held_by_this_rank(gradient, box, run),
             "dtype": dtype_name(gradient.dtype),
         }
     return bits

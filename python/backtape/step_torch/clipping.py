@@ -35,7 +35,7 @@ def start(capture: Capture) -> None:
         observers |= {"_get_total_norm": _norm(capture), "_clip_grads_with_norm_": _clip(capture)}
     else:
         # Before torch 2.6 one function does all of it.
-        observers["clip_grad_norm_"] = _norm_and_clip(capture)
+        observers["clip_grad_norm_"] = norm_and_clip(capture)
     for name, observer in observers.items():
         capture.patches.inside(module, name, DECORATED, observer)
     fsdp = frameworks.imported("torch.distributed.fsdp")
@@ -94,7 +94,7 @@ def _clip(capture: Capture) -> Any:
     return observe
 
 
-def _norm_and_clip(capture: Capture) -> Any:
+def norm_and_clip(capture: Capture) -> Any:
     def observe(
         parameters: Gradients, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any
     ) -> Generator[None, Any, None]:
@@ -288,7 +288,7 @@ def _parts_of_parameters(capture: Capture, parameters: Gradients) -> list[Part]:
     """The parameters that take part in a norm: those of these tensors that have a gradient."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     ids = {id(parameter) for parameter in given if parameter.grad is not None}
-    return [part for part in capture.own if id(part.holder()) in ids]
+    return [part for part in capture.own if any(id(tensor) in ids for tensor in part.tensors())]
 
 
 def _parts_of_gradients(
@@ -299,10 +299,10 @@ def _parts_of_gradients(
     places = {_place(gradient): 0 for gradient in gradients}
     parts = []
     for part in capture.own:
-        holder = part.holder()
-        if holder is None or holder.grad is None:
+        gradient = part.gradient()
+        if gradient is None:
             continue
-        place = _place(holder.grad)
+        place = _place(gradient.whole)
         if place in places:
             places[place] += 1
             parts.append(part)

@@ -157,8 +157,11 @@ def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
     if part.trainable and not part.passes:
         part.leave_out("grad", ended or _no_gradient(part))
     if part.trainable and "reduced" not in part.taken:
-        nothing = HOLDS_NOTHING if part.holder() is None else "it has no .grad"
+        nothing = HOLDS_NOTHING if part.updated().holder() is None else "it has no .grad"
         part.leave_out("reduced", ended or nothing)
+    if part.place is None and part.master is not None:
+        _leave_out_values(part, HOLDS_NOTHING)
+        return
     if part.place is None:
         foreign = sum(len(step.foreign()) for step in capture.steps)
         if foreign and part.trainable and part.holder() is not None:
@@ -174,7 +177,7 @@ def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
         else:
             _leave_out_values(part, reason)
         return
-    if part.holder() is None:
+    if part.updated().holder() is None:
         _leave_out_values(part, HOLDS_NOTHING)
         return
     step = capture.steps[part.place[0]]
@@ -194,5 +197,6 @@ def _no_gradient(part: Part) -> str:
 
 
 def _leave_out_values(part: Part, reason: str) -> None:
-    for stage in ("before", "after", "state"):
+    copies = ("before", "after") if part.master is None else ("master_before", "master_after")
+    for stage in (*copies, "state"):
         part.leave_out(stage, reason)

@@ -60,6 +60,13 @@ def has_moved(part: Part) -> bool:
     return not torch.equal(last.cpu(), now.cpu())
 
 
+def has_changed(part: Part) -> bool:
+    """Whether the value is another than at the beginning of the tape."""
+    begun = None if part.values is None else part.values.begun
+    now = None if begun is None else sampled(part)
+    return begun is None or now is None or not torch.equal(begun.cpu(), now.cpu())
+
+
 def at_step(part: Part) -> None:
     """Notes the value that the optimizer's step finds."""
     if part.values is not None:

@@ -16,14 +16,18 @@ import torch
 from backtape import frameworks
 from backtape.failopen import text_of
 from backtape.step_torch import moves
-from backtape.step_torch.capture import Capture, changed
-from backtape.step_torch.parts import Part, local
+from backtape.step_torch.capture import WHOLE, Capture, changed
+from backtape.step_torch.choice import is_master_of
+from backtape.step_torch.parts import Part, cut, local
 
 LATER = "an optimizer stepped it once more, by another gradient: the first step is recorded"
 ANEW = (
     "the optimizer called its closure several times: the reduced gradient is that of the first call, "
     "and gradients of microbatches are those of all calls"
 )
+
+# Switches that apex and DeepSpeed keep beside the groups.
+OF_ALL_GROUPS = ("adam_w_mode",)
 
 # What torch keeps in a group beside hyper-parameters.
 NOT_HYPER = {"params", "param_names"}
@@ -38,6 +42,13 @@ class Step:
         self.given = given
         self.optimizer = unwrapped(given)
         self.sharded = is_zero(self.optimizer)
+        # The optimizer of a framework around it.
+        around = (one for one in capture.outers if any(self.optimizer is own for own in one.inner))
+        self.outer = next(around, None)
+        for part in capture.own:
+            if is_master_of(part, self.optimizer):
+                part.place = part.place or (index, part.master.group)
+                part.places.add(part.place)
         self.groups: list[dict[str, Any]] = []
         # Its tensors that are no parameters, when it stepped: a copy of more bits has a gradient.
         self.others: list[dict[str, Any]] = []
@@ -79,12 +90,13 @@ class Step:
         for part in self.capture.own:
             listed = part.in_groups()
             if listed is not None and id(listed) in groups:
-                place = (self.index, groups[id(listed)])
+                is_copy = is_master_of(part, self.optimizer)
+                place = (self.index, part.master.group if is_copy else groups[id(listed)])
                 part.places.add(place)
                 # What is recorded is the step of the first optimizer that takes one.
                 if part.place is None or self.count and not steps[part.place[0]].count:
                     part.place = place
-                if part.holder() is not None:
+                if part.updated().holder() is not None:
                     parts.append(part)
         return parts
 
@@ -92,13 +104,21 @@ class Step:
         """The same without those that another optimizer has stepped before."""
         return [part for part in self.parts() if part.place and part.place[0] == self.index]
 
+    def own_parts(self, parts: list[Part]) -> list[Part]:
+        """Those of some parameters that it steps on this rank."""
+        own = [part for part in parts if part.place is not None and part.place[0] == self.index]
+        return [part for part in own if part.updated().holder() is not None]
+
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """What each group sets."""
         optimizer = self.optimizer
         # Switches that others put into the groups change nothing of what a class of torch does.
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
         known = set(optimizer.defaults) if is_of_torch else None
-        return [hyper_parameters(group, known) for group in optimizer.param_groups]
+        groups = optimizer.param_groups if self.outer is None else self.outer.groups_of(optimizer)
+        own = {name: vars(optimizer)[name] for name in OF_ALL_GROUPS if name in vars(optimizer)}
+        switches = {name: bool(value) for name, value in own.items()}
+        return [switches | hyper_parameters(group, known) for group in groups]
 
     def foreign(self) -> list[torch.Tensor]:
         """The tensors that the optimizer has and that are of no parameter of the models."""
@@ -115,7 +135,9 @@ class Step:
             if self.depth > 1:
                 self._begin_inner()
                 return None
-            self.count += 1
+            # A framework steps the groups of an optimizer one by one.
+            if self.outer is None or not self.outer.is_more(self.optimizer):
+                self.count += 1
             self.has_closure = callable(options.get("closure")) or (
                 len(args) > 1 and callable(args[1])
             )
@@ -135,7 +157,7 @@ class Step:
             ]
             for part in parts:
                 moves.at_step(part)
-            self._take_values("before", parts)
+            self.take_values("before", parts)
             if callable(options.get("closure")):
                 return args, options | {"closure": self._watched(options["closure"], parts)}
             if len(args) > 1 and callable(args[1]):
@@ -198,8 +220,9 @@ class Step:
             self.depth -= 1
             # What the step of the base took is taken, whatever the job's own does after it.
             self.ended = True
-            if self.depth == 0 and self.count == 1:
-                self._take_values("after", self.first_parts())
+            # What is around an optimizer may change its state yet.
+            if self.depth == 0 and self.count == 1 and (self.outer is None or self.outer.swaps):
+                self.take_values("after", self.first_parts())
             for part in self.parts() if self.depth == 0 else ():
                 part.stepped = gradient_of(part)
 
@@ -215,35 +238,44 @@ class Step:
                 elif not seen:
                     capture.take("reduced", [part])
 
-    def _take_values(self, when: str, parts: list[Part]) -> None:
-        """Records the parameters and the optimizer's state."""
+    def take_values(self, when: str, parts: list[Part]) -> None:
+        """Records the parameters or the copies that it updates, and the optimizer's state."""
         state = self.optimizer.optim.state if self.sharded else self.optimizer.state
         for part in parts:
-            value = part.value()
-            if value is not None:
-                self.capture.record(when, part, value)
-            holder = part.holder()
+            self._take_value(when, part)
+            holder = part.updated().holder()
             if self.sharded and self.optimizer._param_to_rank.get(holder) != self.optimizer.rank:
                 part.leave_out("state", "another rank holds the optimizer's state of it")
                 continue
             for name, entry in dict(state.get(holder, {})).items():
                 self._take_state(when, part, holder, str(name), entry)
 
+    def _take_value(self, when: str, part: Part) -> None:
+        value, master = part.value(), part.master
+        is_copy = master is not None and master.holder() is not None
+        # A copy is brought back to the parameter after the step, and what does that records it.
+        if value is not None and self.outer is None and (not is_copy or when == "before"):
+            self.capture.record(when, part, value)
+        if is_copy:
+            copy = cut(master.holder(), master.span).detach()
+            self.capture.record(f"master_{when}", part, copy, where=master.where)
+
     def _take_state(self, when: str, part: Part, holder: Any, name: str, entry: Any) -> None:
         if entry is None:  # a slot that the optimizer does not use, as SGD's without momentum
             return
-        number = number_of(entry, name, holder)
+        number, updated = number_of(entry, name, holder), part.updated()
         if number is not None:
             pair = part.scalars.setdefault(name, [None, None])
             pair[when == "after"] = number
         elif not isinstance(entry, torch.Tensor):
             part.leave_out(f"state.{name}", f"it is a {type(entry).__name__} and no tensor")
-        elif part.where and entry.numel() != holder.numel():
-            part.leave_out(f"state.{name}", "it has not the shape of the flat parameter of FSDP1")
-        elif part.where:
-            self.capture.record(f"state_{when}.{name}", part, part.cut(entry.detach()))
+        elif updated.where and entry.numel() != holder.numel():
+            part.leave_out(f"state.{name}", "it has not the shape of the flattened parameters")
+        elif updated.where:
+            own = cut(entry.detach(), updated.span)
+            self.capture.record(f"state_{when}.{name}", part, own, where=updated.where)
         else:
-            self.capture.record(f"state_{when}.{name}", part, entry.detach(), whole=True)
+            self.capture.record(f"state_{when}.{name}", part, entry.detach(), where=WHOLE)
 
 
 def start(capture: Capture) -> None:
@@ -285,12 +317,14 @@ def known(owners: list[Any]) -> list[torch.optim.Optimizer]:
 def unwrapped(given: Any) -> torch.optim.Optimizer:
     """The optimizer of torch that steps: wrappers have it as `.optimizer`. Raises TypeError where there
     is none."""
-    optimizer = given
+    optimizer = found = given
     for _ in range(8):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer):
+        # A framework has optimizers around torch's that are no optimizers of torch.
+        optimizer = getattr(optimizer, "optimizer", None)
+        if optimizer is None:
             break
-        optimizer = inner
+        found = optimizer if isinstance(optimizer, torch.optim.Optimizer) else found
+    optimizer = found
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"{type(given).__name__} is no torch.optim.Optimizer and has none as .optimizer: its "
@@ -306,8 +340,8 @@ def unwrapped(given: Any) -> torch.optim.Optimizer:
 
 def gradient_of(part: Part) -> tuple[Any, ...] | None:
     """Which gradient a parameter has, and how often torch has changed it in place; None without one."""
-    gradient = getattr(part.holder(), "grad", None)
-    return None if gradient is None else (id(gradient), gradient._version)
+    gradient = part.gradient()
+    return None if gradient is None else (id(gradient.whole), gradient.whole._version)
 
 
 def is_zero(optimizer: Any) -> bool:

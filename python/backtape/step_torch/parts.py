@@ -30,6 +30,44 @@ class Values:
     is_fresh: bool = True  # the sum begins with the next pass
 
 
+@dataclass
+class Master:
+    """What an optimizer updates in place of a parameter: a copy of more bits of it, or of a part of it."""
+
+    # The tensor of the optimizer, which may have several parameters in it.
+    holder: Callable[[], torch.Tensor | None]
+    span: tuple[int, int] | None = None  # this parameter's elements in the flattened holder
+    where: dict[str, Any] = field(default_factory=dict)  # its place, as options of `Tape.record`
+    # The index of its group of the optimizer; None where only ranks know it that hold elements.
+    group: int | None = None
+    owner: Any = None  # the optimizer of torch that has it
+    index: int = 0  # of the holder among those of the framework's optimizer
+    # Where the gradient is; None: in the `.grad` of the holder.
+    gradients: Callable[[], torch.Tensor | None] | None = None
+    # The `.grad` of the parameter is what the copy's gradient is made from, and is reduced.
+    follows: bool = False
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient of the whole holder."""
+        if self.gradients is not None:
+            return self.gradients()
+        holder = self.holder()
+        return None if holder is None else holder.grad
+
+
+@dataclass
+class Gradient:
+    """A gradient of a parameter as it is now."""
+
+    whole: torch.Tensor  # of all that the holder has
+    span: tuple[int, int] | None  # the parameter's elements in it
+    where: dict[str, Any]  # its place, as options of `Tape.record`
+
+    def own(self) -> torch.Tensor:
+        """The gradient of the parameter alone."""
+        return cut(self.whole, self.span)
+
+
 @dataclass(eq=False)
 class Part:
     """A parameter, and what this rank holds of it."""
@@ -45,6 +83,12 @@ class Part:
     where: dict[str, Any] = field(default_factory=dict)  # its place, as options of `Tape.record`
     sharded: Any = None  # the FSDPParam of FSDP2
     flat: tuple[Any, int] | None = None  # the flat parameter of FSDP1, and the index in it
+    leaf: torch.Tensor | None = None  # what a backward pass reaches, where that is not the holder
+    # The place of the gradient that a backward pass gives, as options of `Tape.record`.
+    whole: dict[str, Any] = field(default_factory=dict)
+    # Where a framework sums gradients of microbatches, in place of `.grad`.
+    summed: Callable[[], torch.Tensor | None] | None = None
+    master: Master | None = None
     same_as: str | None = None  # the name of the parameter that it is tied to
     trainable: bool = True
 
@@ -58,8 +102,8 @@ class Part:
     mark: tuple[Any, ...] | None = None  # of the gradient when it was last recorded
     scalars: dict[str, list[Any]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    place: tuple[int, int] | None = None  # optimizer and group
-    places: set[tuple[int, int]] = field(default_factory=set)  # of every optimizer that holds it
+    place: tuple[int, int | None] | None = None  # optimizer and group
+    places: set[tuple[int, int | None]] = field(default_factory=set)  # of every optimizer that holds it
     # Of every optimizer that stepped while it had a gradient.
     stepped_by: set[int] = field(default_factory=set)
     later: bool = False  # a backward pass reached it after the step
@@ -82,24 +126,47 @@ class Part:
         holder = self.holder()
         return None if holder is None else self.cut(holder)
 
-    def gradient(self) -> torch.Tensor | None:
-        """What this rank holds of `.grad`."""
+    def gradient(self) -> Gradient | None:
+        """What this rank holds of the gradient: of that of its master copy where there is one."""
+        if self.master is not None:
+            whole = self.master.gradient()
+            if whole is not None:
+                return Gradient(whole, self.master.span, self.master.where)
+            if not self.master.follows:
+                return None
         holder = self.holder()
         if holder is None or holder.grad is None:
             return None
-        return self.cut(holder.grad)
+        return Gradient(holder.grad, self.span, self.where)
 
     def in_groups(self) -> torch.Tensor | None:
         """What the optimizer has in its groups."""
+        if self.master is not None:
+            return self.master.holder()
         return self.holder() if self.listed is None else self.listed()
+
+    def updated(self) -> Master:
+        """What the optimizer updates: the master copy, or the parameter itself."""
+        return self.master or Master(self.holder, self.span, self.where)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors by which a job may mean the parameter."""
+        for tensor in (self.leaf, self.holder(), self.in_groups()):
+            if tensor is not None:
+                yield tensor
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a tensor that has the elements of the holder."""
-        return tensor if self.span is None else tensor.detach().reshape(-1)[slice(*self.span)]
+        return cut(tensor, self.span)
 
     def leave_out(self, stage: str, reason: str) -> None:
         """Notes why a stage is not recorded; the first reason stays."""
         self.absent.setdefault(stage, reason)
+
+
+def cut(tensor: torch.Tensor, span: tuple[int, int] | None) -> torch.Tensor:
+    """Some elements of a flattened tensor; all of it where there is no span."""
+    return tensor if span is None else tensor.detach().reshape(-1)[slice(*span)]
 
 
 def parts_of(models: list[torch.nn.Module]) -> list[Part]:

@@ -103,6 +103,8 @@ def of_parts(capture: Capture) -> dict[str, list[Entry]]:
         _add_ddp(capture, model, reductions)
         _add_fsdp2(capture, model, reductions)
         _add_fsdp1(capture, model, reductions)
+    for add in capture.reductions:
+        add(capture, reductions)
     for part in capture.own:
         for glob, listed in (capture.reduce or {}).items():
             if fnmatch.fnmatchcase(part.name, glob):

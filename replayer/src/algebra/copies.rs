@@ -257,7 +257,10 @@ impl Judge<'_> {
             });
             self.judged(Stage::Param, parameter, (after, piece), result)
         };
-        let pieces = inventory.pieces(after, &|rank| inventory.hashes(master, rank));
+        // A rank may have a part of the master copy beside the whole parameter.
+        let is_part = inventory.held_elements(master) < inventory.held_elements(after);
+        let (held, other) = if is_part { (master, after) } else { (after, master) };
+        let pieces = inventory.pieces(held, &|rank| inventory.hashes(other, rank));
         pieces.iter().map(judge).collect()
     }
 }

@@ -59,6 +59,32 @@ pub(super) fn unscaling(
     Some(causes::SCALE_LEFT.reads(words))
 }
 
+/// What a factor of a gradient says that was clipped and divided by the loss scale in one operation.
+pub(super) fn clipping_and_unscaling(factor: Factor, limit: Limit, scale: f64) -> Option<Reading> {
+    let coefficient = limit.coefficient().min(1.0);
+    if factor.is(scale) {
+        let words = format!("the loss scale {scale} is still in it");
+        return Some(causes::SCALE_LEFT.reads(words));
+    }
+    if factor.is(scale / coefficient) {
+        let words = format!("it was neither divided by the loss scale {scale} nor clipped");
+        return Some(causes::SCALE_LEFT.reads(words));
+    }
+    let scaled = Limit { norm: limit.norm * scale, ..limit }.coefficient();
+    if coefficient == 1.0 && scaled < 1.0 && factor.is(scaled) {
+        let words = format!("it was clipped by a norm that has the loss scale {scale} in it");
+        return Some(causes::CLIP_BEFORE_UNSCALE.reads(words));
+    }
+    if coefficient < 1.0 && factor.is(1.0 / scale) {
+        let words = format!(
+            "it was clipped by a norm that has the loss scale {scale} in it, or was divided by that \
+             scale twice"
+        );
+        return Some(causes::SCALED.reads(words));
+    }
+    clipping(factor, coefficient, (Some(scale), None))
+}
+
 /// What a factor of a clipped gradient says.
 /// `late`: a loss scale that was not taken out before it was clipped.
 pub(super) fn clipping(

@@ -11,7 +11,7 @@ use backtape::shard::TensorKey;
 use super::causes;
 use super::declaration::{Declaration, Limit, Norm, ReduceOp};
 use super::domain::{Addend, Domain};
-use super::factor::{Factor, NEAR, clipping, unscaling};
+use super::factor::{Factor, NEAR, clipping, clipping_and_unscaling, unscaling};
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
 use super::outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
@@ -301,7 +301,8 @@ impl Judge<'_> {
         let declared = inventory.declared.get(&rank);
         let value = declared.and_then(|declared| declared.clip_value);
         let scale = declared.and_then(|declared| declared.scale_of(parameter));
-        let late = self.late_scale(rank, parameter);
+        let together = inventory.taken_out_by_clipping(rank, parameter);
+        let late = self.late_scale(rank, parameter).filter(|_| together.is_none());
         let mut limits = declared.map(|own| own.limits_of(parameter)).unwrap_or_default();
         if limits.is_empty() && value.is_none() {
             return Err(format!("rank {rank} declares neither a norm nor a value to clip to"));
@@ -315,13 +316,18 @@ impl Judge<'_> {
             ([], None) => {
                 let limit = declared.and_then(|own| own.limit_of(parameter));
                 let limit = limit.filter(|_| !is_before);
+                let together = together.zip(limit);
                 let coefficient = limit.map_or(1.0, |limit| limit.coefficient());
-                let tally = self.scaled((before, key), piece, 1.0)?;
-                let read = |factor: Factor| clipping(factor, coefficient, (scale, late));
+                let scaled = together.map_or(1.0, |(scale, _)| 1.0 / scale);
+                let tally = self.scaled((before, key), piece, scaled)?;
+                let read = |factor: Factor| match together {
+                    Some((scale, limit)) => clipping_and_unscaling(factor, limit, scale),
+                    None => clipping(factor, coefficient, (scale, late)),
+                };
                 return Ok(self.outcome(&tally, &piece.place, read));
             }
             ([limit], _) => *limit,
-            ([first, second], None) => {
+            ([first, second], None) if together.is_none() => {
                 return self.clipped_twice((before, key), piece, ([*first, *second], scale));
             }
             _ => {
@@ -331,7 +337,10 @@ impl Judge<'_> {
                 ));
             }
         };
-        let read = |factor: Factor| clipping(factor, limit.coefficient(), (scale, late));
+        let read = |factor: Factor| match together {
+            Some(scale) => clipping_and_unscaling(factor, limit, scale),
+            None => clipping(factor, limit.coefficient(), (scale, late)),
+        };
         let stored = inventory.precision(key);
         // The value is a number of the gradient's format, and bounds what is clipped before or after.
         let rounded = |value: f64| stored.map_or(value, |stored| stored.round64(value));
@@ -345,6 +354,9 @@ impl Judge<'_> {
             let operands = |part: &IndexBox| {
                 let number = |name, value| Operand::row(name, vec![value], used);
                 let mut gradient = inventory.read_box(before, rank, part)?;
+                if let Some(scale) = together {
+                    gradient.iter_mut().for_each(|x| *x /= scale);
+                }
                 if let Some(bound) = bound {
                     gradient.iter_mut().for_each(|x| *x = within(*x, bound));
                 }

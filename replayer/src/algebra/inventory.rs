@@ -145,6 +145,19 @@ impl<'a> Inventory<'a> {
         own.or_else(any)?.parameters.get(parameter)
     }
 
+    /// The loss scale, where the clipping takes it out too: the norm is of gradients without it, and such
+    /// gradients there are none before those that are clipped.
+    pub(crate) fn taken_out_by_clipping(&self, rank: Rank, parameter: &str) -> Option<f64> {
+        let declared = self.declared.get(&rank)?;
+        // A rank names only the parameters of which it holds a part.
+        let mut norms = self.declared.values().flat_map(|own| &own.norms);
+        let norm = norms.rfind(|norm| norm.is_of(parameter));
+        let is_without = norm?.of.as_deref() == Some("unscaled")
+            && self.key(parameter, &Part::Unscaled).is_none()
+            && !declared.squares.get(parameter).is_some_and(|own| own.of_stage("unscaled").is_some());
+        declared.scale_of(parameter).filter(|scale| is_without && *scale != 1.0)
+    }
+
     /// The tensor of a part that is a value of the whole step.
     pub(crate) fn key(&self, parameter: &str, part: &Part) -> Option<&TensorKey> {
         self.parameters.get(parameter)?.tensors.get(&(part.clone(), None))
@@ -190,6 +203,12 @@ impl<'a> Inventory<'a> {
         let shards = self.dump.tensors()[key].shards.iter();
         let own = shards.filter(|shard| self.dump.record(shard).rank == rank);
         own.map(|shard| self.dump.record(shard).hash.0).collect()
+    }
+
+    /// How many elements of a tensor all ranks hold together.
+    pub(crate) fn held_elements(&self, key: &TensorKey) -> u64 {
+        let shards = self.dump.tensors()[key].shards.iter();
+        shards.filter_map(|shard| self.dump.record(shard).place.elements()).sum()
     }
 
     /// The ranks that hold something of a tensor.

@@ -77,6 +77,18 @@ fn exponent_error(power: f64) -> f64 {
     (f64::from(exponent as f32) - exponent).abs()
 }
 
+impl Share {
+    /// The share of the gradient divided by a loss scale.
+    fn over(mut self, scale: f64, power: f64) -> Share {
+        let factor = if power.is_infinite() { 1.0 / scale } else { scale.powf(-power) };
+        self.whole *= factor;
+        self.held.values_mut().for_each(|held| *held *= factor);
+        self.apart = self.apart.map(|apart| apart * factor);
+        self.variance *= factor * factor;
+        self
+    }
+}
+
 impl Shares<'_> {
     /// A parameter under whose name ranks may hold other parameters.
     pub(super) fn others(&self) -> Option<&str> {
@@ -123,17 +135,21 @@ impl Judge<'_> {
         let mut shares: BTreeMap<&str, Share> = BTreeMap::new();
         let (mut stored, mut lost) = (None, Vec::new());
         for parameter in self.normed(at) {
+            // A framework may take the loss scale out of the norm, and out of gradients as it clips them.
+            let together = self.inventory.taken_out_by_clipping(rank, parameter);
+            let (of, scale) = together.map_or((of, 1.0), |scale| ("reduced", scale));
             let key = self.key_of(parameter, of);
             if let Some(held) = self.inventory.declared_squares(parameter, of, rank) {
                 let (held, squares_of) = (held?, (parameter, key));
                 stored = fewer_bits(stored, held.format);
-                shares.insert(parameter, self.declared_share(squares_of, &held, power)?);
+                let share = self.declared_share(squares_of, &held, power)?;
+                shares.insert(parameter, share.over(scale, power));
             } else if let Some(key) = key {
                 let format = self.inventory.precision(key);
                 stored = fewer_bits(stored, format);
                 let mut share = self.share(key, rank, power, format)?;
                 share.apart = share.apart.filter(|_| self.inventory.are_others(parameter));
-                shares.insert(parameter, share);
+                shares.insert(parameter, share.over(scale, power));
             } else {
                 lost.push(parameter);
             }

@@ -98,6 +98,7 @@ impl Judge<'_> {
         let limit = declared.filter(|_| is_lacking).and_then(|own| own.limit_of(parameter));
         // A fused optimizer takes the loss scale out itself.
         let is_scaled = inventory.key(parameter, &Part::Unscaled).is_none()
+            && inventory.taken_out_by_clipping(rank, parameter).is_none()
             && inventory
                 .declared_of(rank, parameter)
                 .is_some_and(|declared| declared.absent.contains_key("unscaled"));

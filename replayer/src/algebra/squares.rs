@@ -36,7 +36,7 @@ pub(crate) struct Squares {
 
 impl Squares {
     /// The sum of a stage, by its name.
-    fn of_stage(&self, stage: &str) -> Option<f64> {
+    pub(crate) fn of_stage(&self, stage: &str) -> Option<f64> {
         match stage {
             "reduced" => self.reduced,
             "unscaled" => self.unscaled,
@@ -135,7 +135,8 @@ impl Judge<'_> {
         let unscaled = |rank: Rank| Some(1.0 / inventory.declared.get(&rank)?.scale_of(parameter)?);
         let clipped = |rank: Rank| {
             let limit = inventory.declared.get(&rank)?.limit_of(parameter)?;
-            Some(limit.coefficient().min(1.0))
+            let together = inventory.taken_out_by_clipping(rank, parameter);
+            Some(limit.coefficient().min(1.0) / together.unwrap_or(1.0))
         };
         let has_unscaled = inventory.key(parameter, &Part::Unscaled).is_some();
         let before = if has_unscaled { "unscaled" } else { "reduced" };

@@ -9,7 +9,7 @@ use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub(crate) const CLASSES: &[&str] = &["Adagrad", "adagrad", "FusedAdagrad"];
+pub(crate) const CLASSES: &[&str] = &["Adagrad", "adagrad", "FusedAdagrad", "DeepSpeedCPUAdagrad"];
 
 /// How frameworks call its tensors and hyper-parameters.
 pub(crate) const NAMES: Names = Names {

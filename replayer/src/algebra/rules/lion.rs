@@ -8,7 +8,7 @@ use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub(crate) const CLASSES: &[&str] = &["Lion", "lion", "FusedLion"];
+pub(crate) const CLASSES: &[&str] = &["Lion", "lion", "FusedLion", "DeepSpeedCPULion"];
 
 /// How frameworks call its tensors and hyper-parameters.
 pub(crate) const NAMES: Names = Names {

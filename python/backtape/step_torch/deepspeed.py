@@ -1,0 +1,279 @@
+"""DeepSpeed: which parts of parameters its optimizers update on this rank, and when gradients are reduced.
+
+What is read of it stands in these files of DeepSpeed: runtime/zero/stage_1_and_2.py,
+runtime/zero/stage3.py, runtime/bf16_optimizer.py and runtime/fp16, at release 0.19.
+"""
+
+import functools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+from backtape import frameworks
+from backtape.step_torch import clipping
+from backtape.step_torch.capture import Capture
+from backtape.step_torch.outer import Outer, observe_method
+from backtape.step_torch.parts import Master, Part
+from backtape.step_torch.reduction import Entry, axis_of, entry, name_of, ranks_of
+
+OF_BF16 = ("fp32_groups_flat_partition", "bf16_groups")
+OF_ZERO = ("single_partition_of_fp32_groups", "bit16_groups")
+
+
+def attach(capture: Capture) -> None:
+    """Finds the optimizers of DeepSpeed among what the job hands over, and the copies that they keep."""
+    if frameworks.imported("deepspeed") is None:
+        return
+    engine = engine_of([*capture.models, *capture.owners])
+    if engine is not None:
+        _watch_plain(capture, engine)
+    for given in capture.owners:
+        optimizer = given.optimizer if given is engine else given
+        copies = kind_of(optimizer)
+        if copies is None:
+            if engine is not None:
+                reductions = functools.partial(_of_engine, engine, [*capture.own])
+                capture.reductions.append(reductions)
+            continue
+        by_id = {id(part.holder()): part for part in capture.own}
+        parts = []
+        for parameter, master in copies(optimizer):
+            part = by_id.get(id(parameter))
+            if part is not None:
+                master.owner = optimizer.optimizer
+                part.master = master
+                _place(part, parameter)
+                parts.append(part)
+        _watch(capture, optimizer, parts, copies)
+        capture.reductions.append(functools.partial(_of_optimizer, engine, optimizer, parts))
+
+
+def engine_of(given: list[Any]) -> Any:
+    """The engine among the models and optimizers of a job."""
+    runtime = frameworks.imported("deepspeed.runtime.engine")
+    kind = getattr(runtime, "DeepSpeedEngine", None)
+    found = [one for one in given if kind is not None and isinstance(one, kind)]
+    return found[0] if found else None
+
+
+Copies = Callable[[Any], Iterator[tuple[Any, Master]]]
+
+
+def kind_of(optimizer: Any) -> Copies | None:
+    """What lists the copies that an optimizer of DeepSpeed keeps; None for any other optimizer."""
+    if not type(optimizer).__module__.startswith("deepspeed."):
+        if not any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
+            return None
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return of_stage3
+    for flat, _ in (OF_ZERO, OF_BF16):
+        if hasattr(optimizer, flat):
+            return of_fragments
+    if hasattr(optimizer, "fp32_groups_flat"):
+        return of_flat_groups
+    return of_groups if hasattr(optimizer, "fp32_groups") else None
+
+
+def of_fragments(optimizer: Any) -> Iterator[tuple[Any, Master]]:
+    """ZeRO stages 1 and 2, and the optimizer of bf16: each rank has a part of all parameters of a group, one after
+    the other."""
+    flat, groups = next(names for names in (OF_ZERO, OF_BF16) if hasattr(optimizer, names[0]))
+    for index, parameters in enumerate(getattr(optimizer, groups)):
+        holder = functools.partial(_item, optimizer, flat, index)
+        gradients = None
+        if flat == OF_BF16[0]:
+            gradients = functools.partial(
+                _item, optimizer, "fp32_groups_gradient_flat_partition", index
+            )
+        for parameter in parameters:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                yield parameter, Master(lambda: None, group=index)
+                continue
+            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+            where = {"global_shape": tuple(parameter.shape), "flat_offset": there.start}
+            span = (here.start, here.start + here.numel)
+            yield parameter, Master(holder, span, where, index, gradients=gradients, index=index)
+
+
+def of_stage3(optimizer: Any) -> Iterator[tuple[Any, Master]]:
+    """ZeRO stage 3: each rank has a part of each parameter."""
+    for index, parameters in enumerate(optimizer.fp16_groups):
+        holder = functools.partial(_item, optimizer, "fp32_partitioned_groups_flat", index)
+        group = optimizer.sub_group_to_group_id[index]
+        for parameter in parameters:
+            _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start, length = own_range(parameter)
+            if not length:
+                yield parameter, Master(lambda: None, group=group)
+                continue
+            where = {"global_shape": tuple(parameter.ds_shape), "flat_offset": start}
+            span = (offset, offset + length)
+            yield parameter, Master(holder, span, where, group, index=index)
+
+
+def of_flat_groups(optimizer: Any) -> Iterator[tuple[Any, Master]]:
+    """The optimizer of f16 without ZeRO: the copies of a group's parameters, one after the other."""
+    for index, parameters in enumerate(optimizer.fp16_groups):
+        holder = functools.partial(_item, optimizer, "fp32_groups_flat", index)
+        start = 0
+        for parameter in parameters:
+            where = {"global_shape": tuple(parameter.shape), "flat_offset": 0}
+            span = (start, start + parameter.numel())
+            yield parameter, Master(holder, span, where, index, follows=True)
+            start += parameter.numel()
+
+
+def of_groups(optimizer: Any) -> Iterator[tuple[Any, Master]]:
+    """The same with one copy for each parameter."""
+    for index, (parameters, copies) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups)):
+        for parameter, copy in zip(parameters, copies):
+            yield parameter, Master(functools.partial(_same, copy), group=index, follows=True)
+
+
+def own_range(parameter: Any) -> tuple[int, int]:
+    """Where the part that this rank has of a parameter of stage 3 begins, and its length without what
+    fills it up."""
+    size = parameter.partition_numel()
+    start = frameworks.used("torch.distributed").get_rank(parameter.ds_process_group) * size
+    return start, max(min(size, parameter.ds_numel - start), 0)
+
+
+def _item(optimizer: Any, name: str, index: int) -> torch.Tensor | None:
+    return getattr(optimizer, name)[index]  # type: ignore[no-any-return]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _place(part: Part, parameter: Any) -> None:
+    """Notes that a parameter of stage 3 is whole only while it is used."""
+    if not hasattr(parameter, "ds_tensor"):
+        return
+    start, length = own_range(parameter)
+    part.leaf, part.span = parameter, (0, length)
+    part.holder = (lambda: parameter.ds_tensor) if length else (lambda: None)
+    part.where = {"global_shape": tuple(parameter.ds_shape), "flat_offset": start}
+
+
+def _watch(capture: Capture, optimizer: Any, parts: list[Part], copies: Copies) -> None:
+    """Observes a step of an optimizer of DeepSpeed."""
+    has_config = hasattr(optimizer, "loss_scale_config")
+
+    def scale() -> float:
+        held = optimizer.loss_scale_config.cur_scale if has_config else getattr(optimizer, "loss_scale", 1.0)
+        return float(held)
+
+    def norm(_: Any) -> Any:
+        value = getattr(optimizer, "_global_grad_norm", None)
+        # One optimizer keeps the norm with the loss scale in it.
+        return value if value is None or copies is not of_groups else float(value) / outer.used_scale
+
+    inner = optimizer.optimizer
+    max_norm = float(getattr(optimizer, "clip_grad", 0.0) or 0.0)
+    groups = [inner.param_groups]
+    outer = Outer(capture, optimizer, [inner], parts, scale, max_norm, norm, groups=groups)
+    of_zero = hasattr(optimizer, OF_ZERO[0]) or copies is of_stage3
+    outer.reduced_at_begin = not of_zero
+    outer.swaps = bool(getattr(optimizer, "swap_optimizer", False))
+    capture.outers.append(outer)
+    outer.watch()
+    if of_zero:
+        _watch_zero(capture, outer)
+
+
+def _watch_zero(capture: Capture, outer: Outer) -> None:
+    """Observes when the gradients of ZeRO are in the place of those of the copies, and when they are not brought
+    there, as some are infinite."""
+
+    def unscaled(given: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        if given is not outer.optimizer or outer.turns > 1:
+            return
+        now = [part for part in outer.parts if part.gradient() is not None]
+        capture.take("reduced", now)
+        yield
+        if not outer.max_norm and capture.loss_scale is not None:
+            capture.take("unscaled", now)
+
+    def updated(
+        given: Any, has_overflow: Any = False, *_: Any, **__: Any
+    ) -> Generator[None, Any, None]:
+        if given is outer.optimizer and outer.is_running and has_overflow and outer.turns == 1:
+            for part in outer.parts:
+                part.master.gradients = functools.partial(_averaged, given, part.master)
+            capture.take("reduced", outer.parts)
+            for part in outer.parts:
+                part.master.gradients = None
+        yield
+
+    observers = {"unscale_and_clip_grads": unscaled, "_update_scale": updated}
+    for name, observer in observers.items():
+        observe_method(capture, outer.optimizer, name, observer)
+
+
+def _averaged(optimizer: Any, master: Master) -> torch.Tensor | None:
+    """The gradients of the parts that this rank has, before they are one tensor."""
+    if master.holder() is None:
+        return None
+    averaged = optimizer.averaged_gradients.get(master.index)
+    return None if averaged is None else torch.cat([one.reshape(-1) for one in averaged])
+
+
+def _watch_plain(capture: Capture, engine: Any) -> None:
+    """DeepSpeed's own function that norms and clips gradients of f32."""
+    runtime = frameworks.imported("deepspeed.runtime.engine")
+    if "clip_grad_norm_" in vars(runtime):
+        capture.patches.attribute(runtime, "clip_grad_norm_", clipping.norm_and_clip(capture))
+
+
+def _of_engine(
+    engine: Any, parts: list[Part], capture: Capture, reductions: dict[str, list[Entry]]
+) -> None:
+    """What the engine reduces of parameters that no optimizer of DeepSpeed has."""
+    ranks = ranks_of(engine.seq_data_parallel_group)
+    axis = axis_of(capture.tape.mesh, ranks, "data")
+    for part in parts:
+        if part.trainable:
+            sent = name_of(engine.communication_data_type)
+            reductions[part.name].append(entry(axis, _op(engine), ranks, sent))
+
+
+def _of_optimizer(
+    engine: Any,
+    optimizer: Any,
+    parts: list[Part],
+    capture: Capture,
+    reductions: dict[str, list[Entry]],
+) -> None:
+    """What is reduced of the parameters that an optimizer of DeepSpeed has."""
+    distributed = frameworks.used("torch.distributed")
+    whole = getattr(optimizer, "dp_process_group", None) or getattr(
+        engine, "seq_data_parallel_group", None
+    )
+    sent = getattr(optimizer, "communication_data_type", None) or getattr(
+        engine, "communication_data_type", None
+    )
+    for part in parts:
+        group = whole
+        own = getattr(optimizer, "real_dp_process_group", None)
+        if isinstance(own, (list, dict)) and part.master is not None:
+            group = own[part.master.group]
+        if group is None:
+            part.leave_out("reduce", "hand over the engine of DeepSpeed as the model")
+            continue
+        ranks = ranks_of(group)
+        size = distributed.get_world_size(whole)
+        op = _op(optimizer)
+        more: dict[str, Any] = {}
+        if op == "mean" and len(ranks) != size:
+            # The gradients of experts are divided by the number of all ranks.
+            op, more = "sum", {"divisor": float(size)}
+        axis = axis_of(capture.tape.mesh, ranks, "data")
+        dtype = None if sent is None else name_of(sent)
+        reductions[part.name].append(entry(axis, op, ranks, dtype, **more))
+
+
+def _op(owner: Any) -> str:
+    return "mean" if getattr(owner, "gradient_average", True) else "sum"
