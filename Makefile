@@ -8,7 +8,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check --force
 SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.proto' -o -name '*.cu' -o -name '*.cuh' -o -name '*.css' -o -name '*.js') \
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
-.PHONY: demo test test-rust test-python test-deploy test-torch test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
+.PHONY: demo test test-rust test-python test-deploy test-torch test-frameworks test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-algebra bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
 	bench-step-causes bench-step-threads bench-step-false-alarms bench-step-cost \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
@@ -51,6 +51,20 @@ $(VENV)-torch/.installed: $(VENV)/.wheel $(VENV)-torch/.tools
 $(VENV)-torch/.installed-dev: $(VENV)/.wheel-dev $(VENV)-torch/.tools
 	$(VENV)-torch/$(INSTALL) $(VENV)/wheels-dev/*.whl
 	rm -f $(@:-dev=) && touch $@
+
+# The tests of jobs of DeepSpeed and Megatron-LM, in an environment that has torch from that of test-torch.
+test-frameworks: $(VENV)-frameworks/.tools $(VENV)-torch/.installed-dev
+	$(VENV)-frameworks/bin/python -m pytest -q -n 2 --dist loadfile python/tests_frameworks
+
+TRAINERS := deepspeed==0.19.8 megatron-core==0.16.1
+$(VENV)-frameworks/.tools: python/requirements-frameworks.txt $(VENV)-torch/.tools
+	$(PYTHON) -m venv $(VENV)-frameworks
+	cd $(VENV)-torch/lib/python3*/site-packages && pwd > $(CURDIR)/$(VENV)-frameworks/torch.pth
+	mv $(VENV)-frameworks/torch.pth $(VENV)-frameworks/lib/python3*/site-packages/
+	$(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation $(TRAINERS)
+	touch $@
 
 # The tests that need Ray: three nodes of it on loopback, and workers that are killed.
 test-ray: $(VENV)-ray/.installed-dev

@@ -317,7 +317,7 @@ def test_tied_frozen_and_forgotten_parameters_and_two_optimizers(tmp_path):
 
 def test_an_optimizer_of_copies_is_named_and_one_of_factors_has_them_recorded(tmp_path):
     module = model()
-    copied = [one.detach().clone() for one in module.first.parameters()]
+    copied = [one.detach() + 1 for one in module.first.parameters()]
     masters, factored = torch.optim.SGD(copied, lr=0.1), torch.optim.Adafactor(module.second.parameters())
     with recorder(tmp_path) as recording, recording.step(0) as tape:
         backtape.torch.step_algebra(tape, module, [masters, factored])

@@ -20,6 +20,10 @@ look at what passes and hand it on. No collective runs that the job does not run
     scaler.py        the loss scale
     scales.py        that of each backward pass
     optimizers.py    the optimizer's step
+    copies.py        copies of more bits that the job keeps by hand
+    outer.py         optimizers of frameworks that are around one of torch
+    deepspeed.py     those of DeepSpeed
+    megatron.py      those of Megatron-LM
     reduction.py     over which ranks a gradient is reduced, and how
     declaration.py   what the rank declares
     patches.py       functions of torch that are replaced and put back
@@ -114,8 +118,9 @@ def step_algebra(
     """Records every stage of the step from the gradient of a microbatch to the new parameters; one call
     before the first forward of the step.
 
-    model: one module or a list: plain, or under DDP, FSDP1, FSDP2 or tensor parallelism.
-    optimizer: one or a list.
+    model: one module or a list: plain, or under DDP, FSDP1, FSDP2 or tensor parallelism; the engine of
+        DeepSpeed, or the chunks of Megatron-LM.
+    optimizer: one or a list; what `deepspeed.initialize` or `get_megatron_optimizer` gave.
     names: a glob or several; parameters of other names are not recorded.
     groups: indices of the optimizer's groups, or what they have as "name"; parameters of other
         groups are not recorded.

@@ -135,8 +135,9 @@ def was_spent(capture: Capture, part: Part) -> bool:
     recorded, as the first pass of SAM, or that of a generator which reaches the discriminator: `.grad`
     is empty again, and since the last pass this parameter changed or an optimizer stepped."""
     holder = part.holder()
-    # FSDP keeps sums over microbatches elsewhere than in `.grad`.
-    if holder is None or part.sharded is not None or part.flat is not None:
+    # FSDP keeps sums over microbatches elsewhere than in `.grad`, and so do optimizers of frameworks.
+    is_elsewhere = part.summed is not None or part.master is not None and not part.master.follows
+    if holder is None or part.sharded is not None or part.flat is not None or is_elsewhere:
         return False
     marks = (holder._version, *(step.count for step in capture.steps))
     before, part.marks = part.marks, marks

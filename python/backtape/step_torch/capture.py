@@ -156,6 +156,14 @@ class Capture:
             part.taken.add("accumulated")
             self.record("accumulated", part, gradient, addend=True)
 
+    def same(self, parts: Iterable[Part]) -> None:
+        """Notes that gradients which were written again, as with their product with 1, are still the same. Others
+        are what they have become."""
+        for part in parts:
+            now = mark_of(part)
+            if now is not None and part.mark is not None and int(now[2]) == int(part.mark[2]):
+                part.mark = now
+
     def note_clipped(self, parts: Iterable[Part]) -> None:
         """Notes that the gradients of these parameters are clipped now or were just now."""
         for part in parts:

@@ -5,7 +5,6 @@ all of them.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,15 +67,26 @@ def of_one(tensor: torch.Tensor, lone: list[Part]) -> list[Found]:
 
 
 def of_several(tensor: torch.Tensor, lone: list[Part]) -> list[Found]:
-    """The parameters of which it has the copies, one after the other."""
-    ends = [0, *itertools.accumulate(values_of(part).numel() for part in lone)]
-    last_of = {end: at for at, end in enumerate(ends)}
-    for first, start in enumerate(ends[:-1]):
-        last = last_of.get(start + tensor.numel(), first)
-        own = lone[first:last]
-        if own and tensor.ndim == 1 and is_copy(tensor, [values_of(part) for part in own]):
-            return list(spans(own, 0, tensor.numel()))
-    return []
+    """The parameters of which it has the copies, one after the other, perhaps with zeros behind them. They are looked
+    for in the order of the model, from the last one that was found on."""
+    found: list[Found] = []
+    left, start = list(lone), 0
+    while left and tensor.ndim == 1 and start < tensor.numel():
+        sizes = [values_of(part).numel() for part in left]
+        fits = (
+            at
+            for at, (part, size) in enumerate(zip(left, sizes))
+            if is_copy(tensor[start : start + size], [values_of(part)])
+        )
+        at = next(fits, None)
+        if at is None:
+            break
+        part, size = left[at], sizes[at]
+        where = {"global_shape": tuple(values_of(part).shape), "flat_offset": 0}
+        found.append((part, (start, start + size), where))
+        left = left[at + 1 :] + left[:at]
+        start += size
+    return found if found and not bool(tensor[start:].any()) else []
 
 
 def share_of(tensor: torch.Tensor, lone: list[Part], rank: int) -> list[Found]:

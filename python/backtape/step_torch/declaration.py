@@ -182,7 +182,8 @@ def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
         return
     step = capture.steps[part.place[0]]
     if step.skipped and step.count == 0:
-        _leave_out_values(part, "GradScaler left the optimizer's step out")
+        by = "GradScaler" if step.outer is None else type(step.outer.optimizer).__name__
+        _leave_out_values(part, f"{by} left the optimizer's step out")
     elif step.count == 0:
         _leave_out_values(part, ended or "the optimizer did not step before the tape ended")
     elif step.count > 1:

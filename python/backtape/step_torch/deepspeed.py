@@ -14,17 +14,19 @@ from backtape import frameworks
 from backtape.step_torch import clipping
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.outer import Outer, observe_method
-from backtape.step_torch.parts import Master, Part
+from backtape.step_torch.parts import Master, Part, rename
 from backtape.step_torch.reduction import Entry, axis_of, entry, name_of, ranks_of
 
-OF_BF16 = ("fp32_groups_flat_partition", "bf16_groups")
-OF_ZERO = ("single_partition_of_fp32_groups", "bit16_groups")
+# How optimizers call the copies that this rank has, the parameters, and the tensors in which these lie, by group.
+OF_BF16 = ("fp32_groups_flat_partition", "bf16_groups", "bf16_groups_flat")
+OF_ZERO = ("single_partition_of_fp32_groups", "bit16_groups", "bit16_groups_flat")
 
 
 def attach(capture: Capture) -> None:
     """Finds the optimizers of DeepSpeed among what the job hands over, and the copies that they keep."""
     if frameworks.imported("deepspeed") is None:
         return
+    rename(capture.parts, name_of_expert)
     engine = engine_of([*capture.models, *capture.owners])
     if engine is not None:
         _watch_plain(capture, engine)
@@ -45,8 +47,18 @@ def attach(capture: Capture) -> None:
                 part.master = master
                 _place(part, parameter)
                 parts.append(part)
-        _watch(capture, optimizer, parts, copies)
+        _watch(capture, engine, optimizer, parts, copies)
         capture.reductions.append(functools.partial(_of_optimizer, engine, optimizer, parts))
+
+
+def name_of_expert(part: Part) -> str:
+    """The name of a parameter. Ranks that have other experts have them under the same names."""
+    groups, parameter = frameworks.imported("deepspeed.utils.groups"), part.holder()
+    group = getattr(parameter, "group_name", None)
+    if groups is None or group is None or getattr(parameter, "allreduce", True):
+        return part.name
+    size, rank = groups._get_expert_parallel_world_size(group), groups._get_expert_parallel_rank(group)
+    return part.name if size == 1 else f"{part.name}@ep{rank}"
 
 
 def engine_of(given: list[Any]) -> Any:
@@ -67,9 +79,8 @@ def kind_of(optimizer: Any) -> Copies | None:
             return None
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return of_stage3
-    for flat, _ in (OF_ZERO, OF_BF16):
-        if hasattr(optimizer, flat):
-            return of_fragments
+    if any(hasattr(optimizer, copies) for copies, *_ in (OF_ZERO, OF_BF16)):
+        return of_fragments
     if hasattr(optimizer, "fp32_groups_flat"):
         return of_flat_groups
     return of_groups if hasattr(optimizer, "fp32_groups") else None
@@ -78,22 +89,27 @@ def kind_of(optimizer: Any) -> Copies | None:
 def of_fragments(optimizer: Any) -> Iterator[tuple[Any, Master]]:
     """ZeRO stages 1 and 2, and the optimizer of bf16: each rank has a part of all parameters of a group, one after
     the other."""
-    flat, groups = next(names for names in (OF_ZERO, OF_BF16) if hasattr(optimizer, names[0]))
+    distributed = frameworks.used("torch.distributed")
+    copies, groups, flats = next(own for own in (OF_ZERO, OF_BF16) if hasattr(optimizer, own[0]))
     for index, parameters in enumerate(getattr(optimizer, groups)):
-        holder = functools.partial(_item, optimizer, flat, index)
+        holder = functools.partial(_item, optimizer, copies, index)
         gradients = None
-        if flat == OF_BF16[0]:
-            gradients = functools.partial(
-                _item, optimizer, "fp32_groups_gradient_flat_partition", index
-            )
+        if copies == OF_BF16[0]:
+            name = "fp32_groups_gradient_flat_partition"
+            gradients = functools.partial(_item, optimizer, name, index)
+        size, flat = holder().numel(), _item(optimizer, flats, index)
+        begin = distributed.get_rank(optimizer.real_dp_process_group[index]) * size
         for parameter in parameters:
-            mapping = parameter._hp_mapping
-            if mapping is None:
+            # DeepSpeed's own map is of the order in which the parameters were given, and is not right where
+            # `round_robin_gradients` has them lie in another one.
+            start = (parameter.data_ptr() - flat.data_ptr()) // flat.itemsize
+            first = max(start, begin)
+            last = min(start + parameter.numel(), begin + size)
+            if first >= last:
                 yield parameter, Master(lambda: None, group=index)
                 continue
-            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            where = {"global_shape": tuple(parameter.shape), "flat_offset": there.start}
-            span = (here.start, here.start + here.numel)
+            where = {"global_shape": tuple(parameter.shape), "flat_offset": first - start}
+            span = (first - begin, last - begin)
             yield parameter, Master(holder, span, where, index, gradients=gradients, index=index)
 
 
@@ -158,8 +174,10 @@ def _place(part: Part, parameter: Any) -> None:
     part.where = {"global_shape": tuple(parameter.ds_shape), "flat_offset": start}
 
 
-def _watch(capture: Capture, optimizer: Any, parts: list[Part], copies: Copies) -> None:
-    """Observes a step of an optimizer of DeepSpeed."""
+def _watch(
+    capture: Capture, engine: Any, optimizer: Any, parts: list[Part], copies: Copies
+) -> None:
+    """Observes a step of an optimizer of DeepSpeed. What the engine is configured by is what is meant."""
     has_config = hasattr(optimizer, "loss_scale_config")
 
     def scale() -> float:
@@ -172,7 +190,8 @@ def _watch(capture: Capture, optimizer: Any, parts: list[Part], copies: Copies) 
         return value if value is None or copies is not of_groups else float(value) / outer.used_scale
 
     inner = optimizer.optimizer
-    max_norm = float(getattr(optimizer, "clip_grad", 0.0) or 0.0)
+    own = getattr(optimizer, "clip_grad", 0.0) if engine is None else engine.gradient_clipping()
+    max_norm = float(own or 0.0)
     groups = [inner.param_groups]
     outer = Outer(capture, optimizer, [inner], parts, scale, max_norm, norm, groups=groups)
     of_zero = hasattr(optimizer, OF_ZERO[0]) or copies is of_stage3
@@ -196,6 +215,8 @@ def _watch_zero(capture: Capture, outer: Outer) -> None:
         yield
         if not outer.max_norm and capture.loss_scale is not None:
             capture.take("unscaled", now)
+        elif not outer.max_norm:
+            capture.same(now)
 
     def updated(
         given: Any, has_overflow: Any = False, *_: Any, **__: Any
@@ -252,9 +273,10 @@ def _of_optimizer(
     whole = getattr(optimizer, "dp_process_group", None) or getattr(
         engine, "seq_data_parallel_group", None
     )
-    sent = getattr(optimizer, "communication_data_type", None) or getattr(
-        engine, "communication_data_type", None
-    )
+    sent = getattr(engine or optimizer, "communication_data_type", None)
+    # What is sent in more bits is rounded to those of the gradient.
+    summed = getattr(optimizer, "gradient_accumulation_dtype", sent)
+    sent = summed if sent is not None and summed.itemsize < sent.itemsize else sent
     for part in parts:
         group = whole
         own = getattr(optimizer, "real_dp_process_group", None)
@@ -265,7 +287,7 @@ def _of_optimizer(
             continue
         ranks = ranks_of(group)
         size = distributed.get_world_size(whole)
-        op = _op(optimizer)
+        op = _op(engine or optimizer)
         more: dict[str, Any] = {}
         if op == "mean" and len(ranks) != size:
             # The gradients of experts are divided by the number of all ranks.

@@ -16,12 +16,9 @@ from backtape import frameworks
 from backtape.step_torch.backward import reduced_from
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.outer import Outer, observe_method
-from backtape.step_torch.parts import Master, Part
+from backtape.step_torch.parts import Master, Part, rename
 from backtape.step_torch.reduction import Entry, axis_of, entry, name_of, ranks_of
 from backtape.torch_parameters import plain_name
-
-LATE = "its parts are gathered in the next forward pass (overlap_param_gather)"
-
 
 def attach(capture: Capture) -> None:
     """Finds the optimizers of Megatron-LM among what the job hands over, and the copies that they keep."""
@@ -68,8 +65,9 @@ def _attach(capture: Capture, given: Any, chained: list[Any]) -> None:
         unscales_first=True,
         groups=[one.optimizer.param_groups for one in chained],
     )
-    if any(getattr(one.ddp_config, "overlap_param_gather", False) for one in layout.wrappers):
-        outer.late = LATE
+    outer.is_gathered_late = any(
+        getattr(one.ddp_config, "overlap_param_gather", False) for one in layout.wrappers
+    )
     capture.outers.append(outer)
     outer.watch()
     for optimizer in chained:
@@ -185,20 +183,14 @@ class Layout:
                 head, _, index = plain_name(name, model).rpartition(".")
                 if isinstance(number, int) and index.isdigit():
                     layers[id(module)] = (head, int(index), number - 1)
-        renamed: dict[str, str] = {}
+        rename(self.capture.parts, lambda part: self._name(part, part.holder(), layers.values()))
         for part in self.capture.parts:
             parameter = part.holder()
-            old = part.name
-            part.name = self._name(part, parameter, layers.values())
-            renamed[old] = part.name
             box = None if parameter is None else self._box(parameter)
             if box is not None:
                 part.where = part.whole = box
             if hasattr(parameter, "main_grad"):
                 part.summed = functools.partial(getattr, parameter, "main_grad")
-        for part in self.capture.parts:
-            if part.same_as is not None:
-                part.same_as = renamed.get(part.same_as, part.same_as)
 
     def _name(self, part: Part, parameter: Any, layers: Any) -> str:
         name = part.name

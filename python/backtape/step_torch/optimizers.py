@@ -151,13 +151,15 @@ class Step:
             if getattr(self.optimizer, "grad_scale", None) is not None:
                 for part in parts:
                     part.leave_out("unscaled", "the optimizer takes the loss scale out itself")
-            self.groups = self.hyper_parameters()
+            # Those of a framework are known since its own step began.
+            self.groups = self.hyper_parameters() if self.outer is None else self.groups
             self.others = [
                 {"shape": list(one.shape), "grad": one.grad is not None} for one in self.foreign()
             ]
             for part in parts:
                 moves.at_step(part)
-            self.take_values("before", parts)
+            if self.outer is None or self.outer.swaps:
+                self.take_values("before", parts)
             if callable(options.get("closure")):
                 return args, options | {"closure": self._watched(options["closure"], parts)}
             if len(args) > 1 and callable(args[1]):
@@ -220,7 +222,7 @@ class Step:
             self.depth -= 1
             # What the step of the base took is taken, whatever the job's own does after it.
             self.ended = True
-            # What is around an optimizer may change its state yet.
+            # What is around an optimizer records them before and after its own step, as it may change them.
             if self.depth == 0 and self.count == 1 and (self.outer is None or self.outer.swaps):
                 self.take_values("after", self.first_parts())
             for part in self.parts() if self.depth == 0 else ():

@@ -12,7 +12,7 @@ from typing import Any
 
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.clipping import EPSILON, add
-from backtape.step_torch.parts import Part
+from backtape.step_torch.parts import Master, Part
 
 TOGETHER = "the loss scale is taken out together with the clipping"
 
@@ -36,8 +36,8 @@ class Outer:
     reduced_at_begin: bool = False
     # The state of a part of the parameters is in memory while these are stepped, and no longer.
     swaps: bool = False
-    # Why the parameters cannot be recorded after the step, if they cannot.
-    late: str | None = None
+    # What other ranks update of a parameter comes to this one after the step.
+    is_gathered_late: bool = False
     # All groups of each optimizer of torch: a framework may show it one after the other.
     groups: list[list[dict[str, Any]]] = field(default_factory=list)
     stepped: set[int] = field(default_factory=set)  # ids of what stepped in the step that runs
@@ -97,24 +97,33 @@ class Outer:
             self._value("before", part)
         if self.reduced_at_begin:
             self.take("reduced")
+        for step in self._steps():
+            step.groups = step.hyper_parameters()
+            step.parts()  # notes which parameters it has
+            if not self.swaps:
+                step.take_values("before", step.own_parts(self.parts))
 
     def _end(self, result: Any) -> None:
         if self.turns > 1:
             return
-        own = [step for step in self.capture.steps if any(one is step.optimizer for one in self.inner)]
-        for step in own:
+        for step in self._steps():
             step.skipped = step.skipped or not self.stepped
             if self.stepped and not self.swaps:
                 with self.capture.guarded(type(step.optimizer).__name__):
                     step.take_values("after", step.own_parts(self.parts))
         for part in self.parts if self.stepped else ():
-            if self.late is None:
-                self._value("after", part)
+            if self.is_gathered_late and part.master is not None:
+                self._own_share(part, part.master)
             else:
-                part.leave_out("after", self.late)
+                self._value("after", part)
         value = self.norm(result)
         if value is not None:
             self._norm(value)
+
+    def _steps(self) -> list[Any]:
+        """What is recorded of the optimizers of torch."""
+        steps = self.capture.steps
+        return [step for step in steps if any(one is step.optimizer for one in self.inner)]
 
     def _norm(self, value: Any) -> None:
         parts = [
@@ -129,6 +138,14 @@ class Outer:
         entry["after"] = []
         if self.max_norm > 0:
             entry |= {"max_norm": float(self.max_norm), "epsilon": EPSILON}
+
+    def _own_share(self, part: Part, master: Master) -> None:
+        with self.capture.guarded(part.name):
+            value, copy = part.value(), master.holder()
+            if value is not None and copy is not None:
+                start = master.where.get("flat_offset", 0)
+                own = value.detach().reshape(-1)[start : start + copy.numel()]
+                self.capture.record("after", part, own, where=master.where)
 
     def _value(self, when: str, part: Part) -> None:
         with self.capture.guarded(part.name):

@@ -190,6 +190,14 @@ def parts_of(models: list[torch.nn.Module]) -> list[Part]:
     return parts
 
 
+def rename(parts: list[Part], named: Callable[[Part], str]) -> None:
+    """Gives parameters other names."""
+    names = {part.name: named(part) for part in parts}
+    for part in parts:
+        part.name = names[part.name]
+        part.same_as = names.get(part.same_as or "", part.same_as)
+
+
 def of_model(index: int, model: torch.nn.Module) -> Iterator[Part]:
     """The parameters of one model, each under its first name, and the other names of tied ones."""
     flat = set()

@@ -229,12 +229,25 @@ impl Judge<'_> {
         count.map_or_else(|| "no state".into(), |count| format!("{count} steps"))
     }
 
+    /// Why the working copy was not recorded after the step, where the master copy was.
+    fn not_brought_back(&self, parameter: &str) -> Option<Judged> {
+        let inventory = self.inventory;
+        let master = inventory.key(parameter, &Part::MasterAfter)?;
+        let why = inventory.declared.values().find_map(|declared| {
+            declared.parameters.get(parameter)?.absent.get("after").cloned()
+        })?;
+        let piece = inventory.pieces(master, &|_| ()).into_iter().next()?;
+        Some(self.judged(Stage::Param, parameter, (master, &piece), Err(why)))
+    }
+
     /// The working copy against the master copy.
     fn master(&self, parameter: &str) -> Vec<Judged> {
         let inventory = self.inventory;
         let keys =
             (inventory.key(parameter, &Part::After), inventory.key(parameter, &Part::MasterAfter));
-        let (Some(after), Some(master)) = keys else { return Vec::new() };
+        let (Some(after), Some(master)) = keys else {
+            return self.not_brought_back(parameter).into_iter().collect();
+        };
         let judge = |piece: &Piece| {
             let stored = inventory.precision(after);
             let rank = piece.ranks[0];

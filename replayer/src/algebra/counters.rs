@@ -1,5 +1,7 @@
 //! The counters of steps in an optimizer's state.
 
+use std::collections::BTreeSet;
+
 use backtape::identity::Rank;
 use backtape::part::Part;
 
@@ -10,6 +12,7 @@ use super::judge::Judge;
 use super::optimizer::RESET;
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
 use super::rules::Rule;
+use crate::dump::name_ranks;
 
 /// Counters of steps in the state of optimizers, as frameworks call them.
 pub(crate) const COUNTERS: [&str; 2] = ["step", "count"];
@@ -163,37 +166,50 @@ impl Inventory<'_> {
         let before = |own: &ParameterDeclaration| own.scalar_before(counter(own)?);
         let own = self.declared.values().flat_map(|declared| declared.parameters.values());
         let count = own.filter_map(before).find(|count| *count >= 1.0)?;
-        self.has_counted_nothing().then(|| {
-            format!(
-                "{count} steps are counted before this one, and the moments of all parameters are \
-                 zero: either no gradient came until now, or a step without one is counted"
-            )
-        })
+        let [without, with] = self.moments_by_rank();
+        if without.is_empty() {
+            return None;
+        }
+        let why = match with.is_empty() {
+            true => "of all parameters are zero: either no gradient came until now, or a step without one \
+                     is counted"
+                .to_string(),
+            false => {
+                let ranks = name_ranks(&Vec::from_iter(without.iter().copied()));
+                format!(
+                    "of all that {ranks} had are zero, where other ranks' are not: either no gradient \
+                     came there until now, or that state was lost"
+                )
+            }
+        };
+        Some(format!("{count} steps are counted before this one, and the moments {why}"))
     }
 
-    /// Whether steps are counted before this one although every moment of every parameter is zero.
-    /// One parameter's may be zero, as those of a layer that was not used yet.
-    fn has_counted_nothing(&self) -> bool {
-        *self.counted_nothing.get_or_init(|| {
-            let mut moments = 0;
+    /// The ranks of which every moment is zero before the step, and the others that have moments. One
+    /// parameter's may be zero, as those of a layer that was not used yet.
+    fn moments_by_rank(&self) -> &[BTreeSet<Rank>; 2] {
+        self.moments_of_ranks.get_or_init(|| {
+            let (mut all, mut with) = (BTreeSet::new(), BTreeSet::new());
             for (name, parameter) in &self.parameters {
                 let states = parameter.tensors.iter().filter(|((part, _), _)| {
                     matches!(part, Part::StateBefore(state) if Rule::is_state(state))
                 });
-                for (_, key) in states {
-                    moments += 1;
-                    // Of a sample nobody knows what the rest is.
-                    let is_whole = self.samples.of_parameter(name).is_none();
-                    let mut shards = self.dump.tensors()[key].shards.iter();
+                // Of a sample nobody knows what the rest is.
+                let is_whole = self.samples.of_parameter(name).is_none();
+                for shard in states.flat_map(|(_, key)| &self.dump.tensors()[key].shards) {
+                    let rank = self.dump.record(shard).rank;
                     let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
-                    if !is_whole
-                        || !shards.all(|shard| self.dump.intact_bytes(shard).is_some_and(is_zero))
+                    all.insert(rank);
+                    // One that is not zero says it of all that the rank has.
+                    let is_known = with.contains(&rank);
+                    if !is_known
+                        && !(is_whole && self.dump.intact_bytes(shard).is_some_and(is_zero))
                     {
-                        return false;
+                        with.insert(rank);
                     }
                 }
             }
-            moments > 0
+            [all.difference(&with).copied().collect(), with]
         })
     }
 }

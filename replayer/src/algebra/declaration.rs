@@ -328,10 +328,16 @@ impl Hyper {
         number_of(self.0.get(list)?.get(index.parse::<usize>().ok()?)?)
     }
 
-    /// The name of a number that another group has otherwise.
+    /// The name of a number, or of a list of numbers, that another group has otherwise.
     pub(crate) fn difference(&self, other: &Hyper) -> Option<&str> {
+        let numbers = |hyper: &Hyper, name: &str| -> Option<Vec<f64>> {
+            match hyper.0.get(name)? {
+                Value::Array(list) => list.iter().map(number_of).collect(),
+                value => number_of(value).map(|number| vec![number]),
+            }
+        };
         let is_other = |name: &&String| {
-            let (own, other) = (self.number(name), other.number(name));
+            let (own, other) = (numbers(self, name), numbers(other, name));
             own.is_some() && other.is_some() && own != other
         };
         self.0.keys().find(is_other).map(String::as_str)

@@ -114,3 +114,28 @@ pub(super) fn clipping(
     let words = format!("captured = {:.7} x what clipping gives", factor.value);
     Some(causes::SCALED.reads(words))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cause_of(value: f64, limit: Limit, scale: f64) -> &'static str {
+        let factor = Factor { value, tolerance: 1e-6 };
+        clipping_and_unscaling(factor, limit, scale).expect("a factor is read").cause
+    }
+
+    #[test]
+    fn a_factor_of_what_was_clipped_and_unscaled_at_once_says_which_of_the_two_is_wrong() {
+        let clips = Limit { norm: 4.0, max_norm: 1.0, epsilon: 0.0, of_clipped: false };
+        let does_not = Limit { norm: 0.5, ..clips };
+        assert_eq!(cause_of(64.0, clips, 64.0), causes::SCALE_LEFT.name);
+        assert_eq!(cause_of(64.0 * 4.0, clips, 64.0), causes::SCALE_LEFT.name);
+        assert_eq!(cause_of(4.0, clips, 64.0), causes::NOT_CLIPPED.name);
+        assert_eq!(cause_of(0.25, clips, 64.0), causes::CLIP_TWICE.name);
+        // By the norm with the scale in it, 32, it is clipped although it should not be.
+        assert_eq!(cause_of(1.0 / 32.0, does_not, 64.0), causes::CLIP_BEFORE_UNSCALE.name);
+        assert_eq!(cause_of(1.0 / 64.0, does_not, 64.0), causes::SCALE_TWICE.name);
+        // Both give this one where it is to be clipped, and neither is named.
+        assert_eq!(cause_of(1.0 / 64.0, clips, 64.0), causes::SCALED.name);
+    }
+}

@@ -32,8 +32,8 @@ pub(crate) struct Inventory<'a> {
     pub faults: Vec<String>,
     /// Parameters whose reduced gradient was recorded too early, and why.
     pub withdrawn: BTreeMap<String, String>,
-    /// What `has_counted_nothing` has found.
-    pub counted_nothing: OnceLock<bool>,
+    /// What `moments_by_rank` has found.
+    pub moments_of_ranks: OnceLock<[BTreeSet<Rank>; 2]>,
 }
 
 /// The parts that were recorded of a parameter.
@@ -65,7 +65,7 @@ impl<'a> Inventory<'a> {
             parameters: BTreeMap::new(),
             faults: samples.faults.clone(),
             withdrawn: BTreeMap::new(),
-            counted_nothing: OnceLock::new(),
+            moments_of_ranks: OnceLock::new(),
             samples,
         };
         for key in dump.tensors().keys() {
@@ -154,7 +154,10 @@ impl<'a> Inventory<'a> {
         let norm = norms.rfind(|norm| norm.is_of(parameter));
         let is_without = norm?.of.as_deref() == Some("unscaled")
             && self.key(parameter, &Part::Unscaled).is_none()
-            && !declared.squares.get(parameter).is_some_and(|own| own.of_stage("unscaled").is_some());
+            && !declared
+                .squares
+                .get(parameter)
+                .is_some_and(|own| own.of_stage("unscaled").is_some());
         declared.scale_of(parameter).filter(|scale| is_without && *scale != 1.0)
     }
 

@@ -38,6 +38,7 @@ pub(super) fn lacks(
     lacks.extend(scaled_norm(inventory));
     lacks.extend(nothing_moved(inventory, stages, judged));
     lacks.extend(other_divisors(inventory));
+    lacks.extend(divided_by_each(inventory));
     lacks.extend(near_copies(inventory));
     lacks.extend(moved(inventory));
     lacks.extend(inventory.counted_without_moments());
@@ -278,6 +279,39 @@ fn other_divisors(inventory: &Inventory<'_>) -> Option<String> {
          set: {}; each was judged by its own",
         name_ranks(ranks),
         told.collect::<Vec<_>>().join(", ")
+    ))
+}
+
+/// Gradients that the ranks that bring them together divide by other numbers, each by its own.
+fn divided_by_each(inventory: &Inventory<'_>) -> Option<String> {
+    let divisors = |name: &str| -> BTreeMap<Rank, f64> {
+        let own = inventory.declared.iter().filter_map(|(rank, declared)| {
+            let of = declared.parameters.get(name)?;
+            let is_set = of.reduce.iter().any(|own| own.divisor.is_some());
+            let domain = Domain::of(inventory, *rank, name);
+            let is_sum = is_set && domain.ranks.len() > 1 && domain.unknown.is_none();
+            is_sum.then_some((*rank, 1.0 / domain.scale))
+        });
+        own.collect()
+    };
+    // Of ranks that sum over others the numbers may differ.
+    let are_apart = |name: &str| {
+        let all = divisors(name);
+        let (first, divisor) = all.first_key_value().map(|(rank, own)| (*rank, *own))?;
+        let together = Domain::of(inventory, first, name).ranks;
+        let other =
+            all.iter().find(|(rank, own)| together.contains(rank) && !is_near(**own, divisor));
+        other.map(|(rank, own)| (first, divisor, *rank, *own))
+    };
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let apart: Vec<&str> = all.iter().copied().filter(|name| are_apart(name).is_some()).collect();
+    let (first, divisor, rank, other) = are_apart(apart.first()?)?;
+    Some(format!(
+        "{}: rank {first} divides the sum over ranks by {}, and rank {rank} divides it by {}, as the job \
+         has set it; each was judged by its own",
+        pattern(&apart, &all),
+        short(divisor),
+        short(other)
     ))
 }
 

@@ -14,7 +14,7 @@ use crate::algebra::declaration::{Hyper, Optimizer};
 use crate::ops::table::op;
 
 /// The classes that this rule is of.
-pub(crate) const CLASSES: &[&str] = 
+pub(crate) const CLASSES: &[&str] =
     &["Adam", "AdamW", "adam", "adamw", "FusedAdam", "DeepSpeedCPUAdam", "amsgrad"];
 
 /// How frameworks call its tensors and hyper-parameters.
