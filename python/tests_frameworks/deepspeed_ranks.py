@@ -102,7 +102,8 @@ def run(scenario):
             if step == 1:
                 plant(fault, engine)
             with recorder.step(step) as tape:
-                backtape.torch.step_algebra(tape, engine, engine.optimizer)
+                sample = 16 if "sampled" in more else None
+                backtape.torch.step_algebra(tape, engine, engine.optimizer, sample=sample)
                 for _ in range(MICROBATCHES):
                     output = engine(torch.randn(3, 7).to(OF_DTYPE[dtype]))
                     engine.backward(output.float().square().mean())

@@ -53,7 +53,7 @@ def chunks_of(dtype, words):
         pipeline_dtype=OF_DTYPE[dtype], hidden_dropout=0.0, attention_dropout=0.0,
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
         masked_softmax_fusion=False, persist_layer_norm=False, attention_softmax_in_fp32=True,
-        calculate_per_token_loss="tokens" in words,
+        calculate_per_token_loss="tokens" in words, gated_linear_unit="gated" in words,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
     )  # fmt: skip
@@ -143,7 +143,8 @@ def run(scenario):
             if step == 1:
                 plant(fault, chunks, optimizer)
             with recorder.step(step) as tape:
-                backtape.torch.step_algebra(tape, chunks, optimizer)
+                sample = 16 if "sampled" in words else None
+                backtape.torch.step_algebra(tape, chunks, optimizer, sample=sample)
                 chunks[0].zero_grad_buffer()
                 optimizer.zero_grad()
                 get_forward_backward_func()(

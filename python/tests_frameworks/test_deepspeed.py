@@ -21,6 +21,8 @@ SCENARIOS = {
     "zero2-fp16": Told(words="unscale 6 0 0"),
     "zero3-bf16-clipped": Told(words="param 6 0 0"),
     "zero3-fp16": Told(words="unscale 6 0 0"),
+    "zero2-fp16-clipped-sampled": Told(words="clip 6 0 0"),
+    "zero3-bf16-clipped-sampled": Told(words="norm 1 0 0"),
     "zero2-bf16+not-averaged": Told("diverged", "reduce", "reduce-sum-for-mean"),
     "zero2-bf16-clipped+norm-of-a-part": Told("diverged", "norm", "norm-local-not-global"),
     "zero2-fp16-clipped+not-unscaled": Told("diverged", "clip", "loss-scale-left-in"),

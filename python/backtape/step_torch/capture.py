@@ -182,13 +182,31 @@ class Capture:
         """Hands a tensor of a parameter to the tape.
 
         addend: it is this rank's addend of a gradient.
-        where: its place, as options of `Tape.record`; by default that of the holder. `WHOLE` is that of
+        where: its place, as options of `Tape.record`, or `pieces`, each with the rows that it has of the
+            tensor and its place; by default that of the holder. `WHOLE` is that of
             a whole parameter, as FSDP has it for a while, or of a tensor that has a shape of its own.
         """
         if not part.recorded:
             return
         name = f"step.{stage}:{part.name}"
         where = part.where if where is None else where
+        if "pieces" in where:
+            for rows, place in where["pieces"]:
+                own = tensor[slice(*rows)]
+                self._record(name, part, own, place, microbatch=microbatch, addend=addend)
+            return
+        self._record(name, part, tensor, where, microbatch=microbatch, addend=addend)
+
+    def _record(
+        self,
+        name: str,
+        part: Part,
+        tensor: torch.Tensor,
+        where: dict[str, Any],
+        *,
+        microbatch: int | None,
+        addend: bool,
+    ) -> None:
         if not where and is_plain(tensor) and (parts := self._plain_parts(part, tensor)):
             when, partial = ("pre_reduce", "sum") if addend else (None, None)
             self.tape.record_plain(name, tensor, parts, microbatch, when, partial)

@@ -117,18 +117,25 @@ def note_squares(
     else:
         part.squares[stage] = squares(gradient)
     if not part.held:
-        box = run = None
-        if not is_dtensor(gradient) and "global_shape" in where:
-            shape = tuple(where["global_shape"])
-            box = (shape, tuple(where.get("offsets") or (0,) * len(shape)))
-            if "flat_offset" in where:
-                run = where["flat_offset"], tuple(where.get("extent") or shape)
+        pieces = where.get("pieces", [((0, None), where)])
+        held = [held_at(gradient[slice(*rows)] if "pieces" in where else gradient, own) for rows, own in pieces]
         part.held = {
             "shape": shape_of(part),
-            "held": held_by_this_rank(gradient, box, run),
+            "held": [box for boxes in held for box in boxes],
             "dtype": dtype_name(gradient.dtype),
         }
     return bits
+
+
+def held_at(gradient: torch.Tensor, where: dict[str, Any]) -> list[Region]:
+    """The boxes of the parameter that this rank holds of a gradient at a place."""
+    box = run = None
+    if not is_dtensor(gradient) and "global_shape" in where:
+        shape = tuple(where["global_shape"])
+        box = (shape, tuple(where.get("offsets") or (0,) * len(shape)))
+        if "flat_offset" in where:
+            run = where["flat_offset"], tuple(where.get("extent") or shape)
+    return held_by_this_rank(gradient, box, run)
 
 
 def squares(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,12 @@ def _attach(capture: Capture, given: Any, chained: list[Any]) -> None:
                 continue
             if master is not None:
                 master.owner = optimizer.optimizer
-                start = master.where.pop("flat_offset", None)
-                master.where = dict(part.where) if start is None else in_part(part, parameter, start)
+                start, copy = master.where.pop("flat_offset", None), master.holder()
+                if start is None or copy is None:
+                    master.where = dict(part.where)
+                else:
+                    master.where = in_part(part, parameter, (start, start + copy.numel()))
+                    master.begin = start
                 part.master = master
             parts.append(part)
     config = given.config
@@ -128,12 +132,20 @@ def is_of_experts(optimizer: Any) -> bool:
     return bool(own) and all(group.get("is_expert_parallel") for group in groups)
 
 
-def in_part(part: Part, parameter: torch.Tensor, start: int) -> dict[str, Any]:
+def in_part(part: Part, parameter: torch.Tensor, run: tuple[int, int]) -> dict[str, Any]:
     """The place of a run of the flattened part of a parameter that this rank has."""
-    extent = tuple(parameter.shape)
+    extent, (start, end) = tuple(parameter.shape), run
     if not part.where:
         return {"global_shape": extent, "flat_offset": start}
-    return {**part.where, "flat_offset": start, "extent": extent}
+    if "pieces" not in part.where:
+        return {**part.where, "flat_offset": start, "extent": extent}
+    pieces, row = [], parameter.numel() // extent[0]
+    for (first, last), place in part.where["pieces"]:
+        begin, stop = max(first * row, start), min(last * row, end)
+        if begin < stop:
+            inside = {"flat_offset": begin - first * row, "extent": (last - first, *extent[1:])}
+            pieces.append(((begin - start, stop - start), place | inside))
+    return {"global_shape": part.where["global_shape"], "pieces": pieces}
 
 
 def _watch(capture: Capture, outer: Outer, optimizer: Any) -> None:
@@ -207,15 +219,23 @@ class Layout:
     def _box(self, parameter: Any) -> dict[str, Any] | None:
         """Which part of a parameter that is split over tensor parallel ranks this rank has."""
         kind = "expert_tensor" if is_expert(parameter) else "tensor_model"
-        size = self._size(kind)
+        size, rank = self._size(kind), self._rank(kind)
         dim = getattr(parameter, "partition_dim", -1)
         is_split = getattr(parameter, "tensor_model_parallel", False) and dim >= 0 and size > 1
-        if not is_split or getattr(parameter, "partition_stride", 1) != 1:
+        # Of both halves of a gated layer each rank has its rows, one half after the other.
+        count = getattr(parameter, "partition_stride", 1)
+        if not is_split or count > 1 and dim > 0:
             return None
         shape, offsets = list(parameter.shape), [0] * parameter.ndim
-        offsets[dim] = shape[dim] * self._rank(kind)
+        rows = shape[dim] // count
         shape[dim] *= size
-        return {"global_shape": tuple(shape), "offsets": tuple(offsets)}
+        whole = {"global_shape": tuple(shape)}
+        places = []
+        for index in range(count):
+            offsets[dim] = (index * size + rank) * rows
+            place = whole | {"offsets": tuple(offsets)}
+            places.append(((index * rows, (index + 1) * rows), place))
+        return places[0][1] if count == 1 else whole | {"pieces": places}
 
     def _size(self, kind: str) -> int:
         return int(self._asked(f"get_{kind}_parallel_world_size", 1))

@@ -143,8 +143,7 @@ class Outer:
         with self.capture.guarded(part.name):
             value, copy = part.value(), master.holder()
             if value is not None and copy is not None:
-                start = master.where.get("flat_offset", 0)
-                own = value.detach().reshape(-1)[start : start + copy.numel()]
+                own = value.detach().reshape(-1)[master.begin : master.begin + copy.numel()]
                 self.capture.record("after", part, own, where=master.where)
 
     def _value(self, when: str, part: Part) -> None:

@@ -42,6 +42,7 @@ class Master:
     group: int | None = None
     owner: Any = None  # the optimizer of torch that has it
     index: int = 0  # of the holder among those of the framework's optimizer
+    begin: int = 0  # where it begins in what this rank has of the parameter, flattened
     # Where the gradient is; None: in the `.grad` of the holder.
     gradients: Callable[[], torch.Tensor | None] | None = None
     # The `.grad` of the parameter is what the copy's gradient is made from, and is reduced.

@@ -43,18 +43,21 @@ impl Judge<'_> {
     /// The counters of a parameter, which count one more each, and only steps that left a moment.
     pub(super) fn counters(&self, parameter: &str) -> Vec<Judged> {
         let inventory = self.inventory;
-        let Some(after) = inventory.key(parameter, &Part::After) else { return Vec::new() };
+        let updated = [Part::MasterAfter, Part::After];
+        let after = updated.iter().find_map(|part| inventory.key(parameter, part));
+        let Some(after) = after else { return Vec::new() };
+        let count_of = |rank: Rank| {
+            let declared = inventory.declared_of(rank, parameter)?;
+            let name = counter(declared).filter(|name| self.is_counter(rank, parameter, name))?;
+            let before = declared.scalar_before(name).unwrap_or(0.0);
+            Some(Count { name, before, after: declared.scalar_after(name)? })
+        };
+        // Ranks with the same part may count otherwise.
+        let bits = |rank: Rank| count_of(rank).map(|own| [own.before, own.after].map(f64::to_bits));
         let mut judged = Vec::new();
-        for piece in inventory.pieces(after, &|_| ()) {
+        for piece in inventory.pieces(after, &bits) {
             let rank = piece.ranks[0];
-            let declared = inventory.declared_of(rank, parameter);
-            let declared = declared.filter(|_| !self.is_untouched(rank, parameter));
-            let count = declared.and_then(|declared| {
-                let name =
-                    counter(declared).filter(|name| self.is_counter(rank, parameter, name))?;
-                let before = declared.scalar_before(name).unwrap_or(0.0);
-                Some(Count { name, before, after: declared.scalar_after(name)? })
-            });
+            let count = count_of(rank).filter(|_| !self.is_untouched(rank, parameter));
             let Some(count) = count else { continue };
             let wrong = count.not_one_more(self.microbatches_of(rank));
             let wrong = wrong.or_else(|| count.of_moments(inventory, rank, parameter));
