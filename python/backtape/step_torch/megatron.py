@@ -174,6 +174,15 @@ def _of(outer: Outer, optimizer: Any) -> list[Part]:
     return [part for part in outer.parts if id(part.in_groups()) in own]
 
 
+def layers_of(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """What the names of the parameters of each layer begin with, in a stage of a pipeline and in the whole model."""
+    for name, module in model.named_modules():
+        number = getattr(module, "layer_number", None)
+        head, _, index = plain_name(name, model).rpartition(".")
+        if isinstance(number, int) and index.isdigit():
+            yield f"{head}.{index}.", f"{head}.{number - 1}."
+
+
 class Layout:
     """How the parameters of a model of Megatron-LM lie on the ranks, and how their gradients are reduced."""
 
@@ -188,14 +197,13 @@ class Layout:
 
     def place(self) -> None:
         """Names the parameters as the whole model has them, and says which part of each this rank has."""
-        layers = {}
-        for model in self.capture.models:
-            for name, module in model.named_modules():
-                number = getattr(module, "layer_number", None)
-                head, _, index = plain_name(name, model).rpartition(".")
-                if isinstance(number, int) and index.isdigit():
-                    layers[id(module)] = (head, int(index), number - 1)
-        rename(self.capture.parts, lambda part: self._name(part, part.holder(), layers.values()))
+        layers = [list(layers_of(model)) for model in self.capture.models]
+        parts = self.capture.parts
+        names = [self._name(part, part.holder(), layers[part.model]) for part in parts]
+        # Chunks of one stage have other layers, and need no number before their names.
+        short = [name.removeprefix(f"model{part.model}.") for name, part in zip(names, parts)]
+        told = dict(zip(map(id, parts), short if len({*short}) == len(parts) else names))
+        rename(parts, lambda part: told[id(part)])
         for part in self.capture.parts:
             parameter = part.holder()
             box = None if parameter is None else self._box(parameter)
@@ -204,13 +212,13 @@ class Layout:
             if hasattr(parameter, "main_grad"):
                 part.summed = functools.partial(getattr, parameter, "main_grad")
 
-    def _name(self, part: Part, parameter: Any, layers: Any) -> str:
-        name = part.name
-        for head, index, number in layers:
-            # A stage of a pipeline counts its own layers.
-            if name.startswith(f"{head}.{index}."):
-                name = f"{head}.{number}." + name.removeprefix(f"{head}.{index}.")
-                break
+    def _name(self, part: Part, parameter: Any, layers: list[tuple[str, str]]) -> str:
+        name, chunk = part.name, ""
+        if name.startswith(f"model{part.model}."):
+            chunk, name = f"model{part.model}.", name.removeprefix(f"model{part.model}.")
+        # A stage of a pipeline counts its own layers.
+        own = next((pair for pair in layers if name.startswith(pair[0])), ("", ""))
+        name = chunk + own[1] + name.removeprefix(own[0])
         if getattr(parameter, "shared_embedding", False) and self._embedding_ranks(parameter):
             return "embedding.word_embeddings.weight"
         size = self._size("expert_model") if is_expert(parameter) else 1
