@@ -90,9 +90,10 @@ def run(scenario):
         {"params": [one for one in module.parameters() if one.ndim > 1], "weight_decay": 0.1},
         {"params": [one for one in module.parameters() if one.ndim == 1], "weight_decay": 0.0},
     ]
+    adamw = torch.optim.AdamW(groups, lr=1e-2)
     engine, *_ = deepspeed.initialize(
         model=module,
-        optimizer=torch.optim.AdamW(groups, lr=1e-2),
+        optimizer=adamw,
         config=settings(int(stage), dtype, more),
     )
     torch.manual_seed(1 + rank)
@@ -103,7 +104,8 @@ def run(scenario):
                 plant(fault, engine)
             with recorder.step(step) as tape:
                 sample = 16 if "sampled" in more else None
-                backtape.torch.step_algebra(tape, engine, engine.optimizer, sample=sample)
+                given = engine if "engine" in more else adamw if "inner" in more else engine.optimizer
+                backtape.torch.step_algebra(tape, engine, given, sample=sample)
                 for _ in range(MICROBATCHES):
                     output = engine(torch.randn(3, 7).to(OF_DTYPE[dtype]))
                     engine.backward(output.float().square().mean())

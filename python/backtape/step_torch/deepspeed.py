@@ -31,7 +31,7 @@ def attach(capture: Capture) -> None:
     if engine is not None:
         _watch_plain(capture, engine)
     for given in capture.owners:
-        optimizer = given.optimizer if given is engine else given
+        optimizer = of_deepspeed(given, engine)
         copies = kind_of(optimizer)
         if copies is None:
             if engine is not None:
@@ -67,6 +67,18 @@ def engine_of(given: list[Any]) -> Any:
     kind = getattr(runtime, "DeepSpeedEngine", None)
     found = [one for one in given if kind is not None and isinstance(one, kind)]
     return found[0] if found else None
+
+
+def of_deepspeed(given: Any, engine: Any) -> Any:
+    """The optimizer of DeepSpeed that a job means: it may be in a wrapper of another library, and the job may hand
+    over the optimizer of torch that is in it."""
+    chain = [given]
+    while len(chain) < 8 and getattr(chain[-1], "optimizer", None) is not None:
+        chain.append(chain[-1].optimizer)
+    around = getattr(engine, "optimizer", None)
+    if any(one is getattr(around, "optimizer", None) for one in chain):
+        chain.append(around)
+    return next((one for one in chain if kind_of(one) is not None), given)
 
 
 Copies = Callable[[Any], Iterator[tuple[Any, Master]]]

@@ -204,10 +204,11 @@ impl Inventory<'_> {
                     let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
                     all.insert(rank);
                     // One that is not zero says it of all that the rank has.
-                    let is_known = with.contains(&rank);
-                    if !is_known
-                        && !(is_whole && self.dump.intact_bytes(shard).is_some_and(is_zero))
-                    {
+                    if with.contains(&rank) {
+                        continue;
+                    }
+                    let is_zero = self.dump.intact_bytes(shard).is_some_and(is_zero);
+                    if !is_whole || !is_zero {
                         with.insert(rank);
                     }
                 }

@@ -59,8 +59,27 @@ pub(super) fn unscaling(
     Some(causes::SCALE_LEFT.reads(words))
 }
 
-/// What a factor of a gradient says that was clipped and divided by the loss scale in one operation.
-pub(super) fn clipping_and_unscaling(factor: Factor, limit: Limit, scale: f64) -> Option<Reading> {
+/// The loss scale of a gradient that is clipped.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Scales {
+    /// What its loss was multiplied by.
+    pub(super) own: Option<f64>,
+    /// The same where it was not taken out before it was clipped.
+    pub(super) late: Option<f64>,
+    /// The same where clipping takes it out.
+    pub(super) together: Option<f64>,
+}
+
+/// What a factor of a clipped gradient says. `limit`: what it is clipped to.
+pub(super) fn clipping(factor: Factor, limit: Option<Limit>, scales: Scales) -> Option<Reading> {
+    match (scales.together, limit) {
+        (Some(scale), Some(limit)) => clipping_and_unscaling(factor, limit, scale),
+        _ => clipped_by(factor, limit.map_or(1.0, |limit| limit.coefficient()), scales),
+    }
+}
+
+/// The same of one that was clipped and divided by the loss scale in one operation.
+fn clipping_and_unscaling(factor: Factor, limit: Limit, scale: f64) -> Option<Reading> {
     let coefficient = limit.coefficient().min(1.0);
     if factor.is(scale) {
         let words = format!("the loss scale {scale} is still in it");
@@ -82,17 +101,13 @@ pub(super) fn clipping_and_unscaling(factor: Factor, limit: Limit, scale: f64) -
         );
         return Some(causes::SCALED.reads(words));
     }
-    clipping(factor, coefficient, (Some(scale), None))
+    clipped_by(factor, coefficient, Scales { own: Some(scale), ..Scales::default() })
 }
 
-/// What a factor of a clipped gradient says.
-/// `late`: a loss scale that was not taken out before it was clipped.
-pub(super) fn clipping(
-    factor: Factor,
-    coefficient: f64,
-    (scale, late): (Option<f64>, Option<f64>),
-) -> Option<Reading> {
-    if let Some(scale) = late.filter(|scale| factor.is(1.0 / scale) && !is_near(*scale, 1.0)) {
+/// What a factor of a gradient says that is multiplied by this coefficient.
+pub(super) fn clipped_by(factor: Factor, coefficient: f64, scales: Scales) -> Option<Reading> {
+    if let Some(scale) = scales.late.filter(|scale| factor.is(1.0 / scale) && !is_near(*scale, 1.0))
+    {
         let words = format!(
             "it was clipped with the loss scale {scale} in it, which was taken out after that"
         );
@@ -107,7 +122,8 @@ pub(super) fn clipping(
         let words = format!("the coefficient {coefficient:.6} was applied twice");
         return Some(causes::CLIP_TWICE.reads(words));
     }
-    if let Some(scale) = scale.filter(|scale| factor.is(1.0 / scale) && !is_near(*scale, 1.0)) {
+    if let Some(scale) = scales.own.filter(|scale| factor.is(1.0 / scale) && !is_near(*scale, 1.0))
+    {
         let words = format!("it was divided by the loss scale {scale} twice");
         return Some(causes::SCALE_TWICE.reads(words));
     }

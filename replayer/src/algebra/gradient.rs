@@ -11,7 +11,7 @@ use backtape::shard::TensorKey;
 use super::causes;
 use super::declaration::{Declaration, Limit, Norm, ReduceOp};
 use super::domain::{Addend, Domain};
-use super::factor::{Factor, NEAR, clipping, clipping_and_unscaling, unscaling};
+use super::factor::{Factor, NEAR, Scales, clipped_by, clipping, unscaling};
 use super::inventory::Piece;
 use super::judge::{Judge, Operand, arithmetic};
 use super::outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
@@ -300,9 +300,12 @@ impl Judge<'_> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
         let declared = inventory.declared.get(&rank);
         let value = declared.and_then(|declared| declared.clip_value);
-        let scale = declared.and_then(|declared| declared.scale_of(parameter));
         let together = inventory.taken_out_by_clipping(rank, parameter);
-        let late = self.late_scale(rank, parameter).filter(|_| together.is_none());
+        let scales = Scales {
+            own: declared.and_then(|declared| declared.scale_of(parameter)),
+            late: self.late_scale(rank, parameter).filter(|_| together.is_none()),
+            together,
+        };
         let mut limits = declared.map(|own| own.limits_of(parameter)).unwrap_or_default();
         if limits.is_empty() && value.is_none() {
             return Err(format!("rank {rank} declares neither a norm nor a value to clip to"));
@@ -316,19 +319,14 @@ impl Judge<'_> {
             ([], None) => {
                 let limit = declared.and_then(|own| own.limit_of(parameter));
                 let limit = limit.filter(|_| !is_before);
-                let together = together.zip(limit);
-                let coefficient = limit.map_or(1.0, |limit| limit.coefficient());
-                let scaled = together.map_or(1.0, |(scale, _)| 1.0 / scale);
+                let scaled = together.map_or(1.0, |scale| 1.0 / scale);
                 let tally = self.scaled((before, key), piece, scaled)?;
-                let read = |factor: Factor| match together {
-                    Some((scale, limit)) => clipping_and_unscaling(factor, limit, scale),
-                    None => clipping(factor, coefficient, (scale, late)),
-                };
+                let read = |factor: Factor| clipping(factor, limit, scales);
                 return Ok(self.outcome(&tally, &piece.place, read));
             }
             ([limit], _) => *limit,
             ([first, second], None) if together.is_none() => {
-                return self.clipped_twice((before, key), piece, ([*first, *second], scale));
+                return self.clipped_twice((before, key), piece, ([*first, *second], scales));
             }
             _ => {
                 return Err(format!(
@@ -337,10 +335,18 @@ impl Judge<'_> {
                 ));
             }
         };
-        let read = |factor: Factor| match together {
-            Some(scale) => clipping_and_unscaling(factor, limit, scale),
-            None => clipping(factor, limit.coefficient(), (scale, late)),
-        };
+        self.clipped_to_norm((before, key), piece, (limit, value, scales))
+    }
+
+    /// A gradient that one norm clips, and perhaps a limit for each value besides.
+    fn clipped_to_norm(
+        &self,
+        (before, key): (&TensorKey, &TensorKey),
+        piece: &Piece,
+        (limit, value, scales): (Limit, Option<f64>, Scales),
+    ) -> Result<Outcome, String> {
+        let (inventory, rank) = (self.inventory, piece.ranks[0]);
+        let read = |factor: Factor| clipping(factor, Some(limit), scales);
         let stored = inventory.precision(key);
         // The value is a number of the gradient's format, and bounds what is clipped before or after.
         let rounded = |value: f64| stored.map_or(value, |stored| stored.round64(value));
@@ -354,7 +360,7 @@ impl Judge<'_> {
             let operands = |part: &IndexBox| {
                 let number = |name, value| Operand::row(name, vec![value], used);
                 let mut gradient = inventory.read_box(before, rank, part)?;
-                if let Some(scale) = together {
+                if let Some(scale) = scales.together {
                     gradient.iter_mut().for_each(|x| *x /= scale);
                 }
                 if let Some(bound) = bound {
@@ -397,7 +403,7 @@ impl Judge<'_> {
         &self,
         (before, key): (&TensorKey, &TensorKey),
         piece: &Piece,
-        (limits, scale): ([Limit; 2], Option<f64>),
+        (limits, scales): ([Limit; 2], Scales),
     ) -> Result<Outcome, String> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
         let stored = inventory.precision(key);
@@ -413,7 +419,8 @@ impl Judge<'_> {
             ])
         };
         let compared = self.compare(&ClippedTwice, &declared, &piece.place, &operands)?;
-        let read = |factor: Factor| clipping(factor, first * second, (scale, None));
+        let scales = Scales { late: None, ..scales };
+        let read = |factor: Factor| clipped_by(factor, first * second, scales);
         Ok(self.outcome(&only(compared)?, &piece.place, read))
     }
 

@@ -152,12 +152,10 @@ impl<'a> Inventory<'a> {
         // A rank names only the parameters of which it holds a part.
         let mut norms = self.declared.values().flat_map(|own| &own.norms);
         let norm = norms.rfind(|norm| norm.is_of(parameter));
+        let squares = declared.squares.get(parameter).and_then(|own| own.of_stage("unscaled"));
         let is_without = norm?.of.as_deref() == Some("unscaled")
             && self.key(parameter, &Part::Unscaled).is_none()
-            && !declared
-                .squares
-                .get(parameter)
-                .is_some_and(|own| own.of_stage("unscaled").is_some());
+            && squares.is_none();
         declared.scale_of(parameter).filter(|scale| is_without && *scale != 1.0)
     }
 
