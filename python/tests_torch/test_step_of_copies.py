@@ -20,6 +20,8 @@ FORMS = {
     "each, some not brought back": Told("diverged", "param", "master-stale", ("3.weight", "3.bias")),
     "each, after the tape": Told("incomplete", words="the copies changed and no parameter did before the tape ended"),
     "each, not clipped": Told("diverged", "clip", "clip-recorded-not-applied"),
+    "each, equal ones in two groups": Told("incomplete", words="no optimizer that was given holds"),
+    "each, and zeros of a stranger": Told("incomplete", words="no optimizer that was given holds 3.bias"),
     "one tensor, of a stale gradient": Told("diverged", "clip"),
 }
 
@@ -57,14 +59,28 @@ def test_copies_that_a_job_keeps_are_found_by_their_values(tmp_path, form):
     module = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 4))
     module.to(torch.float32 if "f32" in form else torch.bfloat16)
     copies = Copies(form, module)
-    optimizer = torch.optim.AdamW(copies.tensors, lr=1e-2)
-    recorder = backtape.Recorder(tmp_path, str(STEPS - 1), strict=True)
+    groups, strangers = [copies.tensors], []
+    if "two groups" in form:
+        with torch.no_grad():
+            module[0].bias.copy_(module[1].bias)
+            copies.tensors[1].copy_(copies.tensors[3])
+        groups = [[one for one in copies.tensors if one is not copies.tensors[3]], [copies.tensors[3]]]
+    if "stranger" in form:
+        # A weight of the loss, beside a bias that nobody trains.
+        torch.nn.init.zeros_(module[3].bias)
+        strangers = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.randn(3))]
+        groups = [copies.tensors[:-1] + strangers]
+    optimizer = torch.optim.AdamW([{"params": one} for one in groups], lr=1e-2)
+    # The first step makes equal values others.
+    recorded = 0 if "two groups" in form else STEPS - 1
+    recorder = backtape.Recorder(tmp_path, str(recorded), strict=True)
     for step in range(STEPS):
         kept = None
         with recorder.step(step) as tape:
             backtape.torch.step_algebra(tape, module, optimizer)
             module.zero_grad()
-            module(torch.randn(16, 8).to(module[0].weight.dtype)).float().square().mean().backward()
+            loss = module(torch.randn(16, 8).to(module[0].weight.dtype)).float().square().mean()
+            (loss + sum((one + 1).square().sum() for one in strangers)).backward()
             copies.take_gradients()
             kept = [one.grad.clone() for one in copies.tensors]
             torch.nn.utils.clip_grad_norm_(copies.tensors, 0.05)
@@ -76,4 +92,4 @@ def test_copies_that_a_job_keeps_are_found_by_their_values(tmp_path, form):
                 copies.bring_back(but=[*module[3].parameters()] if "not brought back" in form else ())
         copies.bring_back()
     recorder.close()
-    FORMS[form].is_told_by(backtape.replay(tmp_path, step=STEPS - 1, compare=["step"]))
+    FORMS[form].is_told_by(backtape.replay(tmp_path, step=recorded, compare=["step"]))

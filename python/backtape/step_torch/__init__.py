@@ -159,19 +159,37 @@ def step_algebra(
         rules = rule_declared.checked(rules)
         said = Said(checked(reduce, tape.mesh), rules, accumulation, loss_scale)
         capture = Capture(tape, models, owners, sampling, said)
-        with capture.guarded("the optimizer of a framework"):
-            deepspeed.attach(capture)
-            megatron.attach(capture)
-        with capture.guarded("copies of parameters"):
-            copies.attach(capture, optimizers.known(capture.owners))
-        capture.sample()
-        choose(capture.parts, optimizers.known(capture.owners), names, groups)
+        # Before anything is replaced, as it is refused where another call has been made.
         tape.at_end("step algebra", functools.partial(finish, capture))
+        try:
+            find_copies(capture)
+            capture.sample()
+            choose(capture.parts, optimizers.known(capture.owners), names, groups)
+        except CAUGHT:
+            capture.is_refused = True
+            raise
         for start in (backward.start, clipping.start, scaler.start, optimizers.start):
             with capture.guarded(start.__module__.rsplit(".", 1)[-1]):
                 start(capture)
         return StepAlgebra(capture)
     return StepAlgebra()
+
+
+def find_copies(capture: Capture) -> None:
+    """Finds what optimizers update in place of parameters."""
+    is_known = True
+    for framework in (deepspeed, megatron):
+        with capture.guarded(framework.__name__.rsplit(".", 1)[-1]):
+            try:
+                framework.attach(capture)
+            except CAUGHT as error:
+                is_known = False
+                capture.give_up(describe(error))
+                raise
+    # What a framework keeps is no copy by hand.
+    with capture.guarded("copies of parameters"):
+        if is_known:
+            copies.attach(capture, optimizers.known(capture.owners))
 
 
 @contextlib.contextmanager
@@ -187,9 +205,13 @@ def named(tape: Tape) -> Iterator[None]:
 def finish(capture: Capture, ended_by: str | None) -> None:
     """Puts everything back and records the declaration. ended_by: the exception that ended the body."""
     capture.close()
+    if capture.is_refused:
+        return
     waiting = capture.not_stepped()
     if ended_by is None:
-        capture.take("reduced", [part for part in waiting if part.master is None])
+        # Where a framework sums gradients of its own, those of the parameter are not reduced.
+        own = [part for part in waiting if part.master is None or part.master.follows]
+        capture.take("reduced", own)
         with capture.guarded("values of parameters that no optimizer holds"):
             optimizers.take_unheld(capture, "after")
         with capture.guarded("copies of parameters"):

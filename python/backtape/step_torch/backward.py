@@ -25,6 +25,7 @@ EARLY = (
     "a norm was taken, or the gradient was clipped, before this backward pass: what was recorded as the "
     "reduced gradient is not all of it"
 )
+FUSED = "a fused kernel of Megatron-LM adds its gradient to main_grad (gradient_accumulation_fusion)"
 UNSEEN = "its gradient came without a backward pass that reaches its hook"
 
 
@@ -96,6 +97,10 @@ def start(capture: Capture) -> None:
 def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tensor) -> None:
     """A hook of a tensor: records the gradient of this backward pass, which stays as it is."""
     with capture.guarded(part.name):
+        reached = part.holder() if part.leaf is None else part.leaf
+        if getattr(reached, "grad_added_to_main_grad", False):
+            part.leave_out("grad", FUSED)  # What comes here is no gradient.
+            return
         if part.place is not None and capture.steps[part.place[0]].ended:
             part.later = True  # This gradient is of the next update.
             return

@@ -18,6 +18,9 @@ from backtape.step_torch.scales import Scales
 from backtape.tape import Tape
 from backtape.torch_arrays import dtype_name, is_dtensor, is_plain, plain_parts
 
+# Adds to the communications of gradients, by parameter.
+Reductions = Callable[["Capture", dict[str, list[dict[str, Any]]]], None]
+
 # The place of a tensor that has all elements of its parameter.
 WHOLE: dict[str, Any] = {}
 
@@ -75,9 +78,10 @@ class Capture:
         self.divisor = 1.0  # of the sum over microbatches
         self.steps: list[Any] = []  # of optimizers.Step, by optimizer
         self.outers: list[Any] = []  # of outer.Outer
+        self.is_refused = False  # what the job asked for cannot be
         self.copied: list[Part] = []  # those of which the job itself keeps copies of more bits
-        # What else knows how gradients are reduced: it adds to the communications by parameter.
-        self.reductions: list[Callable[[Capture, dict[str, list[dict[str, Any]]]], None]] = []
+        # What else knows how the gradients of some parameters are reduced.
+        self.reductions: list[tuple[list[Part], Reductions]] = []
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
         self.unknown: list[str] = []  # why an optimizer's step cannot be recorded
 
@@ -85,6 +89,17 @@ class Capture:
         """Draws what is recorded of each parameter."""
         for part in self.own:
             part.regions = regions_of(self.sampling, part)
+
+    def give_up(self, reason: str) -> None:
+        """Has none of the copies that a framework keeps, as not all that is needed of it was found."""
+        for part in self.own:
+            if part.master is not None:
+                part.master = None
+                part.refuse(reason)
+        self.outers.clear()
+        self.reductions.clear()
+        self.patches.undo()
+        self.patches = Patches(self.guarded)
 
     def guarded(self, subject: str) -> AbstractContextManager[None]:
         """Keeps what backtape raises from the job, unless the recorder is strict, and names it in the
@@ -157,8 +172,8 @@ class Capture:
             self.record("accumulated", part, gradient, addend=True)
 
     def same(self, parts: Iterable[Part]) -> None:
-        """Notes that gradients which were written again, as with their product with 1, are still the same. Others
-        are what they have become."""
+        """Notes that gradients which were written again, as with their product with 1, are still the same. Of one
+        that is another the mark stays, so that it counts as changed."""
         for part in parts:
             now = mark_of(part)
             if now is not None and part.mark is not None and int(now[2]) == int(part.mark[2]):

@@ -44,7 +44,9 @@ def choose(parts: list[Part], optimizers: Sequence[Any], names: Globs, groups: G
             id(part.in_groups())
             for part in parts
             for optimizer in optimizers
-            if is_master_of(part, optimizer) and part.master.group is not None
+            if is_master_of(part, optimizer)
+            and part.in_groups() is not None
+            and part.master.group is not None
             and is_group(wanted, part.master.group, optimizer.param_groups[part.master.group])
         ]
         if not members:
@@ -55,6 +57,11 @@ def choose(parts: list[Part], optimizers: Sequence[Any], names: Globs, groups: G
             )
             raise ValueError(f"groups={groups!r}: no optimizer has a group {wanted!r}, but {known}")
         chosen.update(members)
+    lost = [part.name for part in parts if part.master is not None and part.master.group is None]
+    if asked is not None and lost:
+        raise ValueError(
+            f"groups={groups!r}: of {lost[0]} this rank has no elements, and does not know its group; use names="
+        )
     for part in parts:
         fits = any(fnmatch.fnmatchcase(part.name, glob) for glob in globs)
         part.recorded = fits and (asked is None or id(part.in_groups()) in chosen)

@@ -5,14 +5,16 @@ all of them.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from backtape.step_torch import moves
 from backtape.step_torch.capture import Capture
-from backtape.step_torch.parts import Master, Part, local
+from backtape.step_torch.parts import Master, Part, cut, state_of
+from backtape.torch_arrays import is_dtensor
 
 STALE = (
     "the copies changed and no parameter did before the tape ended: have it end after the copies are "
@@ -23,39 +25,91 @@ STALE = (
 Found = tuple[Part, tuple[int, int] | None, dict[str, Any]]
 
 
+@dataclass
+class Match:
+    """What an optimizer holds, and the parameters of which that is the copy."""
+
+    group: int
+    tensor: torch.Tensor
+    pieces: list[Found]
+    is_share: bool = False
+
+    def key(self) -> tuple[Any, ...] | None:
+        """What tensors have in common that cannot be told apart: all their elements are one number."""
+        flat = self.tensor.detach().reshape(-1)
+        is_constant = bool((flat == flat[0]).all())
+        return (tuple(self.tensor.shape), float(flat[0])) if is_constant else None
+
+
 def attach(capture: Capture, optimizers: list[torch.optim.Optimizer]) -> None:
     """Finds the copies that the optimizers hold in place of parameters."""
-    listed = [
-        (optimizer, group, tensor)
+    held = {
+        id(tensor)
         for optimizer in optimizers
-        for group, of_group in enumerate(optimizer.param_groups)
-        for tensor in of_group["params"]
-    ]
-    held = {id(tensor) for _, _, tensor in listed}
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+    }
     own = {id(part.in_groups()) for part in capture.own}
     lone = [part for part in capture.own if is_lone(part) and id(part.in_groups()) not in held]
-    sharing = None  # an optimizer of which each rank has a share
-    for optimizer, group, tensor in listed:
-        if id(tensor) in own or not lone or not tensor.is_floating_point():
+    for optimizer in optimizers:
+        foreign = [
+            (index, tensor)
+            for index, group in enumerate(optimizer.param_groups)
+            for tensor in group["params"]
+            if id(tensor) not in own and tensor.numel() and tensor.is_floating_point()
+        ]
+        if not lone or not foreign or any(is_dtensor(tensor) for _, tensor in foreign):
             continue
-        pieces = of_one(tensor, lone) or of_several(tensor, lone)
-        if not pieces:
-            pieces = share_of(tensor, lone, capture.tape.rank)
-            sharing = optimizer if pieces else sharing
-        for part, span, where in pieces:
-            holder = functools.partial(_same, tensor)
-            part.master = Master(holder, span, where, group, optimizer, follows=True)
-            capture.copied.append(part)
+        matches = told_apart(matches_of(foreign, lone, capture.tape.rank), len(foreign))
+        for match in matches:
+            left = None if match.tensor.grad is None else state_of(match.tensor.grad)
+            for part, span, where in match.pieces:
+                holder = functools.partial(_same, match.tensor)
+                part.master = Master(
+                    holder, span, where, match.group, optimizer, follows=True, left=left
+                )
+                capture.copied.append(part)
         lone = [part for part in lone if part.master is None]
-    for part in lone if sharing is not None else ():
-        part.master = Master(lambda: None, owner=sharing, follows=True)
+        if any(match.is_share for match in matches):
+            for part in lone:
+                part.master = Master(lambda: None, owner=optimizer, follows=True)
+
+
+def matches_of(
+    foreign: list[tuple[int, torch.Tensor]], lone: list[Part], rank: int
+) -> Iterator[Match]:
+    """The parameters of which each tensor is the copy, every one once."""
+    for group, tensor in foreign:
+        pieces = of_one(tensor, lone) or of_several(tensor, lone)
+        share = [] if pieces else share_of(tensor, lone, rank)
+        found = {id(part) for part, _, _ in pieces or share}
+        # What is shared lies on several ranks, and the next group begins behind it.
+        lone = [part for part in lone if id(part) not in found]
+        if pieces or share:
+            yield Match(group, tensor, pieces or share, bool(share))
+
+
+def told_apart(matches: Iterator[Match], count: int) -> list[Match]:
+    """Those of the matches that are none by chance. A tensor of one number is like any other of its shape: it counts
+    where all that the optimizer holds was found, something that is not of one number among it, and such tensors are
+    in one group alone, so that their order tells them apart."""
+    listed = list(matches)
+    keys = [match.key() for match in listed]
+    telling = [match for match, key in zip(listed, keys) if key is None]
+    if not telling or len(listed) < count:
+        return telling
+    groups: dict[Any, set[int]] = {}
+    for match, key in zip(listed, keys):
+        groups.setdefault(key, set()).add(match.group)
+    return [match for match, key in zip(listed, keys) if key is None or len(groups[key]) == 1]
 
 
 def is_lone(part: Part) -> bool:
     """Whether a copy may stand for the parameter: it is a plain tensor, and nobody says what stands for it."""
     value = part.holder()
     is_known = part.master is not None or part.flat is not None or part.sharded is not None
-    return part.trainable and not is_known and value is not None and type(local(value)) is torch.Tensor
+    is_plain = isinstance(value, torch.Tensor) and not is_dtensor(value) and value.numel() > 0
+    return part.trainable and not is_known and is_plain
 
 
 def of_one(tensor: torch.Tensor, lone: list[Part]) -> list[Found]:
@@ -86,7 +140,20 @@ def of_several(tensor: torch.Tensor, lone: list[Part]) -> list[Found]:
         found.append((part, (start, start + size), where))
         left = left[at + 1 :] + left[:at]
         start += size
-    return found if found and not bool(tensor[start:].any()) else []
+    if not found or bool(tensor[start:].any()):
+        return []
+    # Where as many are left of what is of one number, it may be the copy of those.
+    alike = {(size, float(flat[0])) for size, flat in _constants(part for part, _, _ in found)}
+    others = {(size, float(flat[0])) for size, flat in _constants(left)}
+    return [] if alike & others else found
+
+
+def _constants(parts: Iterable[Part]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parameters of which all elements are one number: how many, and they."""
+    for part in parts:
+        flat = values_of(part).reshape(-1)
+        if bool((flat == flat[0]).all()):
+            yield flat.numel(), flat
 
 
 def share_of(tensor: torch.Tensor, lone: list[Part], rank: int) -> list[Found]:
@@ -117,7 +184,7 @@ def spans(parts: list[Part], begin: int, end: int) -> Iterator[Found]:
 
 def values_of(part: Part) -> torch.Tensor:
     """The values of a parameter."""
-    return local(part.holder())  # type: ignore[arg-type]
+    return part.holder().detach()  # type: ignore[union-attr]
 
 
 def is_copy(tensor: torch.Tensor, values: list[torch.Tensor]) -> bool:
@@ -139,9 +206,21 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def finish(capture: Capture) -> None:
     """Records the parameters to which the copies were brought back."""
     stepped = [part for part in capture.copied if part.stepped_by]
-    has_changed = any(moves.has_changed(part) for part in stepped)
+    are_brought_back = any(moves.has_changed(part) for part in stepped) or all(map(is_same, stepped))
     for part in stepped:
-        if has_changed:
+        if are_brought_back:
             capture.record("after", part, values_of(part))
         else:
             part.leave_out("after", STALE)
+
+
+def is_same(part: Part) -> bool:
+    """Whether what this rank has of the copy is the parameter when it is rounded, as where the step changed
+    nothing."""
+    master = part.updated()
+    copy, value = master.holder(), values_of(part).reshape(-1)
+    if copy is None:
+        return True
+    own = cut(copy, master.span).reshape(-1)
+    start = master.where.get("flat_offset", 0)
+    return is_copy(own, [value[start : start + own.numel()]])

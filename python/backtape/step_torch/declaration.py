@@ -157,7 +157,9 @@ def _explain(capture: Capture, part: Part, ended_by: str | None) -> None:
     if part.trainable and not part.passes:
         part.leave_out("grad", ended or _no_gradient(part))
     if part.trainable and "reduced" not in part.taken:
-        nothing = HOLDS_NOTHING if part.updated().holder() is None else "it has no .grad"
+        is_summed = part.master is not None and not part.master.follows
+        nothing = "the optimizer did not step before the tape ended" if is_summed else "it has no .grad"
+        nothing = HOLDS_NOTHING if part.updated().holder() is None else nothing
         part.leave_out("reduced", ended or nothing)
     if part.place is None and part.master is not None:
         _leave_out_values(part, HOLDS_NOTHING)

@@ -13,9 +13,12 @@ import torch
 from backtape import frameworks
 from backtape.step_torch import clipping
 from backtape.step_torch.capture import Capture
+from backtape.step_torch.optimizers import inner_of
 from backtape.step_torch.outer import Outer, observe_method
 from backtape.step_torch.parts import Master, Part, rename
 from backtape.step_torch.reduction import Entry, axis_of, entry, name_of, ranks_of
+
+MUON = "Muon of DeepSpeed makes the update in the place of the gradient, before it is clipped"
 
 # How optimizers call the copies that this rank has, the parameters, and the tensors in which these lie, by group.
 OF_BF16 = ("fp32_groups_flat_partition", "bf16_groups", "bf16_groups_flat")
@@ -28,27 +31,39 @@ def attach(capture: Capture) -> None:
         return
     rename(capture.parts, name_of_expert)
     engine = engine_of([*capture.models, *capture.owners])
-    if engine is not None:
-        _watch_plain(capture, engine)
+    by_id = {id(part.holder()): part for part in capture.own}
+    found: list[Any] = []
     for given in capture.owners:
         optimizer = of_deepspeed(given, engine)
         copies = kind_of(optimizer)
-        if copies is None:
-            if engine is not None:
-                reductions = functools.partial(_of_engine, engine, [*capture.own])
-                capture.reductions.append(reductions)
+        if copies is not None and not any(optimizer is other for other in found):
+            found.append(optimizer)
+            _attach(capture, engine, optimizer, copies, by_id)
+    if engine is not None:
+        _watch_plain(capture, engine)
+        own = [by_id.get(id(parameter)) for parameter in engine.module.parameters()]
+        parts = [part for part in own if part is not None and part.master is None]
+        capture.reductions.append((parts, functools.partial(_of_engine, engine, parts)))
+
+
+def _attach(
+    capture: Capture, engine: Any, optimizer: Any, copies: "Copies", by_id: dict[int, Part]
+) -> None:
+    """Finds the copies of one optimizer, and observes its step."""
+    parts = []
+    for parameter, master in copies(optimizer):
+        part = by_id.get(id(parameter))
+        if part is None:
             continue
-        by_id = {id(part.holder()): part for part in capture.own}
-        parts = []
-        for parameter, master in copies(optimizer):
-            part = by_id.get(id(parameter))
-            if part is not None:
-                master.owner = optimizer.optimizer
-                part.master = master
-                _place(part, parameter)
-                parts.append(part)
-        _watch(capture, engine, optimizer, parts, copies)
-        capture.reductions.append(functools.partial(_of_optimizer, engine, optimizer, parts))
+        if getattr(parameter, "use_muon", False):
+            part.refuse(MUON)
+            continue
+        master.owner = optimizer.optimizer
+        part.master = master
+        _place(part, parameter)
+        parts.append(part)
+    _watch(capture, engine, optimizer, parts, copies)
+    capture.reductions.append((parts, functools.partial(_of_optimizer, engine, optimizer, parts)))
 
 
 def name_of_expert(part: Part) -> str:
@@ -73,8 +88,8 @@ def of_deepspeed(given: Any, engine: Any) -> Any:
     """The optimizer of DeepSpeed that a job means: it may be in a wrapper of another library, and the job may hand
     over the optimizer of torch that is in it."""
     chain = [given]
-    while len(chain) < 8 and getattr(chain[-1], "optimizer", None) is not None:
-        chain.append(chain[-1].optimizer)
+    while len(chain) < 8 and inner_of(chain[-1]) is not None:
+        chain.append(inner_of(chain[-1]))
     around = getattr(engine, "optimizer", None)
     if any(one is getattr(around, "optimizer", None) for one in chain):
         chain.append(around)
@@ -199,7 +214,7 @@ def _watch(
     def norm(_: Any) -> Any:
         value = getattr(optimizer, "_global_grad_norm", None)
         # One optimizer keeps the norm with the loss scale in it.
-        return value if value is None or copies is not of_groups else float(value) / outer.used_scale
+        return value if value is None or copies is not of_groups else float(value) / outer.scale_at_begin
 
     inner = optimizer.optimizer
     own = getattr(optimizer, "clip_grad", 0.0) if engine is None else engine.gradient_clipping()
@@ -208,7 +223,7 @@ def _watch(
     outer = Outer(capture, optimizer, [inner], parts, scale, max_norm, norm, groups=groups)
     of_zero = hasattr(optimizer, OF_ZERO[0]) or copies is of_stage3
     outer.reduced_at_begin = not of_zero
-    outer.swaps = bool(getattr(optimizer, "swap_optimizer", False))
+    outer.is_swapped_out = bool(getattr(optimizer, "swap_optimizer", False))
     capture.outers.append(outer)
     outer.watch()
     if of_zero:
@@ -267,10 +282,11 @@ def _of_engine(
     """What the engine reduces of parameters that no optimizer of DeepSpeed has."""
     ranks = ranks_of(engine.seq_data_parallel_group)
     axis = axis_of(capture.tape.mesh, ranks, "data")
+    told = _operation(engine, len(ranks), len(ranks), engine)
     for part in parts:
         if part.trainable:
             sent = name_of(engine.communication_data_type)
-            reductions[part.name].append(entry(axis, _op(engine), ranks, sent))
+            reductions[part.name].append(entry(axis, ranks=ranks, dtype=sent, **told))
 
 
 def _of_optimizer(
@@ -298,16 +314,16 @@ def _of_optimizer(
             part.leave_out("reduce", "hand over the engine of DeepSpeed as the model")
             continue
         ranks = ranks_of(group)
-        size = distributed.get_world_size(whole)
-        op = _op(engine or optimizer)
-        more: dict[str, Any] = {}
-        if op == "mean" and len(ranks) != size:
-            # The gradients of experts are divided by the number of all ranks.
-            op, more = "sum", {"divisor": float(size)}
+        told = _operation(engine or optimizer, len(ranks), distributed.get_world_size(whole), optimizer)
         axis = axis_of(capture.tape.mesh, ranks, "data")
         dtype = None if sent is None else name_of(sent)
-        reductions[part.name].append(entry(axis, op, ranks, dtype, **more))
+        reductions[part.name].append(entry(axis, ranks=ranks, dtype=dtype, **told))
 
 
-def _op(owner: Any) -> str:
-    return "mean" if getattr(owner, "gradient_average", True) else "sum"
+def _operation(configured: Any, count: int, size: int, owner: Any) -> dict[str, Any]:
+    """What is done over `count` ranks, where `size` ranks have other data: the gradients of experts are divided by the
+    number of all, and those of parts of a sequence by the number of sequences."""
+    if not getattr(configured, "gradient_average", True):
+        return {"op": "sum"}
+    divisor = size / float(getattr(owner, "sequence_parallel_size", 1) or 1)
+    return {"op": "mean"} if divisor == count else {"op": "sum", "divisor": divisor}

@@ -26,20 +26,23 @@ def attach(capture: Capture) -> None:
     if base is None:
         return
     owners: list[Any] = []
+    layout = None
     for given in capture.owners:
         if not isinstance(given, base):
             owners.append(given)
             continue
+        if layout is None:
+            layout = Layout(capture)
+            layout.place()
+            layout.watch()
         chained = getattr(given, "chained_optimizers", [given])
         chained = [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
         owners += [one.optimizer for one in chained]
-        _attach(capture, given, chained)
+        _attach(capture, layout, given, chained)
     capture.owners = owners
 
 
-def _attach(capture: Capture, given: Any, chained: list[Any]) -> None:
-    layout = Layout(capture)
-    layout.place()
+def _attach(capture: Capture, layout: "Layout", given: Any, chained: list[Any]) -> None:
     by_id = {id(part.holder()): part for part in capture.own}
     parts: list[Part] = []
     for optimizer in chained:
@@ -76,12 +79,12 @@ def _attach(capture: Capture, given: Any, chained: list[Any]) -> None:
     outer.watch()
     for optimizer in chained:
         _watch(capture, outer, optimizer)
-    layout.watch(by_id)
-    capture.reductions.append(functools.partial(layout.reduce, parts))
+    capture.reductions.append((parts, functools.partial(layout.reduce, parts)))
 
 
 def copies_of(optimizer: Any) -> Iterator[tuple[Any, Master | None]]:
     """The parameters of an optimizer of Megatron-LM, each with what it updates in place of it on this rank."""
+    refuse_others(optimizer)
     groups = optimizer.optimizer.param_groups
     group_of = {id(one): at for at, group in enumerate(groups) for one in group["params"]}
     listed: set[int] = set()
@@ -104,6 +107,15 @@ def copies_of(optimizer: Any) -> Iterator[tuple[Any, Master | None]]:
     if not listed:
         for group in groups:
             yield from ((parameter, None) for parameter in group["params"])
+
+
+def refuse_others(optimizer: Any) -> None:
+    """Raises TypeError for an optimizer that keeps its copies otherwise."""
+    kinds = {type(optimizer).__name__, type(optimizer.optimizer).__name__}
+    for name in kinds & {"LayerWiseDistributedOptimizer", "HybridDeviceOptimizer"}:
+        raise TypeError(f"{name} of Megatron-LM keeps parameters where backtape does not look for them")
+    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+        raise TypeError("what use_precision_aware_optimizer of Megatron-LM keeps is not known to backtape")
 
 
 def pairs_of(optimizer: Any) -> Iterator[tuple[list[Any], list[Any]]]:
@@ -266,8 +278,9 @@ class Layout:
         ranks = [] if group is None else ranks_of(group)
         return ranks if len(ranks) > 1 else []
 
-    def watch(self, by_id: dict[int, Part]) -> None:
+    def watch(self) -> None:
         """Observes the buffers of gradients: what goes into their communication, and by what they are scaled."""
+        by_id = {id(part.holder()): part for part in self.capture.own}
 
         def scaled(module: Any, factor: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
             if id(module) in self.factors:

@@ -76,7 +76,7 @@ def at_step(part: Part) -> None:
 def sampled(part: Part) -> torch.Tensor | None:
     """A copy of some elements of what this rank holds of a parameter; None where these cannot be told."""
     holder = part.holder()
-    # What fills a part up that DeepSpeed has is not of the parameter, and is never written.
+    # The padding of a part of ZeRO stage 3 is never written.
     here = None if holder is None else part.cut(local(holder))
     if type(here) is not torch.Tensor or here.layout != torch.strided or here.is_meta:
         return None

@@ -136,7 +136,7 @@ class Step:
                 self._begin_inner()
                 return None
             # A framework steps the groups of an optimizer one by one.
-            if self.outer is None or not self.outer.is_more(self.optimizer):
+            if self.outer is None or not self.outer.continues_step(self.optimizer):
                 self.count += 1
             self.has_closure = callable(options.get("closure")) or (
                 len(args) > 1 and callable(args[1])
@@ -158,7 +158,7 @@ class Step:
             ]
             for part in parts:
                 moves.at_step(part)
-            if self.outer is None or self.outer.swaps:
+            if self.outer is None or self.outer.is_swapped_out:
                 self.take_values("before", parts)
             if callable(options.get("closure")):
                 return args, options | {"closure": self._watched(options["closure"], parts)}
@@ -223,7 +223,7 @@ class Step:
             # What the step of the base took is taken, whatever the job's own does after it.
             self.ended = True
             # What is around an optimizer records them before and after its own step, as it may change them.
-            if self.depth == 0 and self.count == 1 and (self.outer is None or self.outer.swaps):
+            if self.depth == 0 and self.count == 1 and (self.outer is None or self.outer.is_swapped_out):
                 self.take_values("after", self.first_parts())
             for part in self.parts() if self.depth == 0 else ():
                 part.stepped = gradient_of(part)
@@ -235,7 +235,7 @@ class Step:
         for part in parts:
             seen = bool(part.taken & {"reduced", "unscaled"})
             with capture.guarded(part.name):
-                if part.clipped or (seen and part.recorded and changed(part)):
+                if part.clipped or (seen and part.recorded and changed(part) and not is_widened(part)):
                     capture.take("clipped", [part])
                 elif not seen:
                     capture.take("reduced", [part])
@@ -322,7 +322,7 @@ def unwrapped(given: Any) -> torch.optim.Optimizer:
     optimizer = found = given
     for _ in range(8):
         # A framework has optimizers around torch's that are no optimizers of torch.
-        optimizer = getattr(optimizer, "optimizer", None)
+        optimizer = inner_of(optimizer)
         if optimizer is None:
             break
         found = optimizer if isinstance(optimizer, torch.optim.Optimizer) else found
@@ -338,6 +338,25 @@ def unwrapped(given: Any) -> torch.optim.Optimizer:
             "be recorded; hand over the optimizer that it wraps, if its own step is the job's"
         )
     return optimizer
+
+
+def is_widened(part: Part) -> bool:
+    """Whether the gradient of a copy is that of the parameter in more bits, which was recorded."""
+    holder, gradient = part.holder(), part.gradient()
+    is_copy = part.master is not None and part.master.follows
+    if not is_copy or gradient is None or gradient.span is not None or holder is None or holder.grad is None:
+        return False
+    narrow = holder.grad
+    is_alike = narrow.shape == gradient.whole.shape and narrow.dtype != gradient.whole.dtype
+    return is_alike and torch.equal(narrow.to(gradient.whole.dtype), gradient.whole)
+
+
+def inner_of(optimizer: Any) -> Any:
+    """What a wrapper has as `.optimizer`; None where it has none, or will not say which of several."""
+    try:
+        return getattr(optimizer, "optimizer", None)
+    except Exception:  # noqa: BLE001  that of the wrapper's own code
+        return None
 
 
 def gradient_of(part: Part) -> tuple[Any, ...] | None:

@@ -35,7 +35,7 @@ class Outer:
     # The gradients are reduced when the step begins.
     reduced_at_begin: bool = False
     # The state of a part of the parameters is in memory while these are stepped, and no longer.
-    swaps: bool = False
+    is_swapped_out: bool = False
     # What other ranks update of a parameter comes to this one after the step.
     is_gathered_late: bool = False
     # All groups of each optimizer of torch: a framework may show it one after the other.
@@ -43,13 +43,13 @@ class Outer:
     stepped: set[int] = field(default_factory=set)  # ids of what stepped in the step that runs
     is_running: bool = False
     turns: int = 0
-    used_scale: float = 1.0  # the loss scale when the step began
+    scale_at_begin: float = 1.0  # the loss scale when the step began
 
-    def is_more(self, optimizer: Any) -> bool:
+    def continues_step(self, optimizer: Any) -> bool:
         """Whether an optimizer of torch goes on with the step that it has begun, with other parameters."""
-        is_more = self.is_running and id(optimizer) in self.stepped
+        continues = self.is_running and id(optimizer) in self.stepped
         self.stepped.add(id(optimizer))
-        return is_more
+        return continues
 
     def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
         """All groups of an optimizer of torch."""
@@ -62,8 +62,8 @@ class Outer:
         def observe(optimizer: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
             if optimizer is not self.optimizer:
                 return
-            self._begin()
             try:
+                self._begin()
                 result = yield
                 self._end(result)
             finally:
@@ -86,7 +86,7 @@ class Outer:
         self.stepped = set()
         if self.turns > 1:
             return
-        scale = self.used_scale = float(self.scale())
+        scale = self.scale_at_begin = float(self.scale())
         if scale != 1.0:
             self.capture.loss_scale = scale
         if self.max_norm > 0:
@@ -100,7 +100,7 @@ class Outer:
         for step in self._steps():
             step.groups = step.hyper_parameters()
             step.parts()  # notes which parameters it has
-            if not self.swaps:
+            if not self.is_swapped_out:
                 step.take_values("before", step.own_parts(self.parts))
 
     def _end(self, result: Any) -> None:
@@ -108,7 +108,7 @@ class Outer:
             return
         for step in self._steps():
             step.skipped = step.skipped or not self.stepped
-            if self.stepped and not self.swaps:
+            if self.stepped and not self.is_swapped_out:
                 with self.capture.guarded(type(step.optimizer).__name__):
                     step.take_values("after", step.own_parts(self.parts))
         for part in self.parts if self.stepped else ():
@@ -160,5 +160,6 @@ def observe_method(capture: Capture, owner: Any, name: str, observer: Any) -> No
         capture.patches.attribute(owner, name, functools.partial(observer, owner))
         return
     kind = next((kind for kind in type(owner).__mro__ if name in vars(kind)), None)
-    if kind is not None:
-        capture.patches.attribute(kind, name, observer)
+    if kind is None:
+        raise AttributeError(f"{type(owner).__name__} of this release has no {name}")
+    capture.patches.attribute(kind, name, observer)

@@ -45,15 +45,25 @@ class Master:
     begin: int = 0  # where it begins in what this rank has of the parameter, flattened
     # Where the gradient is; None: in the `.grad` of the holder.
     gradients: Callable[[], torch.Tensor | None] | None = None
-    # The `.grad` of the parameter is what the copy's gradient is made from, and is reduced.
+    # The copy's gradient is made from the `.grad` of the parameter, which counts where it is not there yet.
     follows: bool = False
+    left: tuple[Any, ...] | None = None  # the gradient that was there when the tape began
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient of the whole holder."""
         if self.gradients is not None:
             return self.gradients()
         holder = self.holder()
-        return None if holder is None else holder.grad
+        gradient = None if holder is None else holder.grad
+        if gradient is not None and self.left is not None and self.left == state_of(gradient):
+            return None
+        self.left = None
+        return gradient
+
+
+def state_of(gradient: torch.Tensor) -> tuple[Any, ...]:
+    """What tells a gradient from another that is written into its place. This waits for the device."""
+    return id(gradient), gradient._version, float(local(gradient).double().sum())
 
 
 @dataclass
@@ -152,13 +162,18 @@ class Part:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors by which a job may mean the parameter."""
-        for tensor in (self.leaf, self.holder(), self.in_groups()):
-            if tensor is not None:
-                yield tensor
+        copy = None if self.master is None else self.master.holder()
+        yield from (tensor for tensor in (self.leaf, self.holder(), copy) if tensor is not None)
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a tensor that has the elements of the holder."""
         return cut(tensor, self.span)
+
+    def refuse(self, reason: str) -> None:
+        """Notes that what happens to its gradient after the backward passes is not recorded."""
+        for stage in ("reduced", "unscaled", "clipped"):
+            self.taken.add(stage)
+            self.leave_out(stage, reason)
 
     def leave_out(self, stage: str, reason: str) -> None:
         """Notes why a stage is not recorded; the first reason stays."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from backtape import frameworks
+from backtape.failopen import CAUGHT, describe
 from backtape.shards import Mesh
 from backtape.step_reductions import divisor_of
 from backtape.step_torch.capture import Capture
@@ -103,8 +104,15 @@ def of_parts(capture: Capture) -> dict[str, list[Entry]]:
         _add_ddp(capture, model, reductions)
         _add_fsdp2(capture, model, reductions)
         _add_fsdp1(capture, model, reductions)
-    for add in capture.reductions:
-        add(capture, reductions)
+    for parts, add in capture.reductions:
+        with capture.guarded("reductions of a framework"):
+            try:
+                add(capture, reductions)
+            except CAUGHT as error:
+                for part in parts:
+                    reductions[part.name] = []
+                    part.leave_out("reduce", describe(error))
+                raise
     for part in capture.own:
         for glob, listed in (capture.reduce or {}).items():
             if fnmatch.fnmatchcase(part.name, glob):

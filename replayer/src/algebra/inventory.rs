@@ -151,9 +151,11 @@ impl<'a> Inventory<'a> {
         let declared = self.declared.get(&rank)?;
         // A rank names only the parameters of which it holds a part.
         let mut norms = self.declared.values().flat_map(|own| &own.norms);
-        let norm = norms.rfind(|norm| norm.is_of(parameter));
+        let norm = norms.rfind(|norm| norm.is_of(parameter) && norm.limit().is_some());
         let squares = declared.squares.get(parameter).and_then(|own| own.of_stage("unscaled"));
+        let is_absent = |own: &ParameterDeclaration| own.absent.contains_key("unscaled");
         let is_without = norm?.of.as_deref() == Some("unscaled")
+            && self.declared_of(rank, parameter).is_some_and(is_absent)
             && self.key(parameter, &Part::Unscaled).is_none()
             && squares.is_none();
         declared.scale_of(parameter).filter(|scale| is_without && *scale != 1.0)
