@@ -116,7 +116,8 @@ class Outer:
                 self._own_share(part, part.master)
             else:
                 self._value("after", part)
-        value = self.norm(result)
+        # The norm for which a step is left out clips nothing.
+        value = self.norm(result) if self.stepped else None
         if value is not None:
             self._norm(value)
 
