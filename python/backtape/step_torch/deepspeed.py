@@ -285,6 +285,7 @@ def _of_engine(
     told = _operation(engine, len(ranks), len(ranks), engine)
     for part in parts:
         if part.trainable:
+            reductions[part.name] += _of_tied(capture, engine, part)
             sent = name_of(engine.communication_data_type)
             reductions[part.name].append(entry(axis, ranks=ranks, dtype=sent, **told))
 
@@ -301,12 +302,8 @@ def _of_optimizer(
     whole = getattr(optimizer, "dp_process_group", None) or getattr(
         engine, "seq_data_parallel_group", None
     )
-    sent = getattr(engine or optimizer, "communication_data_type", None)
-    # What is sent in more bits is rounded to those of the gradient.
-    summed = getattr(optimizer, "gradient_accumulation_dtype", sent)
-    sent = summed if sent is not None and summed.itemsize < sent.itemsize else sent
     for part in parts:
-        group = whole
+        group, sent = whole, _sent(engine, optimizer, part)
         own = getattr(optimizer, "real_dp_process_group", None)
         if isinstance(own, (list, dict)) and part.master is not None:
             group = own[part.master.group]
@@ -317,7 +314,32 @@ def _of_optimizer(
         told = _operation(engine or optimizer, len(ranks), distributed.get_world_size(whole), optimizer)
         axis = axis_of(capture.tape.mesh, ranks, "data")
         dtype = None if sent is None else name_of(sent)
+        reductions[part.name] += _of_tied(capture, engine, part)
         reductions[part.name].append(entry(axis, ranks=ranks, dtype=dtype, **told))
+
+
+def _sent(engine: Any, optimizer: Any, part: Part) -> Any:
+    """The dtype in which the gradient of a parameter is sent."""
+    sent = getattr(engine or optimizer, "communication_data_type", None)
+    of_all = getattr(optimizer, "communication_data_type", None)
+    if of_all is not None and hasattr(optimizer, "get_param_comm_dtype"):
+        # Under autocast by DeepSpeed it is that of the parameter's module.
+        own = optimizer.get_param_comm_dtype(part.holder() if part.leaf is None else part.leaf)
+        sent = own if own != of_all else sent
+    # What is sent in more bits is rounded to those of the gradient.
+    summed = getattr(optimizer, "gradient_accumulation_dtype", sent)
+    return summed if sent is not None and summed.itemsize < sent.itemsize else sent
+
+
+def _of_tied(capture: Capture, engine: Any, part: Part) -> Iterator[Entry]:
+    """The sum over the stages of a pipeline that share a parameter."""
+    module = getattr(engine, "module", None)
+    if not hasattr(module, "get_tied_weights_and_groups"):
+        return
+    for weight, group in module.get_tied_weights_and_groups():
+        if weight is part.holder():
+            ranks = ranks_of(group)
+            yield entry(axis_of(capture.tape.mesh, ranks, "pipe"), "sum", ranks, name_of(weight.dtype))
 
 
 def _operation(configured: Any, count: int, size: int, owner: Any) -> dict[str, Any]:
