@@ -64,7 +64,38 @@ def own_reduction(form):
         optimizer.zero_grad()
 
     op = "sum" if form == "again" else "mean"
-    return module, optimizer, step, {"reduce": {"*": [{"axis": "data", "op": op}]}}
+    said = {"reduce": {"*": [{"axis": "data", "op": op}]}}
+    return module, optimizer, step, {} if form == "undeclared" else said
+
+
+def shares(form):
+    """Each rank updates its share of a flat copy of all parameters, and the shares are gathered.
+
+    `shares-lost`: the last rank keeps its own old values of what the first one updates.
+    """
+    module = nn.parallel.DistributedDataParallel(Model().to(torch.bfloat16))
+    own = [*module.parameters()]
+    flat = nn.utils.parameters_to_vector(own).detach().float()
+    size = -(-flat.numel() // world)
+    padded = torch.cat([flat, flat.new_zeros(size * world - flat.numel())])
+    share = nn.Parameter(padded[rank * size : (rank + 1) * size].clone())
+    optimizer = torch.optim.AdamW([share], lr=1e-2)
+
+    def step(loss):
+        loss(module).backward()
+        whole = torch.cat([one.grad.float().reshape(-1) for one in own])
+        whole = torch.cat([whole, whole.new_zeros(size * world - whole.numel())])
+        share.grad = whole[rank * size : (rank + 1) * size].clone()
+        optimizer.step()
+        gathered = [torch.empty_like(share) for _ in range(world)]
+        dist.all_gather(gathered, share.detach())
+        if form == "shares-lost" and rank == world - 1:
+            old = nn.utils.parameters_to_vector(own).detach().float()
+            gathered[0] = old[:size]
+        nn.utils.vector_to_parameters(torch.cat(gathered)[: flat.numel()].to(torch.bfloat16), own)
+        module.zero_grad()
+
+    return module, optimizer, step, {}
 
 
 def first():
@@ -192,6 +223,9 @@ SCENARIOS = {
     "again": lambda: own_reduction("again"),
     "again-mean": lambda: own_reduction("again-mean"),
     "sum": lambda: own_reduction("sum"),
+    "undeclared": lambda: own_reduction("undeclared"),
+    "shares": lambda: shares("shares"),
+    "shares-lost": lambda: shares("shares-lost"),
     "first": first,
     "sam": lambda: moved("sam"),
     "sam-several": lambda: moved("sam-several"),
@@ -211,7 +245,8 @@ if __name__ == "__main__":
         torch.manual_seed(0)
         module, optimizer, step, options = SCENARIOS[scenario]()
         draw = torch.Generator().manual_seed(1 + rank)
-        loss = lambda module: module(torch.randn(16, 6, generator=draw)).square().mean()
+        dtype = next(module.parameters()).dtype
+        loss = lambda module: module(torch.randn(16, 6, generator=draw).to(dtype)).float().square().mean()
         mesh = {"data": world}
         with backtape.Recorder.from_env(dir=directory / scenario, mesh=mesh, steps="1") as recorder:
             for number in range(2):

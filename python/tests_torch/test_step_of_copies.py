@@ -22,6 +22,11 @@ FORMS = {
     "each, not clipped": Told("diverged", "clip", "clip-recorded-not-applied"),
     "each, equal ones in two groups": Told("incomplete", words="no optimizer that was given holds"),
     "each, and zeros of a stranger": Told("incomplete", words="no optimizer that was given holds 3.bias"),
+    "each, of several passes": Told(words="accumulate 6 0 0"),
+    "one tensor, of several passes": Told(words="clip 6 0 0"),
+    "each, clipped before": Told(words="clip 6 0 0"),
+    "each, with a loss scale": Told(words="unscale 6 0 0"),
+    "each, with a loss scale left in": Told("diverged", "unscale", "loss-scale-left-in"),
     "one tensor, of a stale gradient": Told("diverged", "clip"),
 }
 
@@ -38,9 +43,9 @@ class Copies:
             joined = [flat.view_as(listed[0]) for flat, listed in zip(joined, self.lists)]
         self.tensors = [nn.Parameter(flat.clone()) for flat in joined]
 
-    def take_gradients(self):
+    def take_gradients(self, scale):
         for tensor, listed in zip(self.tensors, self.lists):
-            tensor.grad = torch.cat([one.grad.float().reshape(-1) for one in listed]).view_as(tensor)
+            tensor.grad = torch.cat([one.grad.float().reshape(-1) / scale for one in listed]).view_as(tensor)
 
     @torch.no_grad()
     def bring_back(self, but=()):
@@ -73,17 +78,23 @@ def test_copies_that_a_job_keeps_are_found_by_their_values(tmp_path, form):
     optimizer = torch.optim.AdamW([{"params": one} for one in groups], lr=1e-2)
     # The first step makes equal values others.
     recorded = 0 if "two groups" in form else STEPS - 1
+    scale = 64.0 if "scale" in form else None
     recorder = backtape.Recorder(tmp_path, str(recorded), strict=True)
     for step in range(STEPS):
         kept = None
         with recorder.step(step) as tape:
-            backtape.torch.step_algebra(tape, module, optimizer)
+            backtape.torch.step_algebra(tape, module, optimizer, loss_scale=scale)
             module.zero_grad()
-            loss = module(torch.randn(16, 8).to(module[0].weight.dtype)).float().square().mean()
-            (loss + sum((one + 1).square().sum() for one in strangers)).backward()
-            copies.take_gradients()
+            for _ in range(3 if "several passes" in form else 1):
+                loss = module(torch.randn(16, 8).to(module[0].weight.dtype)).float().square().mean()
+                loss = loss + sum((one + 1).square().sum() for one in strangers)
+                (loss * (scale or 1.0)).backward()
+            if "clipped before" in form:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+            copies.take_gradients(1.0 if scale is None or "left in" in form else scale)
             kept = [one.grad.clone() for one in copies.tensors]
-            torch.nn.utils.clip_grad_norm_(copies.tensors, 0.05)
+            if "clipped before" not in form:
+                torch.nn.utils.clip_grad_norm_(copies.tensors, 0.05)
             if "not clipped" in form or "stale" in form:
                 for one, gradient in zip(copies.tensors, kept):
                     one.grad = gradient.roll(1) if "stale" in form else gradient

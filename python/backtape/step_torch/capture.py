@@ -72,7 +72,8 @@ class Capture:
         self.clip_value: float | None = None
         self.loss_scale: float | None = None
         # What a GradScaler, or the job itself, multiplied the loss by.
-        self.scaled_loss = None if said.loss_scale is None else float(said.loss_scale)
+        self.own_scale = None if said.loss_scale is None else float(said.loss_scale)
+        self.scaled_loss = self.own_scale
         self.moved: dict[str, str] = {}  # when values became others, by parameter
         self.scales = Scales()  # of each backward pass
         self.divisor = 1.0  # of the sum over microbatches
@@ -139,8 +140,21 @@ class Capture:
             # A gradient that cannot be recorded, as one that is sparse, leaves the others as they are.
             with self.guarded(part.name):
                 gradient = part.gradient()
+                # A copy's gradient is made from that of the parameter, which is of its own format.
+                if stage == "reduced" and part.master is not None and part.master.follows:
+                    gradient = part.own_gradient() or gradient
                 if gradient is not None:
                     self._take_gradient(stage, part, gradient)
+                if stage == "reduced":
+                    self.take_unscaled_copy(part)
+
+    def take_unscaled_copy(self, part: Part) -> None:
+        """Records the gradient of a copy from which the job has taken out a loss scale of its own."""
+        copied = None if part.master is None or not part.master.follows else part.master.gradient()
+        is_scaled = self.own_scale not in (None, 1.0) and "reduced" in part.taken
+        if copied is not None and is_scaled and "unscaled" not in part.taken:
+            self.loss_scale = self.own_scale
+            self.take("unscaled", [part])
 
     def _take_gradient(self, stage: str, part: Part, gradient: Gradient) -> None:
         part.taken.add(stage)
@@ -152,7 +166,7 @@ class Capture:
         if not part.recorded:
             return
         if stage != "clipped":  # after which nobody asks
-            part.mark = mark_of(part, bits)
+            part.mark = mark_of(gradient, bits)
         if axes:
             self._take_partial(stage, part, own, axes)
         else:
@@ -175,7 +189,7 @@ class Capture:
         """Notes that gradients which were written again, as with their product with 1, are still the same. Of one
         that is another the mark stays, so that it counts as changed."""
         for part in parts:
-            now = mark_of(part)
+            now = mark_of(part.gradient())
             if now is not None and part.mark is not None and int(now[2]) == int(part.mark[2]):
                 part.mark = now
 
@@ -276,11 +290,10 @@ def is_unsharded(tensor: torch.Tensor) -> bool:
     return not any(placement.is_shard() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 
-def mark_of(part: Part, bits: int | None = None) -> tuple[Any, ...] | None:
+def mark_of(gradient: Gradient | None, bits: int | None = None) -> tuple[Any, ...] | None:
     """What shows cheaply whether a gradient was changed: which tensor it is, how often torch has changed
     it in place, and a sum of its bits, which also sees what is written through `.data`. bits: that sum,
     where it is known."""
-    gradient = part.gradient()
     if gradient is None:
         return None
     whole = gradient.whole
@@ -303,7 +316,7 @@ def bits_of(gradient: torch.Tensor) -> Any:
 
 def changed(part: Part) -> bool:
     """Whether a gradient is another than when it was last recorded."""
-    now = mark_of(part)
+    now = mark_of(part.gradient())
     if now is None or part.mark is None:
         return now is not part.mark
     return now[:2] != part.mark[:2] or int(now[2]) != int(part.mark[2])

@@ -18,7 +18,7 @@ from backtape.torch_arrays import is_dtensor
 
 STALE = (
     "the copies changed and no parameter did before the tape ended: have it end after the copies are "
-    "brought back to the parameters"
+    "brought back to the parameters; if it does, nothing brings them back (master-stale)"
 )
 
 # A parameter, its elements in a tensor that holds several, and the place of these in the parameter.

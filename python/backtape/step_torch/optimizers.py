@@ -235,6 +235,7 @@ class Step:
         for part in parts:
             seen = bool(part.taken & {"reduced", "unscaled"})
             with capture.guarded(part.name):
+                capture.take_unscaled_copy(part)
                 if part.clipped or (seen and part.recorded and changed(part) and not is_widened(part)):
                     capture.take("clipped", [part])
                 elif not seen:

@@ -137,6 +137,13 @@ class Part:
         holder = self.holder()
         return None if holder is None else self.cut(holder)
 
+    def own_gradient(self) -> Gradient | None:
+        """What this rank holds of `.grad` of the parameter itself."""
+        holder = self.holder()
+        if holder is None or holder.grad is None:
+            return None
+        return Gradient(holder.grad, self.span, self.where)
+
     def gradient(self) -> Gradient | None:
         """What this rank holds of the gradient: of that of its master copy where there is one."""
         if self.master is not None:
@@ -145,10 +152,7 @@ class Part:
                 return Gradient(whole, self.master.span, self.master.where)
             if not self.master.follows:
                 return None
-        holder = self.holder()
-        if holder is None or holder.grad is None:
-            return None
-        return Gradient(holder.grad, self.span, self.where)
+        return self.own_gradient()
 
     def in_groups(self) -> torch.Tensor | None:
         """What the optimizer has in its groups."""

@@ -244,4 +244,6 @@ def explain(capture: Capture, reductions: dict[str, list[Entry]]) -> None:
         if reductions[part.name] or by_hand or not part.trainable or is_dtensor(part.holder()):
             continue
         reason = "neither DDP nor FSDP reduces its gradient: where the job does, say so in reduce="
+        if hasattr(part.holder(), "_hp_mapping") or hasattr(part.holder(), "ds_id"):
+            reason = "it is in an engine of DeepSpeed: hand over what deepspeed.initialize gave"
         part.leave_out("reduce", reason)

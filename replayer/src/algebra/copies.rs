@@ -197,11 +197,19 @@ impl Judge<'_> {
             let own = |piece: &Piece| inventory.hashes(before, piece.ranks[0]);
             pieces.iter().any(|piece| own(piece) != own(&pieces[0]))
         });
+        // Where ranks share the states each has those of its part alone.
+        let has_state = |rank: &&Rank| {
+            let own = inventory.declared_of(**rank, parameter);
+            !own.is_some_and(|own| own.absent.contains_key("state"))
+        };
         let counts: BTreeMap<String, Vec<Rank>> =
-            pieces.iter().flat_map(|piece| &piece.ranks).fold(BTreeMap::new(), |mut all, rank| {
-                all.entry(self.counted_before(*rank, parameter)).or_default().push(*rank);
-                all
-            });
+            pieces.iter().flat_map(|piece| &piece.ranks).filter(has_state).fold(
+                BTreeMap::new(),
+                |mut all, rank| {
+                    all.entry(self.counted_before(*rank, parameter)).or_default().push(*rank);
+                    all
+                },
+            );
         let held: Vec<Rank> = pieces.iter().flat_map(|piece| piece.ranks.clone()).collect();
         let setting = inventory.other_setting_of(parameter, &held);
         let words = match (were_apart, counts.len()) {

@@ -39,6 +39,7 @@ pub(super) fn lacks(
     lacks.extend(nothing_moved(inventory, stages, judged));
     lacks.extend(other_divisors(inventory));
     lacks.extend(divided_by_each(inventory));
+    lacks.extend(not_told(inventory, stages));
     lacks.extend(near_copies(inventory));
     lacks.extend(moved(inventory));
     lacks.extend(inventory.counted_without_moments());
@@ -279,6 +280,32 @@ fn other_divisors(inventory: &Inventory<'_>) -> Option<String> {
          set: {}; each was judged by its own",
         name_ranks(ranks),
         told.collect::<Vec<_>>().join(", ")
+    ))
+}
+
+/// Copies of which several ranks have gradients, where nothing says how these come together: a factor that is lost
+/// there is seen nowhere.
+fn not_told(inventory: &Inventory<'_>, stages: &[StageSummary]) -> Option<String> {
+    let is_judged = |stage: &StageSummary| {
+        matches!(stage.stage, Stage::Accumulate | Stage::Reduce)
+            && stage.agreed + stage.diverged > 0
+    };
+    if stages.iter().any(is_judged) {
+        return None;
+    }
+    let all: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
+    let is_lacking = |name: &&str| {
+        let own = inventory.declared.values().filter_map(|own| own.parameters.get(*name));
+        let several = own.filter(|own| own.absent.contains_key("reduce")).count() > 1;
+        several && inventory.key(name, &Part::Reduced).is_some() && !inventory.are_others(name)
+    };
+    let lacking: Vec<&str> = all.iter().copied().filter(is_lacking).collect();
+    let declared = inventory.declared.values();
+    let why = declared.filter_map(|own| own.parameters.get(*lacking.first()?)?.absent.get("reduce"));
+    let why = why.into_iter().next()?;
+    Some(format!(
+        "what the gradients of {} were summed and divided by was not judged: {why}",
+        pattern(&lacking, &all)
     ))
 }
 
