@@ -299,12 +299,13 @@ def _parts_of_gradients(
     places = {_place(gradient): 0 for gradient in gradients}
     parts = []
     for part in capture.own:
-        gradient = part.gradient()
-        if gradient is None:
-            continue
-        place = _place(gradient.whole)
-        if place in places:
+        # Beside that of a copy the parameter may have its own.
+        own = [part.gradient(), part.own_gradient()]
+        of_part = {_place(gradient.whole) for gradient in own if gradient is not None}
+        known = of_part & places.keys()
+        for place in known:
             places[place] += 1
+        if known:
             parts.append(part)
     return parts, sum(count == 0 for count in places.values())
 
