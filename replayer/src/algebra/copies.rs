@@ -202,14 +202,14 @@ impl Judge<'_> {
             let own = inventory.declared_of(**rank, parameter);
             !own.is_some_and(|own| own.absent.contains_key("state"))
         };
-        let counts: BTreeMap<String, Vec<Rank>> =
-            pieces.iter().flat_map(|piece| &piece.ranks).filter(has_state).fold(
-                BTreeMap::new(),
-                |mut all, rank| {
-                    all.entry(self.counted_before(*rank, parameter)).or_default().push(*rank);
-                    all
-                },
-            );
+        let counts: BTreeMap<String, Vec<Rank>> = pieces
+            .iter()
+            .flat_map(|piece| &piece.ranks)
+            .filter(has_state)
+            .fold(BTreeMap::new(), |mut all, rank| {
+                all.entry(self.counted_before(*rank, parameter)).or_default().push(*rank);
+                all
+            });
         let held: Vec<Rank> = pieces.iter().flat_map(|piece| piece.ranks.clone()).collect();
         let setting = inventory.other_setting_of(parameter, &held);
         let words = match (were_apart, counts.len()) {

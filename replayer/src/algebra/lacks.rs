@@ -301,7 +301,8 @@ fn not_told(inventory: &Inventory<'_>, stages: &[StageSummary]) -> Option<String
     };
     let lacking: Vec<&str> = all.iter().copied().filter(is_lacking).collect();
     let declared = inventory.declared.values();
-    let why = declared.filter_map(|own| own.parameters.get(*lacking.first()?)?.absent.get("reduce"));
+    let why =
+        declared.filter_map(|own| own.parameters.get(*lacking.first()?)?.absent.get("reduce"));
     let why = why.into_iter().next()?;
     Some(format!(
         "what the gradients of {} were summed and divided by was not judged: {why}",
