@@ -85,7 +85,7 @@ def test_a_tensor_of_a_stage_costs_one_call_however_many_blocks_it_has(
 def test_the_sums_of_a_gradient_are_those_of_torch(dtype, count):
     gradient = torch.randn(count, dtype=torch.float64).to(dtype)
     part = Part("w", 0, True, lambda: gradient)
-    note_squares(part, "reduced", gradient)
+    note_squares(part, "reduced", gradient, {})
     exact = math.fsum(float(number) ** 2 for number in gradient.double())
     assert float(part.squares["reduced"]) == pytest.approx(exact, rel=1e-13)
     before = int(bits_of(gradient))

@@ -16,7 +16,7 @@ FORMS = {
     "each, in another order": Told(words="param 6 0 0"),
     "one tensor": Told(words="clip 6 0 0"),
     "one tensor of each group": Told(words="state 6 0 0"),
-    "of f32": Told(words="update 6 0 0"),
+    "of f32": Told("incomplete", words="no optimizer that was given holds all 6 parameters"),
     "each, some not brought back": Told("diverged", "param", "master-stale", ("3.weight", "3.bias")),
     "each, after the tape": Told("incomplete", words="the copies changed and no parameter did before the tape ended"),
     "each, not clipped": Told("diverged", "clip", "clip-recorded-not-applied"),
