@@ -4,7 +4,6 @@ They are found by their values: one tensor for each parameter, one for several o
 all of them.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from backtape.step_torch import moves
 from backtape.step_torch.capture import Capture
-from backtape.step_torch.parts import Master, Part, cut, state_of
+from backtape.step_torch.parts import Master, Part, cut, holder_of, state_of
 from backtape.torch_arrays import is_dtensor
 
 STALE = (
@@ -64,7 +63,7 @@ def attach(capture: Capture, optimizers: list[torch.optim.Optimizer]) -> None:
         for match in matches:
             left = None if match.tensor.grad is None else state_of(match.tensor.grad)
             for part, span, where in match.pieces:
-                holder = functools.partial(_same, match.tensor)
+                holder = holder_of(match.tensor, None)
                 part.master = Master(
                     holder, span, where, match.group, optimizer, follows=True, left=left
                 )
@@ -198,10 +197,6 @@ def is_copy(tensor: torch.Tensor, values: list[torch.Tensor]) -> bool:
         if is_narrow or not torch.equal(piece.to(value.device, value.dtype), value.reshape(-1)):
             return False
     return start == flat.numel() > 0
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def finish(capture: Capture) -> None:

@@ -15,7 +15,7 @@ from backtape.step_torch import clipping
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.optimizers import inner_of
 from backtape.step_torch.outer import Outer, observe_method
-from backtape.step_torch.parts import Master, Part, rename
+from backtape.step_torch.parts import Master, Part, holder_of, rename
 from backtape.step_torch.reduction import Entry, axis_of, entry, name_of, ranks_of
 
 MUON = "Muon of DeepSpeed makes the update in the place of the gradient, before it is clipped"
@@ -172,7 +172,7 @@ def of_groups(optimizer: Any) -> Iterator[tuple[Any, Master]]:
     """The same with one copy for each parameter."""
     for index, (parameters, copies) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups)):
         for parameter, copy in zip(parameters, copies):
-            yield parameter, Master(functools.partial(_same, copy), group=index, follows=True)
+            yield parameter, Master(holder_of(copy, None), group=index, follows=True)
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
@@ -185,10 +185,6 @@ def own_range(parameter: Any) -> tuple[int, int]:
 
 def _item(optimizer: Any, name: str, index: int) -> torch.Tensor | None:
     return getattr(optimizer, name)[index]  # type: ignore[no-any-return]
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _place(part: Part, parameter: Any) -> None:

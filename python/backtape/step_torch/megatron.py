@@ -16,7 +16,7 @@ from backtape import frameworks
 from backtape.step_torch.backward import reduced_from
 from backtape.step_torch.capture import Capture
 from backtape.step_torch.outer import Outer, observe_method
-from backtape.step_torch.parts import Master, Part, rename
+from backtape.step_torch.parts import Master, Part, holder_of, rename
 from backtape.step_torch.reduction import Entry, axis_of, entry, name_of, ranks_of
 from backtape.torch_parameters import plain_name
 
@@ -96,7 +96,7 @@ def copies_of(optimizer: Any) -> Iterator[tuple[Any, Master | None]]:
             if hasattr(optimizer, "_get_model_param_range_map"):
                 where["flat_offset"] = optimizer._get_model_param_range_map(parameter)["param"].start
             listed.add(id(parameter))
-            holder = functools.partial(_same, copy)
+            holder = holder_of(copy, None)
             yield parameter, Master(holder, where=where, group=group_of.get(id(copy)))
     for chunk in getattr(optimizer, "model_chunks", ()):
         for parameter in chunk.parameters():
@@ -126,10 +126,6 @@ def pairs_of(optimizer: Any) -> Iterator[tuple[list[Any], list[Any]]]:
     elif hasattr(optimizer, "fp32_from_float16_groups"):
         yield from zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups)
         yield from ((own, own) for own in optimizer.fp32_from_fp32_groups)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def is_expert(parameter: Any) -> bool:

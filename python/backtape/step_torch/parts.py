@@ -246,7 +246,7 @@ def of_model(index: int, model: torch.nn.Module) -> Iterator[Part]:
         first.setdefault(identity, name)
 
 
-def holder_of(parameter: torch.nn.Parameter, of_fsdp: Any) -> Callable[[], torch.Tensor | None]:
+def holder_of(parameter: torch.Tensor, of_fsdp: Any) -> Callable[[], torch.Tensor | None]:
     """Gives the tensor that the optimizer has. FSDP2 replaces it where a job loads other values."""
     if of_fsdp is None:
         return lambda: parameter
