@@ -138,7 +138,8 @@ def run(scenario):
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = group["max_lr"] * group["lr_mult"], 0.1 * group["wd_mult"]
     axes = {"pipe": stages, "data": world // tensor // stages, "tp": tensor}
-    with backtape.Recorder(directory / scenario, "1", rank, world, mesh=axes, strict=True) as recorder:
+    recorded = "0" if "first" in words else "1"
+    with backtape.Recorder(directory / scenario, recorded, rank, world, mesh=axes, strict=True) as recorder:
         for step in range(2):
             if step == 1:
                 plant(fault, chunks, optimizer)

@@ -36,11 +36,15 @@ WRONG = {
 }
 
 
+# The same weights, whole on each rank and split over both.
+SPLIT = ("f32-gated-first", "f32-tensor-gated-first")
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """The directory of what the ranks recorded."""
     directory = tmp_path_factory.mktemp("megatron")
-    run_ranks(PROGRAM, WORLD, free_port(), directory, *RIGHT)
+    run_ranks(PROGRAM, WORLD, free_port(), directory, *RIGHT, *SPLIT)
     for scenario in WRONG:
         run_ranks(PROGRAM, WORLD, free_port(), directory, scenario)
     return directory
@@ -49,3 +53,9 @@ def recorded(tmp_path_factory):
 @pytest.mark.parametrize("scenario, told", (RIGHT | WRONG).items())
 def test_what_an_optimizer_of_megatron_does_is_told(recorded, scenario, told):
     told.is_told_by(backtape.replay(recorded / scenario, step=1, compare=["step"]))
+
+
+def test_parts_of_tensor_parallel_ranks_lie_where_they_do_in_the_whole_parameter(recorded):
+    whole, split = (recorded / name for name in SPLIT)
+    report = backtape.replay(whole, step=0, against=split, compare=["step"])
+    assert "before 28 0 0" in " ".join(str(report).split()), str(report)
