@@ -31,7 +31,7 @@ roles! {
     Weights = "weights",
     /// Bias of the logits, `[V]`.
     Bias = "bias",
-    /// Upstream cotangent of each token's loss, `[T]`, where the loss is not reduced.
+    /// Upstream cotangent of each token's loss, `[T]`; of a reduced loss, that of the loss it is in.
     Cotangent = "cotangent",
     /// Which token each row of q is, `[T]`: indices that match rows of two runs.
     TokenOrder = "token_order",

@@ -1,5 +1,6 @@
 """The commands that the wheel brings: `replay`, `coordinator` and `backtape`.
 
+    backtape run [--steps 0] [--dir dumps] -- COMMAND ...
     backtape doctor [--store DIR|URL] [--coordinator HOST:PORT] [--json]
     backtape replay ...         # as the command replay
     backtape coordinator ...    # as the command coordinator
@@ -10,10 +11,11 @@ import signal
 import sys
 from typing import NoReturn
 
-from backtape import _native, cuda_wheels, doctor, engine_ray
+from backtape import _native, attach_run, cuda_wheels, doctor, engine_ray
 
 USAGE = """\
-usage: backtape doctor       what works on this machine
+usage: backtape run -- ...      runs a training command as it stands, and records a step of it
+       backtape doctor       what works on this machine
        backtape replay ...       the command replay: backtape replay --help
        backtape coordinator ...  the command coordinator: backtape coordinator --help
        backtape version
@@ -34,6 +36,8 @@ def coordinator() -> NoReturn:
 def main() -> NoReturn:
     """The command `backtape`."""
     match sys.argv[1:]:
+        case ["run", *rest]:
+            sys.exit(attach_run.main(rest))
         case ["doctor", *rest]:
             sys.exit(doctor.main(rest))
         case ["replay", *rest]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from backtape.attach_torch import Attachment, attach
 from backtape.step_torch import StepAlgebra, step_algebra
 from backtape.tape import Tape, open_tape
 from backtape.torch_arrays import is_dtensor

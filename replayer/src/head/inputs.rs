@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use backtape::dtype::Dtype;
-use backtape::head::{Loss, LossReduction};
+use backtape::head::Loss;
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 use backtape::shard::TensorKey;
@@ -382,21 +382,15 @@ impl HeadStep<'_> {
         values.map(Some).ok_or_else(|| unfit(&tensor, &format!("{count} numbers")))
     }
 
+    /// What arrives at the loss of each token: of a loss that is reduced over tokens, each has that
+    /// of the loss it is in.
     fn cotangent(
         &self,
         microbatch: Option<Microbatch>,
         tokens: usize,
     ) -> Result<Vec<f64>, StepError> {
         let given = self.optional(Role::Cotangent, microbatch, tokens)?;
-        let key = self.recorded(Role::Cotangent, microbatch);
-        match (given, key) {
-            (Some(_), Some(key)) if self.options.reduction != LossReduction::None => {
-                let recorded = "recorded, one number a token".to_string();
-                let wanted = "reduction=\"none\" with it: a reduced loss has one cotangent".into();
-                Err(StepError::Unfit { key: key.clone(), found: recorded, wanted })
-            }
-            (given, _) => Ok(given.unwrap_or_else(|| vec![1.0; tokens])),
-        }
+        Ok(given.unwrap_or_else(|| vec![1.0; tokens]))
     }
 
     /// Advantages of a policy loss, `[T]`. They are recorded for each token, or for each sequence

@@ -1,0 +1,58 @@
+"""Records the steps of a torch job that was not written for it, with one line.
+
+    backtape.torch.attach(model, optimizer)
+
+    session.py    where steps begin and end
+    finding.py    models and optimizers that were not given, and the mesh
+    losses.py     the losses that are found when the job calls them
+    graph.py      from logits back to hidden states and unembedding
+    heads.py      what is recorded of a loss head
+    declared.py   what is declared of it
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backtape.attach_torch.session import Attachment
+from backtape.recorder import Recorder
+
+ASKED = ("STEPS", "WATCH", "RING")
+
+
+def attach(
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    optimizer: Any = None,
+    *,
+    recorder: Recorder | None = None,
+    first_step: int = 0,
+    losses: Mapping[str, Mapping[str, str]] | None = None,
+    **options: Any,
+) -> Attachment:
+    """Records the steps that BACKTAPE_STEPS asks for, of a job that calls nothing else of backtape.
+
+    Of each such step it records the loss head (hidden states, unembedding, labels, loss, and their
+    gradients, for each call of a loss) and the step's algebra of all parameters (`step_algebra`). Call
+    it once before the training loop; where nothing is asked for, it does nothing.
+
+    model: one module or a list, wrapped as the job calls it; by default those whose parameters an
+        optimizer holds are looked for when the first step begins.
+    optimizer: one or a list; by default all that hold a parameter of the model.
+    recorder: by default `Recorder.from_env`, made when the first step begins.
+    first_step: the number of the next step, for a job that goes on from a checkpoint.
+    losses: losses of the job's own, by "package.module:function", each with the names of its arguments:
+        {"my.losses:fused_xent": {"q": "hidden", "k": "weight", "labels": "target"}}, or `logits` in
+        place of q and k.
+    options: of `step_algebra`, as sample=4096.
+
+    A step is what lies between two forwards in training with a step of every optimizer in between.
+    What cannot be recorded is named in the dump and in one line at the end, with the reason.
+
+    Returns the attachment, whose `close` is called when the process ends.
+    """
+    models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
+    owners = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    asked = recorder.active if recorder is not None else any(os.environ.get(f"BACKTAPE_{name}") for name in ASKED)
+    return Attachment(models, owners, recorder, first_step, losses, options, asked)

@@ -1,0 +1,131 @@
+"""What a call of a loss says of its head: the options of `Tape.head`, and labels, weights and cotangents
+for each token."""
+
+from typing import Any
+
+import torch
+
+from backtape.attach_torch.graph import LONGEST, Product, kind_of
+from backtape.attach_torch.losses import Call
+
+NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+# The label of a token that the loss does not read, where the call has none to ignore.
+UNREAD = -100
+
+
+def options(call: Call, product: Product | None) -> dict[str, Any]:
+    """The head that a call of a loss is, as options of `Tape.head`.
+
+    Each call divides by its own tokens, and what its result is then divided or multiplied by is in the
+    cotangent, which is recorded.
+    """
+    said: dict[str, Any] = {
+        "path": "fused" if product is None else "plain",
+        "reduction": call.reduction,
+        "scope": "rank",
+        "microbatch_reduction": "sum",
+        "autocast": None,
+        "ignore_label": ignored(call, product),
+        "label_smoothing": call.label_smoothing,
+        "logit_scale": call.logit_scale if product is None else product.scale,
+        "softcap": call.softcap if product is None else product.softcap,
+        "z_loss": call.z_loss,
+        "valid_vocab": None if product is None else product.valid,
+    }
+    if product is not None:
+        said["dtypes"] = dtypes(call.result, product)
+    if call.class_weights is not None and call.reduction == "mean":
+        said["denominator"] = "weights"
+    return said
+
+
+def dtypes(result: torch.Tensor, product: Product) -> dict[str, str]:
+    """The points at which eager torch rounds, as docs/dtypes.md has them."""
+    own, softmax = NAMES.get(product.dtype), NAMES.get(_softmax_dtype(result))
+    if own is None or softmax is None:
+        return {}
+    narrow = is_narrowed(product)
+    said = {"input": narrow or own, "logits": own, "output": own}
+    if sums_in_f32(product):
+        said["accumulate"] = "f64" if own == "f64" else "f32"
+    if softmax in ("f32", "f64"):
+        said |= {"lse": softmax, "p": softmax, "dlogits": own}
+    elif softmax == own:
+        said["dlogits"] = own
+    return said
+
+
+def is_narrowed(product: Product) -> str | None:
+    """The format that a product of f32 narrows its operands to, as torch is set."""
+    device = product.node._input_metadata[0].device
+    if product.dtype != torch.float32 or device.type != "cuda":
+        return None
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else None
+
+
+def sums_in_f32(product: Product) -> bool:
+    """Whether torch may not add up a product in fewer bits than f32: cuBLAS may, where it is let."""
+    if product.node._input_metadata[0].device.type != "cuda":
+        return True
+    settings = torch.backends.cuda.matmul
+    allowed = {
+        torch.bfloat16: settings.allow_bf16_reduced_precision_reduction,
+        torch.float16: settings.allow_fp16_reduced_precision_reduction,
+    }
+    return not allowed.get(product.dtype, False)
+
+
+def _softmax_dtype(result: torch.Tensor) -> torch.dtype | None:
+    """The dtype in which a cross-entropy takes its softmax: under autocast not that of the logits."""
+    waiting, steps = [result.grad_fn], 0
+    while waiting and steps < LONGEST:
+        node, steps = waiting.pop(0), steps + 1
+        if node is not None and kind_of(node) == "LogSoftmax":
+            dtype: torch.dtype = node._input_metadata[0].dtype
+            return dtype
+        waiting += [function for function, _ in getattr(node, "next_functions", ())]
+    return None
+
+
+def ignored(call: Call, product: Product | None) -> int | None:
+    """The label of tokens that take no part."""
+    leaves_out = product is not None and product.rows is not None
+    return UNREAD if leaves_out and call.ignore_label is None else call.ignore_label
+
+
+def labels(call: Call, product: Product | None) -> torch.Tensor:
+    """The label of each token, [T]."""
+    fill = ignored(call, product)
+    return _by_token(call.labels.detach().reshape(-1), product, UNREAD if fill is None else fill)
+
+
+def weights(call: Call, product: Product | None) -> torch.Tensor:
+    """The weight of each token's class, [T]."""
+    assert call.class_weights is not None
+    own = labels(call, product)
+    counts = own != ignored(call, product)
+    return torch.where(counts, call.class_weights.detach()[own.clamp(min=0)], 0.0)
+
+
+def cotangents(call: Call, product: Product | None, arrived: torch.Tensor) -> torch.Tensor:
+    """What arrived at the loss of each token, [T]."""
+    if arrived.dim() == 0:
+        tokens = call.labels.numel() if product is None else product.tokens
+        return arrived.detach().expand(tokens).contiguous()
+    return _by_token(arrived.detach().reshape(-1), product, 0)
+
+
+def losses(call: Call, product: Product | None) -> torch.Tensor:
+    """The loss: one number, or under reduction "none" one for each token."""
+    result = call.result.detach()
+    return result if call.reduction != "none" else _by_token(result.reshape(-1), product, 0)
+
+
+def _by_token(values: torch.Tensor, product: Product | None, otherwise: float) -> torch.Tensor:
+    """Values of the loss's rows, put to the tokens whose rows they are."""
+    if product is None or product.rows is None:
+        return values
+    placed = values.new_full((product.tokens,), otherwise)
+    placed[product.rows.to(values.device)] = values
+    return placed

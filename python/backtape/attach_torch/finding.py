@@ -1,0 +1,74 @@
+"""The models and optimizers of a job that has not handed them over, and the mesh that they lie on."""
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from backtape import frameworks
+from backtape.step_torch.parts import parameter_groups
+from backtape.torch_arrays import is_dtensor
+
+
+def optimizers_of(models: Sequence[torch.nn.Module]) -> list[Any]:
+    """The optimizers of this process that hold parameters of these models."""
+    held = {id(parameter) for model in models for parameter in model.parameters()}
+    return [
+        optimizer
+        for optimizer in _living(torch.optim.Optimizer)
+        # A wrapper hands on the groups of the one that it wraps.
+        if "param_groups" in vars(optimizer) and held & _parameters_of(optimizer)
+    ]
+
+
+def models_of_optimizers() -> list[torch.nn.Module]:
+    """The outermost modules that have parameters which an optimizer holds."""
+    held: set[int] = set()
+    for optimizer in _living(torch.optim.Optimizer):
+        if "param_groups" in vars(optimizer):
+            held |= _parameters_of(optimizer)
+    modules = [module for module in _living(torch.nn.Module) if "_modules" in vars(module)]
+    children = {id(child) for module in modules for child in module._modules.values()}
+    return [
+        module
+        for module in modules
+        if id(module) not in children and any(id(p) in held for p in module.parameters())
+    ]
+
+
+def _parameters_of(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _living(kind: type) -> Iterable[Any]:
+    """Every object of a class that this process holds."""
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+
+def mesh_of(models: Sequence[torch.nn.Module]) -> Any:
+    """The mesh that the ranks of a job are on: that of its DTensors, or one axis "data" of all ranks; None
+    in a job of one rank."""
+    distributed = frameworks.imported("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    ranks = distributed.get_world_size()
+    for model in models:
+        for parameter in model.parameters():
+            if is_dtensor(parameter):
+                mesh = parameter.device_mesh
+                root = getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)()
+                return root if root.size() == ranks else None
+    return {"data": ranks} if ranks > 1 else None
+
+
+def data_axes(models: Sequence[torch.nn.Module], mesh: Any) -> list[str] | None:
+    """The axes of the mesh along which ranks have tokens of their own; None where ranks share tokens or that
+    is not known, as in tensor parallelism."""
+    if mesh is None or isinstance(mesh, dict):
+        return list(mesh or ())
+    names: tuple[str, ...] = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    # FSDP reduces gradients over the axes of its own mesh, so their ranks have other tokens.
+    sharded = [group.mesh_info.mesh for model in models for group in parameter_groups(model)]
+    reduced = {mesh.size() for mesh in sharded}
+    return list(names) if reduced == {mesh.size()} else None

@@ -1,0 +1,290 @@
+"""From the logits that a loss reads back to the product of hidden states and unembedding that they come from.
+
+Autograd's graph says how logits were made whatever the code looks like that made them: which matrix
+product they are of, and which rows, columns and factors lie between. Nothing here computes with the
+job's values, and saved tensors are read only when the backward pass reaches them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+# How many operations may lie between a loss and its product.
+LONGEST = 64
+
+
+class Unfollowed(Exception):
+    """Why the graph cannot be followed, as the end of a sentence."""
+
+
+@dataclass
+class Product:
+    """The product z0 = q k^T that logits come from."""
+
+    node: Any  # of the autograd graph
+    q: int  # which input of the node is q, [T, D]
+    k: int  # which is k^T, [D, V]
+    tokens: int  # T
+    vocabulary: int  # V
+    rows: torch.Tensor | None  # the token of each row of the loss; None: they are the same rows
+    valid: int | None  # how many columns the loss reads, from the first on; None: all
+    scale: float  # what the logits are multiplied by
+    softcap: float | None
+    dtype: torch.dtype  # of the product
+    saved: tuple[str, str]  # under which names autograd keeps q and k^T
+    bias: torch.Tensor | None  # [V]
+
+@dataclass
+class Rows:
+    """Which token each row of a tensor is of, while operations between product and loss are followed."""
+
+    index: torch.Tensor  # has the tensor's shape, but 1 in the dimension of the classes
+    classes: int  # that dimension
+    width: int  # its length
+
+
+def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Product:
+    """The product that logits come from. `classes` is their dimension of the vocabulary; are_logs: they
+    are what log-softmax has made of the logits.
+
+    Raises Unfollowed where there is none, or something between is none of the operations of `FORWARD`.
+    """
+    start = logits.grad_fn
+    if are_logs:
+        if start is None or kind_of(start) != "LogSoftmax" or _index(start._saved_dim, logits.dim()) != classes:
+            raise Unfollowed("they do not come from log_softmax over the classes")
+        start = _before(start)
+    chain, node = _chain(start)
+    q, k, saved = PRODUCTS[kind_of(node)]
+    tokens, vocabulary = _shape(node)
+    rows = Rows(torch.arange(tokens).view(tokens, 1), 1, vocabulary)
+    factor, cap = 1.0, None
+    for step, shape in reversed(chain):
+        name = kind_of(step)
+        if name in FORWARD:
+            rows = FORWARD[name](step, rows, shape)
+        elif name in SCALES:
+            value = SCALES[name](step)
+            if cap is None:
+                factor *= value
+            else:
+                cap *= value
+        elif name == "Tanh":
+            if cap is not None:
+                raise Unfollowed("tanh is taken of them twice")
+            cap = 1.0
+    if rows.width != logits.shape[classes] or rows.classes != classes:
+        raise Unfollowed("the classes are in another dimension than the loss takes them from")
+    index = rows.index.movedim(classes, -1).reshape(-1)
+    same = len(index) == tokens and bool((index == torch.arange(tokens)).all())
+    if not same and len(index.unique()) != len(index):
+        raise Unfollowed("one hidden state gives several rows of the loss")
+    return Product(
+        node=node,
+        q=q,
+        k=k,
+        tokens=tokens,
+        vocabulary=vocabulary,
+        rows=None if same else index,
+        valid=None if rows.width == vocabulary else rows.width,
+        # softcap tanh(z1 / softcap), with z1 the product times the scale.
+        scale=_plain(factor if cap is None else factor * cap),
+        softcap=None if cap is None else _plain(cap),
+        dtype=node._input_metadata[0].dtype,
+        saved=saved,
+        bias=_bias(node),
+    )
+
+
+def _chain(node: Any) -> tuple[list[tuple[Any, tuple[int, ...]]], Any]:
+    """The operations from the one that has made the logits back to the product, each with the shape of
+    its result; and the product's node."""
+    chain: list[tuple[Any, tuple[int, ...]]] = []
+    for _ in range(LONGEST):
+        if node is None:
+            raise Unfollowed("they come from no product of hidden states that takes a gradient")
+        name = kind_of(node)
+        if name in PRODUCTS:
+            return chain, node
+        if name not in FORWARD and name not in SCALES and name != "Tanh":
+            raise Unfollowed(f"{name} lies between the product of hidden states and the loss")
+        chain.append((node, _shape(node)))
+        node = _before(node)
+    raise Unfollowed(f"more than {LONGEST} operations lie between the product and the loss")
+
+
+def _before(node: Any) -> Any:
+    """The one node whose result an operation takes."""
+    found = [function for function, _ in node.next_functions if function is not None]
+    if len(found) != 1:
+        raise Unfollowed(f"{kind_of(node)} takes several tensors that have a gradient")
+    return found[0]
+
+
+def kind_of(node: Any) -> str:
+    """The operation of a node: "Mm" of MmBackward0."""
+    return str(node.name()).rsplit("::", 1)[-1].split("Backward")[0]
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(map(int, node._input_metadata[0].shape))
+
+
+def _bias(node: Any) -> torch.Tensor | None:
+    """What a product with a bias adds, where it takes a gradient."""
+    if kind_of(node) != "Addmm":
+        return None
+    if node._saved_alpha != 1 or node._saved_beta != 1:
+        raise Unfollowed("the product is scaled within addmm")
+    function = node.next_functions[0][0]
+    while function is not None and kind_of(function) in ("ToCopy", "View", "Alias"):
+        function = _before(function)
+    bias = getattr(function, "variable", None)
+    if bias is None or bias.dim() != 1:
+        raise Unfollowed("what is added to the product is no bias that takes a gradient")
+    return bias
+
+
+def _plain(value: float) -> float:
+    """A number without the rounding of the few products that it was made by."""
+    rounded = float(f"{value:.12g}")
+    return rounded if math.isclose(rounded, value, rel_tol=1e-12) else value
+
+
+def _reshaped(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    """A view that keeps the classes in one dimension."""
+    before = math.prod(rows.index.shape[: rows.classes])
+    for dimension, length in enumerate(shape):
+        if length == rows.width and math.prod(shape[:dimension]) == before:
+            kept = (*shape[:dimension], 1, *shape[dimension + 1 :])
+            return Rows(rows.index.reshape(kept), dimension, rows.width)
+    raise Unfollowed("a view takes the classes apart")
+
+
+def _same(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    return rows
+
+
+def _transposed(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    count = rows.index.dim()
+    if kind_of(node) == "T":
+        first, second = 0, count - 1
+    else:
+        first, second = (_index(d, count) for d in (node._saved_dim0, node._saved_dim1))
+    moved = {first: second, second: first}
+    classes = moved.get(rows.classes, rows.classes)
+    return Rows(rows.index.transpose(first, second), classes, rows.width)
+
+
+def _permuted(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    order = [_index(d, rows.index.dim()) for d in node._saved_dims]
+    return Rows(rows.index.permute(order), order.index(rows.classes), rows.width)
+
+
+def _sliced(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    dimension = _index(node._saved_dim, rows.index.dim())
+    start, end, step = (_signed(getattr(node, f"_saved_{name}")) for name in ("start", "end", "step"))
+    if dimension != rows.classes:
+        taken = rows.index.movedim(dimension, 0)[start:end:step].movedim(0, dimension)
+        return Rows(taken, rows.classes, rows.width)
+    if start not in (0, -rows.width) or step != 1:
+        raise Unfollowed("the loss does not read the classes from the first one on")
+    return Rows(rows.index, rows.classes, shape[dimension])
+
+
+def _selected(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    dimension = _index(node._saved_dim, rows.index.dim())
+    if dimension == rows.classes:
+        raise Unfollowed("one class alone is read")
+    classes = rows.classes - (dimension < rows.classes)
+    return Rows(rows.index.select(dimension, int(node._saved_index)), classes, rows.width)
+
+
+def _indexed(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    """`logits[mask]`, or rows by their numbers: indices of leading dimensions only."""
+    given = [index.cpu() if index is not None else None for index in node._saved_indices]
+    while given and given[-1] is None:
+        given.pop()
+    taken = sum(1 if index is None or index.dtype != torch.bool else index.dim() for index in given)
+    if any(index is None for index in given) or taken > rows.classes:
+        raise Unfollowed("the classes are read by an index")
+    index = rows.index[tuple(given)]
+    return Rows(index, index.dim() - (rows.index.dim() - rows.classes), rows.width)
+
+
+def _index(dimension: Any, count: int) -> int:
+    """A dimension, counted from the first one."""
+    return _signed(dimension) % count
+
+
+def _signed(value: Any) -> int:
+    """A number of autograd, which gives a negative one as an unsigned one."""
+    number = int(value)
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _factor(node: Any) -> float:
+    """The number that an operation multiplies by."""
+    for name in ("_saved_other", "_saved_self"):
+        value = getattr(node, name, None)
+        if value is None or isinstance(value, (int, float)):
+            number = value
+        else:
+            number = float(value) if value.dim() == 0 and not value.requires_grad else None
+        if number is not None:
+            return float(number)
+    raise Unfollowed("they are multiplied by a tensor")
+
+
+# Operations after which a row is still the logits of one token.
+FORWARD: dict[str, Callable[[Any, Rows, tuple[int, ...]], Rows]] = {
+    "View": _reshaped,
+    "UnsafeView": _reshaped,
+    "ReshapeAlias": _reshaped,
+    "Unsqueeze": _reshaped,
+    "Squeeze": _reshaped,
+    "Alias": _same,
+    "Clone": _same,
+    "ToCopy": _same,
+    "T": _transposed,
+    "Transpose": _transposed,
+    "Permute": _permuted,
+    "Slice": _sliced,
+    "Select": _selected,
+    "Index": _indexed,
+}
+
+SCALES: dict[str, Callable[[Any], float]] = {"Mul": _factor, "Div": lambda node: 1 / _factor(node)}
+
+# Which inputs of a product's node are q and k^T, and under which names autograd keeps them.
+PRODUCTS = {"Mm": (0, 1, ("self", "mat2")), "Addmm": (1, 2, ("mat1", "mat2"))}
+
+
+def leaf_of(node: Any, at: int) -> Any:
+    """What an input of a node is made of: the parameter, or the node that has computed it."""
+    function = node.next_functions[at][0]
+    while function is not None and kind_of(function) in FORWARD:
+        function = _before(function)
+    return getattr(function, "variable", function)
+
+
+def node_into(result: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, int, int]:
+    """The node of a fused loss that hands on the gradients of q and k, and which of its inputs they are, -1
+    for one that takes no gradient.
+
+    Raises Unfollowed where no node has both, as where the loss is computed of copies of them.
+    """
+    edges = [tuple(get_gradient_edge(x))[:2] if x.requires_grad else None for x in (q, k)]
+    waiting, seen = [result.grad_fn], 0
+    while waiting and seen < LONGEST:
+        node, seen = waiting.pop(0), seen + 1
+        following = list(getattr(node, "next_functions", ()))
+        places = [following.index(edge) if edge in following else -1 for edge in edges]
+        if all((place >= 0) == (edge is not None) for place, edge in zip(places, edges)):
+            return node, places[0], places[1]
+        waiting += [function for function, _ in following if function is not None]
+    raise Unfollowed("no operation takes both the hidden states and the unembedding")

@@ -1,0 +1,205 @@
+"""What is recorded of the loss heads that a job calls, and what is declared of them.
+
+A call of a loss is only noted. What it was computed of is recorded when a backward pass reaches it: so a
+loss for the log alone is not recorded, and a parameter that FSDP frees after the forward is there again.
+
+Each call that a backward pass reaches is a microbatch of the head, as it has tokens, a denominator and
+gradients of its own: a loss that is computed chunk by chunk has as many as chunks.
+"""
+
+import functools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backtape.attach_torch import declared
+from backtape.attach_torch.graph import Product, Unfollowed, leaf_of, node_into, product_of
+from backtape.attach_torch.losses import Call
+from backtape.tape import Tape
+
+KEPT = "autograd does not keep {}: the other operand takes no gradient, or activation checkpointing makes it anew"
+
+
+@dataclass(eq=False)
+class Head:
+    """One call of a loss, and where its gradients come out of autograd's graph."""
+
+    call: Call
+    product: Product | None  # None: the loss is fused
+    node: Any
+    q: int  # which input of the node q is; -1 where it takes no gradient
+    k: int
+    weight: Any  # what tells its unembedding from another
+    size: int  # how many logits it has
+    versions: tuple[int, ...] = ()  # of q and k when a fused loss was called
+    microbatch: int | None = None  # once a backward pass has reached it
+
+
+class Heads:
+    """The heads of one step.
+
+    tokens, addends: where a rank's tokens and its gradients lie, as `placement` of `Tape.record`; empty
+        in a job of one rank.
+    """
+
+    def __init__(self, tape: Tape, tokens: Mapping[str, Any], addends: Mapping[str, Any]) -> None:
+        self._tape = tape
+        self._tokens, self._addends = dict(tokens), dict(addends)
+        self._lock = threading.Lock()
+        self._waiting: list[Head] = []
+        self._weight: Any = None  # the unembedding that is recorded
+        self._declared: dict[str, Any] | None = None
+        self._handles: list[Any] = []
+        self.count = 0  # of microbatches
+        self.reasons: list[str] = []  # why something is not recorded
+
+    def seen(self, call: Call) -> None:
+        """Notes a call of a loss."""
+        try:
+            head = _found(call)
+        except Unfollowed as error:
+            self.refuse(f"{call.function}: {error}")
+            return
+        self._waiting.append(head)
+        for register, hook in (
+            (call.result.register_hook, self._reached),
+            (head.node.register_prehook, self._before),
+            (head.node.register_hook, self._after),
+        ):
+            self._handles.append(register(functools.partial(hook, head)))
+
+    def refuse(self, reason: str) -> None:
+        """Notes why a head is not recorded, or not all of it."""
+        with self._lock:
+            if reason not in self.reasons:
+                self.reasons.append(reason)
+
+    def finish(self, _: str | None = None) -> None:
+        """Takes the hooks away and declares the head."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._waiting.clear()
+        if self._declared is not None:
+            self._tape.head(**self._declared, microbatches=self.count)
+        elif not self.reasons:
+            self.refuse("no backward pass came from a loss that backtape knows")
+        for reason in self.reasons:
+            self._tape.leave_out("head", None, reason)
+
+    def _reached(self, head: Head, arrived: torch.Tensor) -> None:
+        """A hook of the loss: its gradient has come."""
+        with self._tape.guarded("head", head.call.function):
+            refused = self._counted(head)
+            if refused is not None:
+                self.refuse(f"{head.call.function} {refused}")
+                return
+            call, product = head.call, head.product
+            record = functools.partial(
+                self._tape.record, microbatch=head.microbatch, placement=self._tokens
+            )
+            record("labels", declared.labels(call, product))
+            record("cotangent", declared.cotangents(call, product, arrived))
+            if call.class_weights is not None:
+                record("weights", declared.weights(call, product))
+            where = {} if call.reduction == "none" else {"placement": self._addends}
+            record("loss", declared.losses(call, product), **where)
+
+    def _counted(self, head: Head) -> str | None:
+        """Counts a head that a backward pass has reached, or says why it is not recorded."""
+        options = declared.options(head.call, head.product)
+        with self._lock:
+            if self._weight is None:
+                self._weight = max(self._waiting, key=lambda waiting: waiting.size).weight
+            if head not in self._waiting:
+                return "is reached by several backward passes, of which the first is recorded"
+            self._waiting.remove(head)
+            if head.weight is not self._weight:
+                return "is called with another, smaller unembedding too, which is not recorded"
+            if self._declared not in (None, options):
+                return "is called with other options too, and those calls are not recorded"
+            self._declared = options
+            head.microbatch, self.count = self.count, self.count + 1
+            return None
+
+    def _before(self, head: Head, _: Any) -> None:
+        """A hook of the product, before its backward: what it was computed of."""
+        if head.microbatch is None:
+            return
+        with self._tape.guarded("head", "q and k"):
+            for name, value in zip(("q", "k"), _operands(head)):
+                if value is None:
+                    self._leave_out(name, head, KEPT.format(name))
+                elif name == "q":
+                    self._tape.record(
+                        "q", value, microbatch=head.microbatch, placement=self._tokens
+                    )
+                elif head.microbatch == 0:
+                    self._tape.record("k", value)
+            bias = head.call.bias if head.product is None else head.product.bias
+            if bias is not None and head.microbatch == 0:
+                self._tape.record("bias", bias.detach())
+
+    def _after(self, head: Head, gradients: tuple[Any, ...], _: Any) -> None:
+        """A hook of the product, after its backward: what it gives to q and k."""
+        if head.microbatch is None:
+            return
+        with self._tape.guarded("head", "dq and dk"):
+            dq, dk = (gradients[at] if at >= 0 else None for at in (head.q, head.k))
+            if dq is None:
+                self._leave_out("dq", head, "q takes no gradient")
+            else:
+                own = dq.detach().reshape(-1, dq.shape[-1])
+                self._tape.record("dq", own, microbatch=head.microbatch, placement=self._tokens)
+            if dk is None:
+                self._leave_out("dk", head, "k takes no gradient")
+            else:
+                own = dk.detach() if head.product is None else dk.detach().t()
+                more: dict[str, Any] = {"when": "pre_reduce"} if self._addends else {}
+                self._tape.record(
+                    "dk", own, microbatch=head.microbatch, placement=self._addends, **more
+                )
+
+    def _leave_out(self, name: str, head: Head, reason: str) -> None:
+        self._tape.leave_out(name, head.microbatch, reason)
+        self.refuse(f"{name} is not recorded: {reason}")
+
+
+def _found(call: Call) -> Head:
+    """Where the gradients of a call come out of the graph. Raises Unfollowed."""
+    if call.logits is not None:
+        product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
+        weight = leaf_of(product.node, product.k)
+        size = product.tokens * product.vocabulary
+        return Head(call, product, product.node, product.q, product.k, weight, size)
+    q, k = call.q, call.k
+    assert q is not None and k is not None
+    node, at_q, at_k = node_into(call.result, q, k)
+    size = q.numel() // q.shape[-1] * k.shape[0]
+    versions = (q._version, k._version)
+    weight = k if at_k < 0 else leaf_of(node, at_k)
+    return Head(call, None, node, at_q, at_k, weight, size, versions)
+
+
+def _operands(head: Head) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """q, [T, D], and k, [V, D], as the product has them; None for what cannot be read."""
+    if head.product is not None:
+        q, k = (_saved(head.node, name) for name in head.product.saved)
+        return q, None if k is None else k.t()
+    q, k = head.call.q, head.call.k
+    assert q is not None and k is not None
+    if (q._version, k._version) != head.versions:
+        return None, None
+    return q.detach().reshape(-1, q.shape[-1]), k.detach()
+
+
+def _saved(node: Any, name: str) -> torch.Tensor | None:
+    """A tensor that autograd keeps; None where it keeps none, or has something else to make it anew."""
+    raw = getattr(node, f"_raw_saved_{name}")
+    if getattr(raw, "unpack_hook", None) is not None:
+        return None
+    value = getattr(node, f"_saved_{name}")
+    return None if value is None else value.detach()

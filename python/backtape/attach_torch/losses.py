@@ -1,0 +1,196 @@
+"""The losses that are found when a job calls them, whatever name it imported them by.
+
+Each entry of `LOSSES` is a function of torch or of another library, and how one of its calls is read. A
+library that the job has not imported is not looked for.
+"""
+
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backtape import frameworks
+from backtape.attach_torch.graph import Unfollowed
+from backtape.step_torch.patches import Patches
+
+
+@dataclass
+class Call:
+    """One call of a loss, as the job made it."""
+
+    function: str  # as the user knows it
+    labels: torch.Tensor
+    result: torch.Tensor
+    logits: torch.Tensor | None = None
+    classes: int = -1  # the dimension of the logits that is the vocabulary
+    are_logs: bool = False  # they are log-probabilities
+    q: torch.Tensor | None = None  # a fused loss takes q and k in place of logits
+    k: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    class_weights: torch.Tensor | None = None
+    reduction: str = "mean"
+    ignore_label: int | None = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss: float = 0.0
+
+
+Seen = Callable[[Call], None]
+Reader = Callable[[str, dict[str, Any], Any], Call]
+
+
+@dataclass
+class Loss:
+    """A function that computes a loss."""
+
+    name: str  # as the user knows it
+    module: str  # the module that the job's call goes through
+    attribute: str
+    read: Reader
+    parameters: str = ""  # of a builtin function, which has no signature
+
+
+def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) -> None:
+    """Has `seen` called with every call of a known loss whose result takes a gradient.
+
+    named: losses of the job's own, as "package.module:function", with the names of its arguments q, k,
+        labels, bias and logits.
+    """
+    inside: list[str] = []
+    for loss in (*LOSSES, *(_named(path, names) for path, names in named.items())):
+        module = frameworks.imported(loss.module)
+        if module is not None and loss.attribute in vars(module):
+            function = vars(module)[loss.attribute]
+            patches.attribute(module, loss.attribute, _observer(loss, function, seen, inside))
+
+
+def _observer(
+    loss: Loss, function: Any, seen: Seen, inside: list[str]
+) -> Callable[..., Generator[None, Any, None]]:
+    """Looks at the calls of one loss. inside: the losses that are being computed, so that one which is
+    called by another is not taken for a loss of its own."""
+    bound = _binder(loss, function)
+
+    def observe(*args: Any, **options: Any) -> Generator[None, Any, None]:
+        if inside:
+            return
+        inside.append(loss.name)
+        try:
+            result = yield
+        finally:
+            inside.pop()
+        first = result[0] if isinstance(result, tuple) else result
+        if isinstance(first, torch.Tensor) and first.requires_grad:
+            seen(loss.read(loss.name, bound(args, options), first))
+
+    return observe
+
+
+def _binder(loss: Loss, function: Any) -> Callable[[Any, Any], dict[str, Any]]:
+    """Gives the arguments of a call by their names."""
+    if loss.parameters:
+        names = loss.parameters.split()
+        return lambda args, options: dict(zip(names, args)) | options
+    signature = inspect.signature(function)
+
+    def bound(args: Any, options: Any) -> dict[str, Any]:
+        arguments = signature.bind(*args, **options)
+        arguments.apply_defaults()
+        return dict(arguments.arguments)
+
+    return bound
+
+
+def _named(path: str, names: Mapping[str, str]) -> Loss:
+    """A loss that the user names. Raises ValueError where the name or the arguments cannot be used."""
+    module, _, attribute = path.partition(":")
+    known = {"q", "k", "labels", "bias", "logits"}
+    is_whole = "labels" in names and ({"q", "k"} <= names.keys() or "logits" in names)
+    if not attribute or not is_whole or not names.keys() <= known:
+        raise ValueError(
+            f"losses= has {path!r}: {dict(names)}: the name is package.module:function, and its arguments "
+            "are named as labels and either logits or q and k; bias may be added"
+        )
+
+    def read(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
+        taken = {name: given[argument] for name, argument in names.items()}
+        return Call(function, result=result, **taken, **_options(given))
+
+    return Loss(path, module, attribute, read)
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call says by arguments of the usual names."""
+    options: dict[str, Any] = {}
+    for name, usual in USUAL.items():
+        value = next((given[word] for word in usual if given.get(word) is not None), None)
+        if value is not None:
+            options[name] = value
+    return options
+
+
+# Names that loss functions have for the same thing.
+USUAL = {
+    "reduction": ("reduction",),
+    "ignore_label": ("ignore_index", "ignored_index"),
+    "label_smoothing": ("label_smoothing",),
+    "softcap": ("softcap", "logit_softcapping", "logits_soft_cap"),
+    "logit_scale": ("logit_scale", "scale"),
+    "z_loss": ("z_loss", "lse_square_scale"),
+    "class_weights": ("weight", "ce_weight"),
+}
+
+REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+def _cross_entropy(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
+    logits, labels = given["self"], given["target"]
+    if labels.is_floating_point():
+        raise Unfollowed("its targets are probabilities and not labels")
+    return Call(
+        function,
+        labels,
+        result,
+        logits=logits,
+        classes=0 if logits.dim() == 1 else 1,
+        class_weights=given.get("weight"),
+        reduction=REDUCTIONS[given.get("reduction", 1)],
+        ignore_label=given.get("ignore_index", -100),
+        label_smoothing=given.get("label_smoothing", 0.0),
+    )
+
+
+def _nll(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
+    """`nll_loss(log_softmax(logits))`: the graph has the logits."""
+    call = _cross_entropy(function, given, result)
+    call.are_logs = True
+    return call
+
+
+def _linear_cross_entropy(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
+    if given["target"].is_floating_point():
+        raise Unfollowed("its targets are probabilities and not labels")
+    return Call(
+        function,
+        given["target"],
+        result,
+        q=given["input"],
+        k=given["linear_weight"],
+        bias=given.get("linear_bias"),
+        class_weights=given.get("weight"),
+        reduction=given["reduction"],
+        ignore_label=given["ignore_index"],
+        label_smoothing=given["label_smoothing"],
+    )
+
+
+# `cross_entropy`, `nn.CrossEntropyLoss` and all that calls them go through one function of torch._C.
+CROSS_ENTROPY = "self target weight reduction ignore_index label_smoothing"
+LOSSES = [
+    Loss("cross_entropy", "torch._C._nn", "cross_entropy_loss", _cross_entropy, CROSS_ENTROPY),
+    Loss("nll_loss", "torch._C._nn", "nll_loss_nd", _nll, "self target weight reduction ignore_index"),
+    Loss("linear_cross_entropy", "torch.nn.functional", "linear_cross_entropy", _linear_cross_entropy),
+]
