@@ -1,7 +1,7 @@
 """The models and optimizers of a job that has not handed them over, and the mesh that they lie on."""
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,9 @@ def _parameters_of(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _living(kind: type) -> Iterable[Any]:
-    """Every object of a class that this process holds."""
+def _living(kind: type) -> list[Any]:
+    """Every object of a class that this process holds; those that nothing refers to any more are let go."""
+    gc.collect()
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 

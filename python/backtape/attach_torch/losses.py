@@ -51,6 +51,8 @@ class Loss:
     attribute: str
     read: Reader
     parameters: str = ""  # of a builtin function, which has no signature
+    # Whether a call is one itself; otherwise it calls another loss that is.
+    applies: Callable[[dict[str, Any]], bool] = lambda given: True
 
 
 def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) -> None:
@@ -75,7 +77,8 @@ def _observer(
     bound = _binder(loss, function)
 
     def observe(*args: Any, **options: Any) -> Generator[None, Any, None]:
-        if inside:
+        given = {} if inside else bound(args, options)
+        if inside or not loss.applies(given):
             return
         inside.append(loss.name)
         try:
@@ -84,7 +87,7 @@ def _observer(
             inside.pop()
         first = result[0] if isinstance(result, tuple) else result
         if isinstance(first, torch.Tensor) and first.requires_grad:
-            seen(loss.read(loss.name, bound(args, options), first))
+            seen(loss.read(loss.name, given, first))
 
     return observe
 
@@ -182,7 +185,8 @@ def _linear_cross_entropy(function: str, given: dict[str, Any], result: torch.Te
         bias=given.get("linear_bias"),
         class_weights=given.get("weight"),
         reduction=given["reduction"],
-        ignore_label=given["ignore_index"],
+        # torch reads None as the number that it has for cross_entropy.
+        ignore_label=-100 if given["ignore_index"] is None else given["ignore_index"],
         label_smoothing=given["label_smoothing"],
     )
 
@@ -192,5 +196,11 @@ CROSS_ENTROPY = "self target weight reduction ignore_index label_smoothing"
 LOSSES = [
     Loss("cross_entropy", "torch._C._nn", "cross_entropy_loss", _cross_entropy, CROSS_ENTROPY),
     Loss("nll_loss", "torch._C._nn", "nll_loss_nd", _nll, "self target weight reduction ignore_index"),
-    Loss("linear_cross_entropy", "torch.nn.functional", "linear_cross_entropy", _linear_cross_entropy),
+    Loss(
+        "linear_cross_entropy",
+        "torch.nn.functional",
+        "linear_cross_entropy",
+        _linear_cross_entropy,
+        applies=lambda given: given.get("options") is not None,
+    ),
 ]

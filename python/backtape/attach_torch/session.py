@@ -112,18 +112,26 @@ class Attachment:
         owners = self._given[1] or finding.optimizers_of(models)
         again = functools.partial(self._called_again, models)
         self._open = _OpenStep(self._recorder, self._step, models, owners, again)
-        self._open.start(self._named, self._options)
+        self._open.start(self._seen, self._named, self._options)
 
-    def _called_again(self, models: list[torch.nn.Module], module: torch.nn.Module, _: Any) -> None:
-        """A hook of the models, before a forward: where the step is complete, the next one begins."""
+    def _seen(self, call: losses.Call) -> None:
+        """A loss was called, which may be the first thing of the next step that is seen."""
+        if self._open is not None:
+            self._called_again(self._open.models)
+        if self._open is not None:
+            self._open.seen(call)
+
+    def _called_again(self, models: list[torch.nn.Module], *_: Any) -> None:
+        """A hook of the models, before a forward, and of losses: where the step is complete, the next one
+        begins."""
         if self._open is not None and self._open.is_complete() and torch.is_grad_enabled():
             with self._faults.guard("attach"):
                 self._end(None)
                 self._begin(models)
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
-        """A hook of all optimizers, before a step: a second one is of the next step."""
-        if self._open is not None and self._open.has_stepped(optimizer) and self._open.is_complete():
+        """A hook of all optimizers, before a step: a second one of the same is of the next step."""
+        if self._open is not None and id(optimizer) in self._open.stepped:
             with self._faults.guard("attach"):
                 self._end(None)
 
@@ -166,39 +174,44 @@ class _OpenStep:
         again: Callable[..., None],
     ) -> None:
         self._tape = recorder.step(step)
-        self._step, self._models, self._owners = step, models, owners
+        self.models, self._owners = models, owners
         self._known = {id(optimizer) for optimizer in optimizers.known(owners)}
         self._patches = Patches(lambda what: self._tape.guarded(what, ""))
         self._hooks = [model.register_forward_pre_hook(again) for model in models]
         self.stepped: set[int] = set()  # the optimizers that have stepped
         self._skipped = False  # a GradScaler has ended the step
+        self._heads: Heads | None = None
 
     def start(
-        self, named: Mapping[str, Mapping[str, str]], options: Mapping[str, Any]
+        self,
+        seen: losses.Seen,
+        named: Mapping[str, Mapping[str, str]],
+        options: Mapping[str, Any],
     ) -> None:
         """Opens the tape and watches for losses."""
         tape = self._tape.__enter__()
         if not self._owners:
             tape.leave_out("step", None, "no optimizer holds a parameter of the model")
         else:
-            step_algebra(tape, self._models, self._owners, **options)
+            step_algebra(tape, self.models, self._owners, **options)
         self._patches.attribute(torch.amp.GradScaler, "update", self._scaler_updated)
         with tape.guarded("head", ""):
-            axes = finding.data_axes(self._models, finding.mesh_of(self._models))
+            axes = finding.data_axes(self.models, finding.mesh_of(self.models))
             if axes is None:
                 tape.leave_out("head", None, "the ranks share tokens by tensor parallelism")
                 return
-            heads = Heads(tape, dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean"))
-            tape.at_end("head", heads.finish)
-            losses.watch(self._patches, heads.seen, named)
+            self._heads = Heads(tape, dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean"))
+            tape.at_end("head", self._heads.finish)
+            losses.watch(self._patches, seen, named)
+
+    def seen(self, call: losses.Call) -> None:
+        """A loss was called. After an optimizer's step it is no loss of this step."""
+        if self._heads is not None and not self.stepped:
+            self._heads.seen(call)
 
     def _scaler_updated(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
         yield
         self._skipped = True
-
-    def has_stepped(self, optimizer: Any) -> bool:
-        """Whether an optimizer has stepped in this step."""
-        return id(optimizer) in self.stepped
 
     def is_complete(self) -> bool:
         """Whether every optimizer has stepped, or a GradScaler had them leave the step out."""

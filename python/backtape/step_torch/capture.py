@@ -83,6 +83,8 @@ class Capture:
         self.copied: list[Part] = []  # those of which the job itself keeps copies of more bits
         # What else knows how the gradients of some parameters are reduced.
         self.reductions: list[tuple[list[Part], Reductions]] = []
+        # Those of each parameter, as they were at the first step of an optimizer.
+        self.noted_reductions: dict[str, list[dict[str, Any]]] = {}
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
         self.unknown: list[str] = []  # why an optimizer's step cannot be recorded
 

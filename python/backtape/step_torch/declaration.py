@@ -31,8 +31,7 @@ def declaration(capture: Capture) -> dict[str, Any]:
     """The declaration as plain data."""
     reductions: dict[str, list[dict[str, Any]]] = {}
     with capture.guarded("reductions"):
-        reductions = reduction.of_parts(capture)
-        reduction.explain(capture, reductions)
+        reductions = reduction.told(capture)
     named = {part.name: part for part in capture.parts}
     with capture.guarded("values that became others"):
         capture.moved = moves.told(capture.own)

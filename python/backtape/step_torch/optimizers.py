@@ -15,7 +15,7 @@ import torch
 
 from backtape import frameworks
 from backtape.failopen import text_of
-from backtape.step_torch import moves
+from backtape.step_torch import moves, reduction
 from backtape.step_torch.capture import WHOLE, Capture, changed
 from backtape.step_torch.choice import is_master_of
 from backtape.step_torch.parts import Part, cut, local
@@ -144,6 +144,7 @@ class Step:
             self._note_gradients()
             if self.count > 1:
                 return None
+            reduction.note(self.capture)
             # What torch tells its fused optimizers, which take the scale out themselves.
             infinite = getattr(self.optimizer, "found_inf", None)
             self.skipped = infinite is not None and bool(local(infinite))

@@ -95,6 +95,30 @@ def axis_of(mesh: Mesh | None, ranks: list[int], otherwise: str) -> str:
     return fitting[0] if len(fitting) == 1 else otherwise
 
 
+def note(capture: Capture) -> None:
+    """Looks at the communications before the optimizer's first step: at the end of the tape a job may have
+    destroyed its process groups."""
+    # What a framework tells is told at the end alone, when all of its step has run.
+    if not capture.noted_reductions and not capture.reductions:
+        with capture.guarded("reductions"):
+            capture.noted_reductions = of_parts(capture)
+
+
+def told(capture: Capture) -> dict[str, list[Entry]]:
+    """The communications of each parameter's gradient as they are at the end of the tape, or as they were
+    noted. Where neither can be told, every parameter says why."""
+    try:
+        reductions = of_parts(capture)
+    except CAUGHT as error:
+        reductions = capture.noted_reductions
+        if not reductions:
+            for part in capture.own:
+                part.leave_out("reduce", describe(error))
+            raise
+    explain(capture, reductions)
+    return reductions
+
+
 def of_parts(capture: Capture) -> dict[str, list[Entry]]:
     """The communications of each parameter's gradient, in their order, by name."""
     reductions: dict[str, list[Entry]] = {part.name: [] for part in capture.parts}

@@ -1,0 +1,188 @@
+"""Jobs that call nothing of backtape but `attach`: what is found of them agrees where they are right, and a
+fault in them is told. Each job is a training loop as people write it, in one process."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import backtape
+import backtape.torch
+
+TOKENS, WIDTH, VOCAB = (4, 12), 24, 61
+
+
+class Model(nn.Module):
+    """A little language model that returns hidden states and logits."""
+
+    def __init__(self, bias=False, tied=False, dtype=torch.float32):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, dtype=dtype)
+        self.mix = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=bias, dtype=dtype)
+        nn.init.normal_(self.embed.weight, std=0.3)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def hidden(self, tokens):
+        return self.norm(self.embed(tokens) + torch.tanh(self.mix(self.embed(tokens))))
+
+    def forward(self, tokens):
+        return self.head(self.hidden(tokens))
+
+
+def batch():
+    tokens = torch.randint(VOCAB, TOKENS)
+    labels = torch.randint(VOCAB, TOKENS)
+    labels[0, :5] = -100
+    return tokens, labels
+
+
+def flat(logits, labels, **options):
+    return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1), **options)
+
+
+def shifted(model, tokens, labels):
+    logits = model(tokens)[..., :-1, :].contiguous()
+    return flat(logits, labels[..., 1:].contiguous())
+
+
+def classes_second(model, tokens, labels):
+    return F.cross_entropy(model(tokens).transpose(1, 2), labels)
+
+
+def capped(model, tokens, labels):
+    logits = model(tokens).float()
+    return flat(torch.tanh(logits / 3.0) * 3.0, labels)
+
+
+def tempered(model, tokens, labels):
+    return flat(model(tokens) / 0.7, labels)
+
+
+def weighted(model, tokens, labels):
+    weight = torch.linspace(0.5, 2.0, VOCAB)
+    return flat(model(tokens), labels, weight=weight)
+
+
+def by_token(model, tokens, labels):
+    losses = flat(model(tokens), labels, reduction="none")
+    mask = (torch.arange(losses.numel()) % 3 > 0).float()
+    return (losses * mask).sum() / mask.sum()
+
+
+def masked(model, tokens, labels):
+    counts = labels != -100
+    return F.cross_entropy(model(tokens)[counts], labels[counts])
+
+
+def chunked(model, tokens, labels):
+    pairs = zip(model.hidden(tokens).chunk(3, dim=1), labels.chunk(3, dim=1))
+    total = sum(flat(model.head(h), y.contiguous(), reduction="sum") for h, y in pairs)
+    return total / (labels != -100).sum()
+
+
+def padded(model, tokens, labels):
+    return F.cross_entropy(model(tokens)[..., :50].reshape(-1, 50), labels.clamp(max=49).view(-1))
+
+
+def log_softmax(model, tokens, labels):
+    return F.nll_loss(F.log_softmax(model(tokens).view(-1, VOCAB), dim=-1), labels.view(-1))
+
+
+def logged_twice(model, tokens, labels):
+    loss = flat(model(tokens), labels)
+    with torch.no_grad():
+        flat(model(tokens), labels, reduction="sum")
+    flat(model(tokens), labels)  # For the log: no backward pass reaches it.
+    return loss
+
+
+def module(model, tokens, labels):
+    return nn.CrossEntropyLoss(label_smoothing=0.1)(model(tokens).view(-1, VOCAB), labels.view(-1))
+
+
+def linear(model, tokens, labels):
+    hidden = model.hidden(tokens).view(-1, WIDTH)
+    return F.linear_cross_entropy(hidden, model.head.weight, labels.view(-1))
+
+
+def linear_by_chunks(model, tokens, labels):
+    options = nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions(batch_chunk_size=16)
+    hidden = model.hidden(tokens).view(-1, WIDTH)
+    return F.linear_cross_entropy(hidden, model.head.weight, labels.view(-1), options=options)
+
+
+LOSSES = {
+    "flat": lambda model, tokens, labels: flat(model(tokens), labels),
+    "sum over a number": lambda model, tokens, labels: flat(model(tokens), labels, reduction="sum") / 777,
+    "smoothed": lambda model, tokens, labels: flat(model(tokens), labels, label_smoothing=0.2),
+    "shifted": shifted,
+    "classes second": classes_second,
+    "capped": capped,
+    "tempered": tempered,
+    "weighted classes": weighted,
+    "by token": by_token,
+    "masked": masked,
+    "chunked": chunked,
+    "padded": padded,
+    "log_softmax": log_softmax,
+    "logged twice": logged_twice,
+    "module": module,
+    "linear_cross_entropy": linear,
+    "linear_cross_entropy by chunks": linear_by_chunks,
+}
+
+
+def train(loss, model, *, steps=3, microbatches=2, wrong=1.0, autocast=False):
+    """Trains; returns all parameters. wrong: what the gradient of the logits is multiplied by."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if wrong != 1.0:
+        model.head.register_forward_hook(lambda _, __, logits: multiplied(logits, wrong))
+    for _ in range(steps):
+        for _ in range(microbatches):
+            tokens, labels = batch()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                value = loss(model, tokens, labels)
+            (value / microbatches).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def multiplied(logits, wrong):
+    """The logits, with a gradient that is wrong on its way through autograd's graph."""
+    logits.register_hook(lambda gradient: gradient * wrong)
+    return logits
+
+
+def attached(directory, steps="1", **options):
+    recorder = backtape.Recorder(dir=directory, strict=True, steps=steps)
+    return backtape.torch.attach(recorder=recorder, **options)
+
+
+def stages(report):
+    return {stage["name"]: stage["status"] for stage in report.json["stages"]}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_job_as_it_stands_is_recorded_whole_and_agrees(tmp_path, loss):
+    torch.manual_seed(0)
+    with attached(tmp_path):
+        train(loss, Model())
+    report = backtape.replay(tmp_path, step=1)
+    assert report.verdict == "agreed", report
+    told = stages(report)
+    assert {told["loss"], told["dq"], told["dk"]} == {"pass"}, report
+    assert report.json["algebra"]["stages"][-1]["agreed"], report
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_gradient_that_is_wrong_at_the_logits_is_told(tmp_path, loss):
+    torch.manual_seed(0)
+    with attached(tmp_path):
+        train(loss, Model(), wrong=1.25)
+    report = backtape.replay(tmp_path, step=1)
+    assert report.verdict == "diverged", report
