@@ -114,6 +114,21 @@ def linear_by_chunks(model, tokens, labels):
     return F.linear_cross_entropy(hidden, model.head.weight, labels.view(-1), options=options)
 
 
+def gathered(model, tokens, labels):
+    """As it is written by hand, with a mask."""
+    logs = F.log_softmax(model(tokens).float(), dim=-1)
+    counts = labels != -100
+    taken = logs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(taken * counts).sum() / counts.sum()
+
+
+def preferred(model, tokens, labels):
+    """A loss of pairs of sequences, as DPO has it."""
+    logs = model(tokens).log_softmax(-1)
+    taken = torch.gather(logs, 2, labels.clamp(min=0).unsqueeze(2)).squeeze(2).sum(1)
+    return -F.logsigmoid(0.1 * (taken[:2] - taken[2:])).mean()
+
+
 LOSSES = {
     "flat": lambda model, tokens, labels: flat(model(tokens), labels),
     "sum over a number": lambda model, tokens, labels: flat(model(tokens), labels, reduction="sum") / 777,
@@ -129,6 +144,8 @@ LOSSES = {
     "padded": padded,
     "log_softmax": log_softmax,
     "logged twice": logged_twice,
+    "gathered": gathered,
+    "pairs": preferred,
     "module": module,
     "linear_cross_entropy": linear,
     "linear_cross_entropy by chunks": linear_by_chunks,
@@ -186,3 +203,48 @@ def test_a_gradient_that_is_wrong_at_the_logits_is_told(tmp_path, loss):
         train(loss, Model(), wrong=1.25)
     report = backtape.replay(tmp_path, step=1)
     assert report.verdict == "diverged", report
+
+
+def with_z_loss(model, tokens, labels):
+    logits = model(tokens)
+    return flat(logits, labels) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def two_heads(model, tokens, labels):
+    return flat(model(tokens), labels) + F.cross_entropy(model.mix(model.hidden(tokens)).view(-1, WIDTH), labels.view(-1) % WIDTH)
+
+
+def mean_square(model, tokens, labels):
+    return model(tokens).square().mean()
+
+
+def not_followed(model, tokens, labels):
+    return flat(model(tokens).sigmoid(), labels)
+
+
+REASONS = {
+    "with z-loss": (with_z_loss, "something else than the loss"),
+    "mean square": (mean_square, "no backward pass came from a loss"),
+    "not followed": (not_followed, "Sigmoid lies between"),
+}
+
+
+@pytest.mark.parametrize("loss, reason", REASONS.values(), ids=REASONS)
+def test_a_head_that_is_not_recorded_is_named_with_the_reason_and_the_step_is_judged(tmp_path, capsys, loss, reason):
+    torch.manual_seed(0)
+    with attached(tmp_path):
+        train(loss, Model())
+    assert reason in capsys.readouterr().err
+    report = backtape.replay(tmp_path, step=1)
+    assert report.verdict == "agreed", report
+    assert reason in str(report)
+    assert report.json["algebra"]["stages"][-1]["agreed"], report
+
+
+def test_of_two_unembeddings_the_larger_one_is_recorded(tmp_path, capsys):
+    torch.manual_seed(0)
+    with attached(tmp_path):
+        train(two_heads, Model())
+    report = backtape.replay(tmp_path, step=1)
+    assert report.verdict == "agreed" and stages(report)["dk"] == "pass", report
+    assert "another, smaller unembedding" in capsys.readouterr().err

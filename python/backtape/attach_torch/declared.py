@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from backtape.attach_torch.graph import LONGEST, Product, kind_of
+from backtape.attach_torch.graph import Product, softmax_of
 from backtape.attach_torch.losses import Call
 
 NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -42,7 +42,9 @@ def options(call: Call, product: Product | None) -> dict[str, Any]:
 
 def dtypes(result: torch.Tensor, product: Product) -> dict[str, str]:
     """The points at which eager torch rounds, as docs/dtypes.md has them."""
-    own, softmax = NAMES.get(product.dtype), NAMES.get(_softmax_dtype(result))
+    own = NAMES.get(product.dtype)
+    # Under autocast the softmax has another dtype than the logits.
+    softmax = NAMES.get(softmax_of(result)._input_metadata[0].dtype)
     if own is None or softmax is None:
         return {}
     narrow = is_narrowed(product)
@@ -76,18 +78,6 @@ def sums_in_f32(product: Product) -> bool:
     return not allowed.get(product.dtype, False)
 
 
-def _softmax_dtype(result: torch.Tensor) -> torch.dtype | None:
-    """The dtype in which a cross-entropy takes its softmax: under autocast not that of the logits."""
-    waiting, steps = [result.grad_fn], 0
-    while waiting and steps < LONGEST:
-        node, steps = waiting.pop(0), steps + 1
-        if node is not None and kind_of(node) == "LogSoftmax":
-            dtype: torch.dtype = node._input_metadata[0].dtype
-            return dtype
-        waiting += [function for function, _ in getattr(node, "next_functions", ())]
-    return None
-
-
 def ignored(call: Call, product: Product | None) -> int | None:
     """The label of tokens that take no part."""
     leaves_out = product is not None and product.rows is not None
@@ -110,6 +100,8 @@ def weights(call: Call, product: Product | None) -> torch.Tensor:
 
 def cotangents(call: Call, product: Product | None, arrived: torch.Tensor) -> torch.Tensor:
     """What arrived at the loss of each token, [T]."""
+    if call.is_likelihood:
+        arrived = -arrived
     if arrived.dim() == 0:
         tokens = call.labels.numel() if product is None else product.tokens
         return arrived.detach().expand(tokens).contiguous()
@@ -118,7 +110,7 @@ def cotangents(call: Call, product: Product | None, arrived: torch.Tensor) -> to
 
 def losses(call: Call, product: Product | None) -> torch.Tensor:
     """The loss: one number, or under reduction "none" one for each token."""
-    result = call.result.detach()
+    result = -call.result.detach() if call.is_likelihood else call.result.detach()
     return result if call.reduction != "none" else _by_token(result.reshape(-1), product, 0)
 
 

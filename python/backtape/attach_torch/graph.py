@@ -117,6 +117,28 @@ def _chain(node: Any) -> tuple[list[tuple[Any, tuple[int, ...]]], Any]:
     raise Unfollowed(f"more than {LONGEST} operations lie between the product and the loss")
 
 
+def softmax_of(result: torch.Tensor) -> Any:
+    """The log-softmax that a cross-entropy is computed by. Raises Unfollowed where there is none."""
+    waiting, seen = [result.grad_fn], 0
+    while waiting and seen < LONGEST:
+        node, seen = waiting.pop(0), seen + 1
+        if node is not None and kind_of(node) == "LogSoftmax":
+            return node
+        waiting += [function for function, _ in getattr(node, "next_functions", ())]
+    raise Unfollowed("it is computed by no softmax that autograd shows")
+
+
+def between(result: torch.Tensor, product: Product) -> list[Any]:
+    """The operations from the softmax of a loss back to the product of its logits, without the product."""
+    nodes = [softmax_of(result)]
+    while len(nodes) < LONGEST:
+        node = _before(nodes[-1])
+        if node is product.node:
+            return nodes
+        nodes.append(node)
+    raise Unfollowed(f"more than {LONGEST} operations lie between the product and the loss")
+
+
 def _before(node: Any) -> Any:
     """The one node whose result an operation takes."""
     found = [function for function, _ in node.next_functions if function is not None]

@@ -9,18 +9,36 @@ gradients of its own: a loss that is computed chunk by chunk has as many as chun
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from backtape.attach_torch import declared
-from backtape.attach_torch.graph import Product, Unfollowed, leaf_of, node_into, product_of
+from backtape.attach_torch.graph import (
+    Product,
+    Unfollowed,
+    between,
+    leaf_of,
+    node_into,
+    product_of,
+)
 from backtape.attach_torch.losses import Call
 from backtape.tape import Tape
 
-KEPT = "autograd does not keep {}: the other operand takes no gradient, or activation checkpointing makes it anew"
+FROZEN = "autograd does not keep it, as the other operand of the product takes no gradient"
+CHECKPOINTED = "activation checkpointing makes it anew in the backward pass"
+
+
+UNKNOWN = (
+    "no backward pass came from a loss that backtape knows; name yours: "
+    "attach(losses={'module:function': {'q': ..., 'k': ..., 'labels': ...}})"
+)
+MIXED = (
+    "something else than the loss takes the logits too and gives them a gradient, as a z-loss or label smoothing "
+    "by hand does: no head is declared"
+)
 
 
 @dataclass(eq=False)
@@ -35,7 +53,10 @@ class Head:
     weight: Any  # what tells its unembedding from another
     size: int  # how many logits it has
     versions: tuple[int, ...] = ()  # of q and k when a fused loss was called
+    between: Sequence[Any] = ()  # the operations from the loss's softmax back to the product
     microbatch: int | None = None  # once a backward pass has reached it
+    # The gradient that the loss has handed on so far, on its way to the product.
+    given: torch.Tensor | None = None
 
 
 class Heads:
@@ -53,6 +74,7 @@ class Heads:
         self._weight: Any = None  # the unembedding that is recorded
         self._declared: dict[str, Any] | None = None
         self._handles: list[Any] = []
+        self._is_mixed = False  # something else than the loss gives gradients to the logits, too
         self.count = 0  # of microbatches
         self.reasons: list[str] = []  # why something is not recorded
 
@@ -63,12 +85,14 @@ class Heads:
         except Unfollowed as error:
             self.refuse(f"{call.function}: {error}")
             return
-        self._waiting.append(head)
-        for register, hook in (
+        hooks = [
             (call.result.register_hook, self._reached),
+            *((node.register_hook, self._handed_on) for node in head.between),
             (head.node.register_prehook, self._before),
             (head.node.register_hook, self._after),
-        ):
+        ]
+        self._waiting.append(head)
+        for register, hook in hooks:
             self._handles.append(register(functools.partial(hook, head)))
 
     def refuse(self, reason: str) -> None:
@@ -83,10 +107,12 @@ class Heads:
             handle.remove()
         self._handles.clear()
         self._waiting.clear()
-        if self._declared is not None:
+        if self._is_mixed:
+            self.refuse(MIXED)
+        elif self._declared is not None:
             self._tape.head(**self._declared, microbatches=self.count)
         elif not self.reasons:
-            self.refuse("no backward pass came from a loss that backtape knows")
+            self.refuse(UNKNOWN)
         for reason in self.reasons:
             self._tape.leave_out("head", None, reason)
 
@@ -125,14 +151,24 @@ class Heads:
             head.microbatch, self.count = self.count, self.count + 1
             return None
 
-    def _before(self, head: Head, _: Any) -> None:
+    def _handed_on(self, head: Head, gradients: tuple[Any, ...], arrived: tuple[Any, ...]) -> None:
+        """A hook of what lies between loss and product, after its backward."""
+        if head.given is not None and not is_same(head.given, arrived[0]):
+            self._is_mixed = True
+        head.given = next((gradient for gradient in gradients if gradient is not None), None)
+
+    def _before(self, head: Head, arrived: tuple[Any, ...]) -> None:
         """A hook of the product, before its backward: what it was computed of."""
+        given, head.given = head.given, None
         if head.microbatch is None:
             return
         with self._tape.guarded("head", "q and k"):
+            others = [gradient for gradient in arrived[1:] if gradient is not None]
+            if others or head.product is not None and not is_same(given, arrived[0]):
+                self._is_mixed = True
             for name, value in zip(("q", "k"), _operands(head)):
-                if value is None:
-                    self._leave_out(name, head, KEPT.format(name))
+                if isinstance(value, str):
+                    self._leave_out(name, head, value)
                 elif name == "q":
                     self._tape.record(
                         "q", value, microbatch=head.microbatch, placement=self._tokens
@@ -174,7 +210,12 @@ def _found(call: Call) -> Head:
         product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
         weight = leaf_of(product.node, product.k)
         size = product.tokens * product.vocabulary
-        return Head(call, product, product.node, product.q, product.k, weight, size)
+        nodes = between(call.result, product)
+        if call.are_logs:
+            nodes.insert(0, call.result.grad_fn)
+        return Head(
+            call, product, product.node, product.q, product.k, weight, size, between=nodes
+        )
     q, k = call.q, call.k
     assert q is not None and k is not None
     node, at_q, at_k = node_into(call.result, q, k)
@@ -184,22 +225,32 @@ def _found(call: Call) -> Head:
     return Head(call, None, node, at_q, at_k, weight, size, versions)
 
 
-def _operands(head: Head) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """q, [T, D], and k, [V, D], as the product has them; None for what cannot be read."""
+def _operands(head: Head) -> tuple[torch.Tensor | str, torch.Tensor | str]:
+    """q, [T, D], and k, [V, D], as the product has them, or why one cannot be read."""
     if head.product is not None:
         q, k = (_saved(head.node, name) for name in head.product.saved)
-        return q, None if k is None else k.t()
+        return q, k if isinstance(k, str) else k.t()
     q, k = head.call.q, head.call.k
     assert q is not None and k is not None
     if (q._version, k._version) != head.versions:
-        return None, None
+        changed = "q or k was changed between forward and backward"
+        return changed, changed
     return q.detach().reshape(-1, q.shape[-1]), k.detach()
 
 
-def _saved(node: Any, name: str) -> torch.Tensor | None:
-    """A tensor that autograd keeps; None where it keeps none, or has something else to make it anew."""
+def _saved(node: Any, name: str) -> torch.Tensor | str:
+    """A tensor that autograd keeps, or why it has none."""
     raw = getattr(node, f"_raw_saved_{name}")
     if getattr(raw, "unpack_hook", None) is not None:
-        return None
+        return CHECKPOINTED
     value = getattr(node, f"_saved_{name}")
-    return None if value is None else value.detach()
+    return FROZEN if value is None else value.detach()
+
+
+def is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two gradients are the same bits, NaN included."""
+    if one is None or other is None or one.dtype != other.dtype:
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

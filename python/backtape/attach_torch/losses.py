@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from backtape import frameworks
-from backtape.attach_torch.graph import Unfollowed
+from backtape.attach_torch.graph import Unfollowed, kind_of
 from backtape.step_torch.patches import Patches
 
 
@@ -26,6 +26,8 @@ class Call:
     logits: torch.Tensor | None = None
     classes: int = -1  # the dimension of the logits that is the vocabulary
     are_logs: bool = False  # they are log-probabilities
+    # The result is the log-probability of each label, of which the loss is the negative.
+    is_likelihood: bool = False
     q: torch.Tensor | None = None  # a fused loss takes q and k in place of logits
     k: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -63,10 +65,13 @@ def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) 
     """
     inside: list[str] = []
     for loss in (*LOSSES, *(_named(path, names) for path, names in named.items())):
-        module = frameworks.imported(loss.module)
-        if module is not None and loss.attribute in vars(module):
-            function = vars(module)[loss.attribute]
-            patches.attribute(module, loss.attribute, _observer(loss, function, seen, inside))
+        *path, attribute = loss.attribute.split(".")
+        owner: Any = frameworks.imported(loss.module)
+        for name in path:
+            owner = getattr(owner, name, None)
+        function = getattr(owner, attribute, None)
+        if function is not None:
+            patches.attribute(owner, attribute, _observer(loss, function, seen, inside))
 
 
 def _observer(
@@ -173,6 +178,33 @@ def _nll(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
     return call
 
 
+def _gathered(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
+    """`log_softmax(logits).gather(-1, labels)`: what becomes of the log-probability of each label shows the
+    gradient that arrives at it."""
+    logs, labels = given["input"], given["index"]
+    return Call(
+        function,
+        labels,
+        result,
+        logits=logs,
+        classes=given["dim"],
+        are_logs=True,
+        is_likelihood=True,
+        reduction="none",
+        ignore_label=None,
+    )
+
+
+def _is_of_labels(given: dict[str, Any]) -> bool:
+    """Whether a gather takes one log-probability of each row."""
+    logs, labels, dim = (given.get(name) for name in ("input", "index", "dim"))
+    if not isinstance(logs, torch.Tensor) or not isinstance(labels, torch.Tensor) or logs.grad_fn is None:
+        return False
+    last = logs.dim() - 1
+    rows = logs.shape[:-1] == labels.shape[:-1] and labels.shape[-1:] == (1,)
+    return rows and dim in (-1, last) and kind_of(logs.grad_fn) == "LogSoftmax"
+
+
 def _linear_cross_entropy(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
     if given["target"].is_floating_point():
         raise Unfollowed("its targets are probabilities and not labels")
@@ -191,11 +223,38 @@ def _linear_cross_entropy(function: str, given: dict[str, Any], result: torch.Te
     )
 
 
+def _trl(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
+    """trl's log-probabilities by chunks: softcap after the scale, and the temperature after both."""
+    temperature, softcap = given["temperature"], given.get("softcap")
+    return Call(
+        function,
+        given["labels"],
+        result,
+        q=given["q"],
+        k=given["k"],
+        bias=given["bias"],
+        is_likelihood=True,
+        reduction="none",
+        ignore_label=None,
+        softcap=None if softcap is None else softcap / temperature,
+        logit_scale=given.get("scale", 1.0) / temperature,
+    )
+
+
 # `cross_entropy`, `nn.CrossEntropyLoss` and all that calls them go through one function of torch._C.
 CROSS_ENTROPY = "self target weight reduction ignore_index label_smoothing"
 LOSSES = [
     Loss("cross_entropy", "torch._C._nn", "cross_entropy_loss", _cross_entropy, CROSS_ENTROPY),
     Loss("nll_loss", "torch._C._nn", "nll_loss_nd", _nll, "self target weight reduction ignore_index"),
+    Loss("gather", "torch", "gather", _gathered, "input dim index", _is_of_labels),
+    Loss("gather", "torch", "Tensor.gather", _gathered, "input dim index", _is_of_labels),
+    Loss(
+        "ChunkedLogProbFunction of trl",
+        "trl.kernels.chunked_logprob",
+        "ChunkedLogProbFunction.apply",
+        _trl,
+        "q k bias labels temperature chunk softcap scale outputs",
+    ),
     Loss(
         "linear_cross_entropy",
         "torch.nn.functional",

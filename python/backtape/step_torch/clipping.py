@@ -79,6 +79,7 @@ def _clip(capture: Capture) -> Any:
             return
         capture.take("reduced", parts)
         entry = _same_norm(capture, total_norm, parts)
+        rest = _left_of(capture, entry, parts)
         if entry is None and (entry := _given_norm(capture, total_norm)):
             entry["parameters"] += [p.name for p in parts if p.name not in entry["parameters"]]
         elif entry is None:
@@ -89,7 +90,9 @@ def _clip(capture: Capture) -> Any:
         # The job may have changed it in place, as to combine the stages of a pipeline.
         entry |= {"value": kept(total_norm), "max_norm": float(max_norm), "epsilon": EPSILON}
         yield
-        capture.note_clipped(parts)
+        capture.note_clipped([*parts, *rest])
+        for part in rest:
+            part.announced = True
 
     return observe
 
@@ -262,6 +265,13 @@ def _same_norm(capture: Capture, value: Any, parts: list[Part]) -> dict[str, Any
         if entry["source"] is value and names <= set(entry["parameters"]):
             return entry
     return None
+
+
+def _left_of(capture: Capture, entry: dict[str, Any] | None, parts: list[Part]) -> list[Part]:
+    """The other parameters that a norm counts: to be clipped by it, too, in another call. Where that does not
+    come, what the optimizer takes of them is held against it."""
+    names = set() if entry is None else {*entry["parameters"]} - {part.name for part in parts}
+    return [part for part in capture.own if part.name in names and not part.clipped]
 
 
 def _given_norm(capture: Capture, value: Any) -> dict[str, Any] | None:

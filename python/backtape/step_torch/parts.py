@@ -292,17 +292,22 @@ def sharded_parameters(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
-    """The FSDPParamGroups of FSDP2: the parameters that it communicates together."""
+    """The FSDPParamGroups of FSDP2: the parameters that it communicates together. Modules that were handed to
+    `fully_shard` as a list have one group in common."""
     fsdp = frameworks.imported("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
     if kind is None:
         return
+    seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, kind):
             state = module._get_fsdp_state()
             several = getattr(state, "_fsdp_param_groups", None)
             groups = [state._fsdp_param_group] if several is None else several
-            yield from (group for group in groups if group is not None)
+            for group in groups:
+                if group is not None and id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,15 +22,21 @@ class Patches:
         self._closed = False
 
     def attribute(self, owner: Any, name: str, observer: Observer) -> None:
-        """Observes calls of a function or method by the attribute of a module or class that holds it."""
-        original = vars(owner)[name]
+        """Observes calls of a function or method by the attribute of a module or class that has it, or
+        that inherits it."""
+        is_own = name in vars(owner)
+        original = vars(owner)[name] if is_own else getattr(owner, name)
         replacement = self._observed(original, observer)
         setattr(owner, name, replacement)
 
         def undo() -> None:
             # Somebody who replaced it later calls ours, which then only hands on.
-            if vars(owner).get(name) is replacement:
+            if vars(owner).get(name) is not replacement:
+                return
+            if is_own:
                 setattr(owner, name, original)
+            else:
+                delattr(owner, name)
 
         self._undo.append(undo)
 
