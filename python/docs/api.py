@@ -27,6 +27,8 @@ PARTS = [
     ("The step in jax", "backtape.jax", "step_jax.py", ["step_algebra"], True),
     ("PyTorch", "backtape.torch", "torch.py",
      ["tap", "tap_grad", "gradients", "record_parameters", "record_gradients"], True),
+    ("", "backtape.torch", "attach_torch/__init__.py", ["attach"], False),
+    ("", "backtape.torch", "attach_torch/session.py", ["Attachment"], False),
     ("", "backtape.torch", "step_torch/__init__.py", ["step_algebra", "StepAlgebra"], False),
     ("A rule of your own", "backtape.rule", "rule.py",
      ["sqrt", "abs", "sign", "exp", "log", "tanh", "maximum", "minimum", "where"], True),

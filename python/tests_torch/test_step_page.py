@@ -1,12 +1,14 @@
-"""The walks of docs/step.md: each job that it trains, and each report that it shows, run anew in their order."""
+"""The walks of docs/step.md and docs/attach.md: each job that they train, and each report that they show, run anew
+in their order."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from docs_site.pages import BIN, ROOT, blocks, masked, same
 
-PAGE = ROOT / "docs/step.md"
+PAGES = {"step": 3, "attach": 3}  # with how many transcripts each has at least
 
 
 def run(command, directory):
@@ -17,10 +19,11 @@ def run(command, directory):
     )
 
 
-def test_every_walk_prints_what_the_page_shows(tmp_path):
+@pytest.mark.parametrize("page", PAGES)
+def test_every_walk_prints_what_the_page_shows(tmp_path, page):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    shown = [block for block in blocks((PAGE,)) if block.is_transcript]
-    assert len(shown) >= 3 and Path(sys.executable).parent == BIN
+    shown = [block for block in blocks((ROOT / f"docs/{page}.md",)) if block.is_transcript]
+    assert len(shown) >= PAGES[page] and Path(sys.executable).parent == BIN
     for command, expected in (pair for block in shown for pair in block.transcript()):
         done = run(command, tmp_path)
         said = done.stdout + done.stderr

@@ -45,14 +45,26 @@ def attach(
     losses: losses of the job's own, by "package.module:function", each with the names of its arguments:
         {"my.losses:fused_xent": {"q": "hidden", "k": "weight", "labels": "target"}}, or `logits` in
         place of q and k.
-    options: of `step_algebra`, as sample=4096.
+    options: of `step_algebra`, as sample=4096; BACKTAPE_SAMPLE gives the sample where they do not.
 
     A step is what lies between two forwards in training with a step of every optimizer in between.
     What cannot be recorded is named in the dump and in one line at the end, with the reason.
 
     Returns the attachment, whose `close` is called when the process ends.
     """
-    models = [] if model is None else [model] if isinstance(model, torch.nn.Module) else list(model)
-    owners = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    asked = recorder.active if recorder is not None else any(os.environ.get(f"BACKTAPE_{name}") for name in ASKED)
-    return Attachment(models, owners, recorder, first_step, losses, options, asked)
+    models = _listed(model, torch.nn.Module)
+    owners = _listed(optimizer, object)
+    if sample := os.environ.get("BACKTAPE_SAMPLE"):
+        options.setdefault("sample", float(sample) if "." in sample else int(sample))
+    if recorder is not None:
+        is_asked = recorder.active
+    else:
+        is_asked = any(os.environ.get(f"BACKTAPE_{name}") for name in ASKED)
+    return Attachment(models, owners, recorder, first_step, losses, options, is_asked)
+
+
+def _listed(given: Any, kind: type) -> list[Any]:
+    """One object or several, as a list."""
+    if given is None or isinstance(given, (list, tuple)):
+        return list(given or ())
+    return [given] if isinstance(given, kind) else list(given)

@@ -114,7 +114,7 @@ class Heads:
         elif not self.reasons:
             self.refuse(UNKNOWN)
         for reason in self.reasons:
-            self._tape.leave_out("head", None, reason)
+            self._tape.leave_out("loss" if reason == UNKNOWN else "head", None, reason)
 
     def _reached(self, head: Head, arrived: torch.Tensor) -> None:
         """A hook of the loss: its gradient has come."""

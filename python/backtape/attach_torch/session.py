@@ -235,5 +235,12 @@ def _said(summary: Any) -> str:
     size = summary.bytes / 2**20
     text = f"recorded step {named}: {summary.shards} shards of this rank, {size:.1f} MiB, {state}."
     if summary.omissions:
-        text += f" {len(summary.omissions)} were left out, as {summary.omissions[0]}."
-    return f"{text} Next: replay --dump {summary.directory} --step {min(steps)}"
+        more = len(summary.omissions) - 1
+        text += f" Left out: {summary.omissions[0]}{f', and {more} more' if more else ''}."
+    return f"{text} Next: replay --dump {_near(str(summary.directory))} --step {min(steps)}"
+
+
+def _near(directory: str) -> str:
+    """A directory as one would type it here."""
+    here = os.path.relpath(directory)
+    return directory if here.startswith("..") else here

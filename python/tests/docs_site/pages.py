@@ -27,6 +27,8 @@ ELSEWHERE = [
     (r"pip install .venv/wheels/.*", "make test installs the wheel that it built, and runs what it brings"),
     (r".*examples/train_torch.py .*|replay --dump dumps/(sum|uncorrected) .*|BACKTAPE_STEPS=2 .*/train_jax.py .*",
      "needs torch, or lies beside what does: tests_torch/test_step_page.py runs every walk of docs/step.md"),
+    (r"backtape run .*|replay --dump dumps/(plain|bug) .*",
+     "needs torch: tests_torch/test_step_page.py runs every walk of docs/attach.md"),
     (r"jupyter .*", "a program of its own; test_notebook executes the page"),
     (r"cargo (test|build|bench) .*|soak .*|target/.*", "tests and campaigns: they run beside this one"),
 ]

@@ -126,8 +126,8 @@ fn unknown_rule(optimizer: &Optimizer) -> String {
             optimizer.module
         ),
         (Some(name), _) => format!(
-            "no rule is known of the optimizer {name}: known are {known}; declare its formula, as \
-             rules= does"
+            "no rule is known of the optimizer {name}: say by rules={{{name:?}: ...}} which of the \
+             known ones it follows, as \"AdamW\", or its formula (docs/step.md)"
         ),
         (None, _) => format!("the job has not said which optimizer it is: known are {known}"),
     }

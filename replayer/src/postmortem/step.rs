@@ -47,7 +47,11 @@ pub fn report(
     }
     let algebra = algebra_of(opened, asked, settings);
     if !asked.wants_head() || (dump.manifest.head.is_none() && algebra.is_some()) {
-        return Ok(opened.report(None).with_algebra(algebra, asked.step));
+        let mut report = opened.report(None);
+        if asked.wants_head() {
+            report.say_why_no_head(&dump.manifest.omissions);
+        }
+        return Ok(report.with_algebra(algebra, asked.step));
     }
     if let Some(named) = asked.patterns.first() {
         let known: Vec<_> = Role::ALL.iter().map(|role| role.name()).collect();

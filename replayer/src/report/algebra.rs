@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use backtape::manifest::Omission;
+
 use super::schema::{FirstDivergence, Report};
 use super::text::wrap;
 use super::verdict::{self, Reason};
@@ -15,7 +17,24 @@ const GROUPS: usize = 4;
 /// What stands in front of the lines that follow the first of a group.
 const INDENT: &str = "           ";
 
+/// What is not judged where a job's loss was not recorded.
+pub(super) const NO_HEAD: &str = "the loss head";
+
 impl Report {
+    /// Says of a step without a declared head what the recorder left out of it: a head that was
+    /// found and not recorded is one that cannot be judged, a loss that nothing knows is not.
+    pub fn say_why_no_head(&mut self, omissions: &[Omission]) {
+        let left = |name: &str| omissions.iter().find(|omission| omission.tensor == name);
+        if let Some(omission) = left("head") {
+            let what = format!("{NO_HEAD} could not be recorded: {}", omission.reason);
+            self.reasons.push(Reason::incomplete(what));
+            self.verdict = verdict::verdict(&self.reasons);
+        } else if let Some(omission) = left("loss") {
+            self.not_checked
+                .push(NotChecked { what: NO_HEAD.into(), why: omission.reason.clone() });
+        }
+    }
+
     /// The report with what became of every parameter's gradient. `is_asked`: a user asked for it
     /// by name, so that its absence is a lack.
     pub fn with_algebra(mut self, algebra: Option<StepReport>, is_asked: bool) -> Report {

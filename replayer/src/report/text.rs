@@ -277,7 +277,10 @@ pub fn verdict(report: &Report) -> String {
                     names.join(" and ")
                 ),
             };
-            let (head, but) = report.coverage.as_ref().map(covered).unwrap_or_default();
+            let (head, mut but) = report.coverage.as_ref().map(covered).unwrap_or_default();
+            if report.not_checked.iter().any(|item| item.what == algebra::NO_HEAD) {
+                but += &format!("; {} was not judged (unchecked, above)", algebra::NO_HEAD);
+            }
             let step = report.algebra.as_ref().map(algebra::covered).unwrap_or_default();
             let both = [head, step].into_iter().filter(|much| !much.is_empty());
             let much = both.collect::<Vec<_>>().join(" and on ");
