@@ -29,6 +29,7 @@ def attach(
     recorder: Recorder | None = None,
     first_step: int = 0,
     losses: Mapping[str, Mapping[str, str]] | None = None,
+    head_bytes: int = 1 << 30,
     **options: Any,
 ) -> Attachment:
     """Records the steps that BACKTAPE_STEPS asks for, of a job that calls nothing else of backtape.
@@ -45,7 +46,10 @@ def attach(
     losses: losses of the job's own, by "package.module:function", each with the names of its arguments:
         {"my.losses:fused_xent": {"q": "hidden", "k": "weight", "labels": "target"}}, or `logits` in
         place of q and k.
-    options: of `step_algebra`, as sample=4096; BACKTAPE_SAMPLE gives the sample where they do not.
+    head_bytes: how many bytes of unembeddings and their gradients each rank records of a step at most: a
+        large head is recorded for the first calls of the loss alone.
+    options: of `step_algebra`, as sample=4096; BACKTAPE_SAMPLE gives the sample where they do not. By
+        default models of more than 67 million elements are recorded by 65,536 of each parameter.
 
     A step is what lies between two forwards in training with a step of every optimizer in between.
     What cannot be recorded is named in the dump and in one line at the end, with the reason.
@@ -60,7 +64,7 @@ def attach(
         is_asked = recorder.active
     else:
         is_asked = any(os.environ.get(f"BACKTAPE_{name}") for name in ASKED)
-    return Attachment(models, owners, recorder, first_step, losses, options, is_asked)
+    return Attachment(models, owners, recorder, first_step, losses, options, head_bytes, is_asked)
 
 
 def _listed(given: Any, kind: type) -> list[Any]:

@@ -6,7 +6,7 @@ job's values, and saved tensors are read only when the backward pass reaches the
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 
 # How many operations may lie between a loss and its product.
 LONGEST = 64
+# How many operations of a backward pass are looked at.
+MOST_NODES = 1_000_000
 
 
 class Unfollowed(Exception):
@@ -137,6 +139,24 @@ def between(result: torch.Tensor, product: Product) -> list[Any]:
             return nodes
         nodes.append(node)
     raise Unfollowed(f"more than {LONGEST} operations lie between the product and the loss")
+
+
+def taken_twice(roots: Sequence[Any], path: Sequence[Any]) -> bool:
+    """Whether a result on the path from a loss back to its product is taken by something else as well, on
+    the way back from the roots of a backward pass. path: the nodes, the last one that of the product."""
+    takers = dict.fromkeys(path[1:], 0)
+    waiting = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
+    seen = set()
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for function, _ in node.next_functions:
+            if function in takers:
+                takers[function] += 1
+            waiting.append(function)
+    return any(count > 1 for count in takers.values())
 
 
 def _before(node: Any) -> Any:

@@ -9,7 +9,7 @@ gradients of its own: a loss that is computed chunk by chunk has as many as chun
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from backtape.attach_torch.graph import (
     leaf_of,
     node_into,
     product_of,
+    taken_twice,
 )
 from backtape.attach_torch.losses import Call
 from backtape.tape import Tape
@@ -52,11 +53,11 @@ class Head:
     k: int
     weight: Any  # what tells its unembedding from another
     size: int  # how many logits it has
+    stored: int  # bytes of its unembedding, and of the gradient
     versions: tuple[int, ...] = ()  # of q and k when a fused loss was called
-    between: Sequence[Any] = ()  # the operations from the loss's softmax back to the product
+    path: Sequence[Any] = ()  # the operations from the loss back to the product
     microbatch: int | None = None  # once a backward pass has reached it
-    # The gradient that the loss has handed on so far, on its way to the product.
-    given: torch.Tensor | None = None
+    is_recorded: bool = False  # its gradients are there
 
 
 class Heads:
@@ -64,10 +65,15 @@ class Heads:
 
     tokens, addends: where a rank's tokens and its gradients lie, as `placement` of `Tape.record`; empty
         in a job of one rank.
+    most: how many bytes of unembeddings and their gradients this rank records of a step; the first call
+        of a loss is recorded in any case.
     """
 
-    def __init__(self, tape: Tape, tokens: Mapping[str, Any], addends: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tape: Tape, tokens: Mapping[str, Any], addends: Mapping[str, Any], most: int
+    ) -> None:
         self._tape = tape
+        self._most = most
         self._tokens, self._addends = dict(tokens), dict(addends)
         self._lock = threading.Lock()
         self._waiting: list[Head] = []
@@ -87,13 +93,19 @@ class Heads:
             return
         hooks = [
             (call.result.register_hook, self._reached),
-            *((node.register_hook, self._handed_on) for node in head.between),
             (head.node.register_prehook, self._before),
             (head.node.register_hook, self._after),
         ]
         self._waiting.append(head)
         for register, hook in hooks:
             self._handles.append(register(functools.partial(hook, head)))
+
+    def backward(self, roots: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        """Looks at a backward pass, which begins at the roots."""
+        for head in self._waiting:
+            if taken_twice(roots, head.path):
+                self._is_mixed = True
+        yield
 
     def refuse(self, reason: str) -> None:
         """Notes why a head is not recorded, or not all of it."""
@@ -143,6 +155,8 @@ class Heads:
             if head not in self._waiting:
                 return "is reached by several backward passes, of which the first is recorded"
             self._waiting.remove(head)
+            if self.count and 2 * head.stored * self.count > self._most:
+                return f"is recorded {self.count} times, as its unembedding is large (head_bytes=)"
             if head.weight is not self._weight:
                 return "is called with another, smaller unembedding too, which is not recorded"
             if self._declared not in (None, options):
@@ -151,20 +165,12 @@ class Heads:
             head.microbatch, self.count = self.count, self.count + 1
             return None
 
-    def _handed_on(self, head: Head, gradients: tuple[Any, ...], arrived: tuple[Any, ...]) -> None:
-        """A hook of what lies between loss and product, after its backward."""
-        if head.given is not None and not is_same(head.given, arrived[0]):
-            self._is_mixed = True
-        head.given = next((gradient for gradient in gradients if gradient is not None), None)
-
     def _before(self, head: Head, arrived: tuple[Any, ...]) -> None:
         """A hook of the product, before its backward: what it was computed of."""
-        given, head.given = head.given, None
-        if head.microbatch is None:
+        if head.microbatch is None or head.is_recorded:
             return
         with self._tape.guarded("head", "q and k"):
-            others = [gradient for gradient in arrived[1:] if gradient is not None]
-            if others or head.product is not None and not is_same(given, arrived[0]):
+            if any(gradient is not None for gradient in arrived[1:]):
                 self._is_mixed = True
             for name, value in zip(("q", "k"), _operands(head)):
                 if isinstance(value, str):
@@ -181,8 +187,9 @@ class Heads:
 
     def _after(self, head: Head, gradients: tuple[Any, ...], _: Any) -> None:
         """A hook of the product, after its backward: what it gives to q and k."""
-        if head.microbatch is None:
+        if head.microbatch is None or head.is_recorded:
             return
+        head.is_recorded = True
         with self._tape.guarded("head", "dq and dk"):
             dq, dk = (gradients[at] if at >= 0 else None for at in (head.q, head.k))
             if dq is None:
@@ -210,11 +217,22 @@ def _found(call: Call) -> Head:
         product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
         weight = leaf_of(product.node, product.k)
         size = product.tokens * product.vocabulary
+        width = int(getattr(product.node, f"_saved_{product.saved[1]}_sym_sizes")[0])
+        stored = product.vocabulary * width * product.dtype.itemsize
         nodes = between(call.result, product)
         if call.are_logs:
             nodes.insert(0, call.result.grad_fn)
+        nodes.append(product.node)
         return Head(
-            call, product, product.node, product.q, product.k, weight, size, between=nodes
+            call,
+            product,
+            product.node,
+            product.q,
+            product.k,
+            weight,
+            size,
+            stored,
+            path=nodes,
         )
     q, k = call.q, call.k
     assert q is not None and k is not None
@@ -222,7 +240,7 @@ def _found(call: Call) -> Head:
     size = q.numel() // q.shape[-1] * k.shape[0]
     versions = (q._version, k._version)
     weight = k if at_k < 0 else leaf_of(node, at_k)
-    return Head(call, None, node, at_q, at_k, weight, size, versions)
+    return Head(call, None, node, at_q, at_k, weight, size, k.nbytes, versions)
 
 
 def _operands(head: Head) -> tuple[torch.Tensor | str, torch.Tensor | str]:
@@ -245,12 +263,3 @@ def _saved(node: Any, name: str) -> torch.Tensor | str:
         return CHECKPOINTED
     value = getattr(node, f"_saved_{name}")
     return FROZEN if value is None else value.detach()
-
-
-def is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two gradients are the same bits, NaN included."""
-    if one is None or other is None or one.dtype != other.dtype:
-        return False
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
-        return True
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -29,6 +29,11 @@ from backtape.step_torch import optimizers, step_algebra
 from backtape.step_torch.patches import Patches
 
 
+# Up to how many elements of all parameters together they are recorded whole, and how many of each
+# parameter otherwise.
+WHOLE, SAMPLE = 1 << 26, 1 << 16
+
+
 class Attachment:
     """What `backtape.torch.attach` gives. Where nothing is to be recorded, it does nothing."""
 
@@ -40,12 +45,14 @@ class Attachment:
         first_step: int = 0,
         named: Mapping[str, Mapping[str, str]] | None = None,
         options: Mapping[str, Any] | None = None,
+        head_bytes: int = 0,
         is_active: bool = True,
     ) -> None:
         self._given = (list(models), list(owners))
         self._recorder = recorder
         self._first, self._step = first_step, first_step
         self._named, self._options = named or {}, options or {}
+        self._head_bytes = head_bytes
         self._process = os.getpid()
         self._counts: Counter[int] = Counter()  # steps of each optimizer, by its id
         self._hooks: list[Any] = []
@@ -112,7 +119,7 @@ class Attachment:
         owners = self._given[1] or finding.optimizers_of(models)
         again = functools.partial(self._called_again, models)
         self._open = _OpenStep(self._recorder, self._step, models, owners, again)
-        self._open.start(self._seen, self._named, self._options)
+        self._open.start(self._seen, self._named, self._options, self._head_bytes)
 
     def _seen(self, call: losses.Call) -> None:
         """A loss was called, which may be the first thing of the next step that is seen."""
@@ -187,22 +194,29 @@ class _OpenStep:
         seen: losses.Seen,
         named: Mapping[str, Mapping[str, str]],
         options: Mapping[str, Any],
+        head_bytes: int,
     ) -> None:
         """Opens the tape and watches for losses."""
         tape = self._tape.__enter__()
         if not self._owners:
             tape.leave_out("step", None, "no optimizer holds a parameter of the model")
         else:
-            step_algebra(tape, self.models, self._owners, **options)
+            elements = sum(p.numel() for model in self.models for p in model.parameters())
+            sample = SAMPLE if elements > WHOLE else None
+            step_algebra(tape, self.models, self._owners, **{"sample": sample, **options})
         self._patches.attribute(torch.amp.GradScaler, "update", self._scaler_updated)
         with tape.guarded("head", ""):
             axes = finding.data_axes(self.models, finding.mesh_of(self.models))
             if axes is None:
                 tape.leave_out("head", None, "the ranks share tokens by tensor parallelism")
                 return
-            self._heads = Heads(tape, dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean"))
+            tokens, addends = dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean")
+            self._heads = Heads(tape, tokens, addends, head_bytes)
             tape.at_end("head", self._heads.finish)
             losses.watch(self._patches, seen, named)
+            if "_engine_run_backward" in vars(torch.autograd):
+                looked_at = self._heads.backward
+                self._patches.attribute(torch.autograd, "_engine_run_backward", looked_at)
 
     def seen(self, call: losses.Call) -> None:
         """A loss was called. After an optimizer's step it is no loss of this step."""
