@@ -252,3 +252,27 @@ def test_of_two_unembeddings_the_larger_one_is_recorded(tmp_path, capsys):
     report = backtape.replay(tmp_path, step=1)
     assert report.verdict == "agreed" and stages(report)["dk"] == "pass", report
     assert "another, smaller unembedding" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "fault, verdict", [("", "agreed"), ("one is left", "diverged"), ("another norm", "diverged")]
+)
+def test_clipping_by_hand_is_found_by_what_it_does(tmp_path, fault, verdict):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with attached(tmp_path):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                (9 * model(torch.randn(32, 8)).square().mean()).backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            norm = torch.sqrt(sum(gradient.square().sum() for gradient in gradients[fault == "another norm" :]))
+            for gradient in gradients[fault == "one is left" :]:
+                gradient.mul_(0.5 / (norm + 1e-6))
+            optimizer.step()
+    report = backtape.replay(tmp_path, step=1)
+    assert report.verdict == verdict, report
+    if not fault:
+        judged = {stage["stage"]: stage["agreed"] for stage in report.json["algebra"]["stages"]}
+        assert judged["clip"] == 4, report

@@ -202,8 +202,9 @@ class _OpenStep:
             tape.leave_out("step", None, "no optimizer holds a parameter of the model")
         else:
             elements = sum(p.numel() for model in self.models for p in model.parameters())
-            sample = SAMPLE if elements > WHOLE else None
-            step_algebra(tape, self.models, self._owners, **{"sample": sample, **options})
+            is_large = elements > WHOLE
+            usual = {"sample": SAMPLE if is_large else None, "own_clipping": not is_large}
+            step_algebra(tape, self.models, self._owners, **{**usual, **options})
         self._patches.attribute(torch.amp.GradScaler, "update", self._scaler_updated)
         with tape.guarded("head", ""):
             axes = finding.data_axes(self.models, finding.mesh_of(self.models))

@@ -19,6 +19,7 @@ look at what passes and hand it on. No collective runs that the job does not run
     clipping.py      norms and clipping
     scaler.py        the loss scale
     scales.py        that of each backward pass
+    own_clipping.py  clipping that nothing declares
     optimizers.py    the optimizer's step
     copies.py        copies of more bits that the job keeps by hand
     outer.py         optimizers of frameworks that are around one of torch
@@ -51,6 +52,7 @@ from backtape.step_torch import (
 )
 from backtape.step_torch.capture import Capture, Said
 from backtape.step_torch.choice import choose
+from backtape.step_torch.own_clipping import Kept
 from backtape.step_torch.reduction import checked
 from backtape.tape import Tape
 
@@ -114,6 +116,7 @@ def step_algebra(
     rules: Mapping[str, str | Callable[..., Any]] | None = None,
     accumulation: str | None = None,
     loss_scale: float | None = None,
+    own_clipping: bool = False,
 ) -> StepAlgebra:
     """Records every stage of the step from the gradient of a microbatch to the new parameters; one call
     before the first forward of the step.
@@ -142,6 +145,8 @@ def step_algebra(
         after the backward passes and not by the loss of each. Without it they are summed.
     loss_scale: what the job multiplies the loss by and divides the gradients by, by code of its own;
         that of a GradScaler is seen.
+    own_clipping: look for clipping by code of the job's own that nothing declares. It keeps a copy of all
+        gradients that lie whole on this rank.
 
     A backward pass is a microbatch: the nth that reaches a model has index n. What a job does not
     do is left out; what it does and backtape cannot see is named in the declaration, with the
@@ -171,6 +176,10 @@ def step_algebra(
         for start in (backward.start, clipping.start, scaler.start, optimizers.start):
             with capture.guarded(start.__module__.rsplit(".", 1)[-1]):
                 start(capture)
+        if own_clipping and "_engine_run_backward" in vars(torch.autograd):
+            capture.own_clipping = Kept(capture)
+            looked_at = capture.own_clipping.backward
+            capture.patches.attribute(torch.autograd, "_engine_run_backward", looked_at)
         return StepAlgebra(capture)
     return StepAlgebra()
 

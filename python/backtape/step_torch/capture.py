@@ -83,6 +83,8 @@ class Capture:
         self.copied: list[Part] = []  # those of which the job itself keeps copies of more bits
         # What else knows how the gradients of some parameters are reduced.
         self.reductions: list[tuple[list[Part], Reductions]] = []
+        # What looks at the gradients before an optimizer takes them.
+        self.own_clipping: Any = None
         # Those of each parameter, as they were at the first step of an optimizer.
         self.noted_reductions: dict[str, list[dict[str, Any]]] = {}
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
@@ -146,7 +148,7 @@ class Capture:
                 if stage == "reduced" and part.master is not None and part.master.follows:
                     gradient = part.own_gradient() or gradient
                 if gradient is not None:
-                    self._take_gradient(stage, part, gradient)
+                    self.take_gradient(stage, part, gradient)
                 if stage == "reduced":
                     self.take_unscaled_copy(part)
 
@@ -158,7 +160,8 @@ class Capture:
             self.loss_scale = self.own_scale
             self.take("unscaled", [part])
 
-    def _take_gradient(self, stage: str, part: Part, gradient: Gradient) -> None:
+    def take_gradient(self, stage: str, part: Part, gradient: Gradient) -> None:
+        """Records a gradient of a parameter under the name of a stage."""
         part.taken.add(stage)
         own = gradient.own()
         axes = partial_axes(own)

@@ -233,6 +233,9 @@ class Step:
         """Records the gradient that the optimizer takes: under `clipped` where it is another than that
         which was recorded before."""
         capture = self.capture
+        if capture.own_clipping is not None:
+            with capture.guarded("clipping by the job's own code"):
+                capture.own_clipping.look(parts)
         for part in parts:
             seen = bool(part.taken & {"reduced", "unscaled"})
             with capture.guarded(part.name):

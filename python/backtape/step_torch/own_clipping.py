@@ -1,0 +1,85 @@
+"""Clipping by code of the job's own, of a job that declares nothing: found by what it does to gradients.
+
+After each backward pass the gradients are kept. Where the optimizer then takes all of them times one
+number below 1, and that number brings their norm to a round limit, the job has clipped them to it. Any
+other change of gradients is left to the replay, which tells it.
+"""
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from backtape.step_torch import clipping
+from backtape.step_torch.capture import Capture
+from backtape.step_torch.parts import Gradient, Part, local
+from backtape.torch_arrays import is_dtensor
+
+# How far a coefficient may be from the one of a round limit: a job adds up to 1e-6 to the norm, and rounds.
+NEAR = 1e-4
+
+
+class Kept:
+    """The gradients as the last backward pass has left them."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._of: dict[int, torch.Tensor] = {}
+
+    def backward(
+        self, *_: Any, accumulate_grad: bool = False, **__: Any
+    ) -> Generator[None, Any, None]:
+        """Sees one run of torch's engine."""
+        yield
+        if accumulate_grad and not any(step.count for step in self._capture.steps):
+            self._of = {id(part): held.clone() for part in self._capture.own if (held := _held(part)) is not None}
+
+    def look(self, parts: list[Part]) -> None:
+        """Before the optimizer takes the gradients: declares a clipping that they show."""
+        kept, self._of = self._of, {}
+        clipped = [part for part in parts if _held(part) is not None]
+        if not clipped or any(part.taken & {"reduced", "clipped"} or id(part) not in kept for part in clipped):
+            return
+        factors = [_factor(kept[id(part)], _held(part)) for part in clipped]
+        known = [factor for factor in factors if factor is not None]
+        if len(known) != len(factors) or not 0 < max(known) < 1 or max(known) - min(known) > NEAR * max(known):
+            return
+        norm = torch.stack([kept[id(part)].double().square().sum() for part in clipped]).sum().sqrt()
+        limit = round_limit(float(norm) * max(known))
+        if limit is None:
+            return
+        for part in clipped:
+            gradient = Gradient(kept[id(part)], None, part.where)
+            self._capture.take_gradient("reduced", part, gradient)
+        entry = clipping.add(self._capture, norm, 2.0, clipped, "reduced")
+        entry |= {"max_norm": limit, "epsilon": None}
+        self._capture.note_clipped(clipped)
+
+
+def round_limit(found: float) -> float | None:
+    """The number of two digits that this is; None where it is none."""
+    limit = float(f"{found:.1e}")
+    return limit if abs(found - limit) <= NEAR * limit else None
+
+
+def _held(part: Part) -> torch.Tensor | None:
+    """The gradient of a parameter that lies whole on this rank; None where it does not, or there is none."""
+    holder = part.holder()
+    whole = part.master is None and part.flat is None and part.sharded is None
+    if not whole or holder is None or holder.grad is None or is_dtensor(holder) or holder.grad.is_sparse:
+        return None
+    return local(holder.grad)
+
+
+def _factor(before: torch.Tensor, now: torch.Tensor | None) -> float | None:
+    """The one number that a gradient was multiplied by; None where it is not one number."""
+    if now is None or now.shape != before.shape or not bool(before.isfinite().all()):
+        return None
+    largest = before.abs().argmax()
+    if not before.reshape(-1)[largest]:
+        return None
+    factor = float(now.reshape(-1)[largest]) / float(before.reshape(-1)[largest])
+    off = (now.double() - factor * before.double()).abs().max()
+    # Half a unit in the last place of the largest, here and in the factor.
+    allowed = 2 * torch.finfo(now.dtype).eps * float(now.abs().max())
+    return factor if float(off) <= allowed else None
