@@ -211,7 +211,8 @@ def with_z_loss(model, tokens, labels):
 
 
 def two_heads(model, tokens, labels):
-    return flat(model(tokens), labels) + F.cross_entropy(model.mix(model.hidden(tokens)).view(-1, WIDTH), labels.view(-1) % WIDTH)
+    small = model.mix(model.hidden(tokens)).view(-1, WIDTH)
+    return flat(model(tokens), labels) + F.cross_entropy(small, labels.view(-1) % WIDTH)
 
 
 def mean_square(model, tokens, labels):

@@ -15,8 +15,12 @@ from backtape.step_torch.capture import Capture
 from backtape.step_torch.parts import Gradient, Part, local
 from backtape.torch_arrays import is_dtensor
 
-# How far a coefficient may be from the one of a round limit: a job adds up to 1e-6 to the norm, and rounds.
-NEAR = 1e-4
+# How far the factors of several gradients may be apart: each is of two numbers of the gradient's format.
+APART = 1e-4
+# How far a coefficient may be from the one of a round limit: a norm in f32 errs by parts of a million.
+NEAR = 1e-5
+# What jobs add to the norm before they divide by it.
+ADDED = (0.0, 1e-6)
 
 
 class Kept:
@@ -32,20 +36,24 @@ class Kept:
         """Sees one run of torch's engine."""
         yield
         if accumulate_grad and not any(step.count for step in self._capture.steps):
-            self._of = {id(part): held.clone() for part in self._capture.own if (held := _held(part)) is not None}
+            held = ((id(part), _held(part)) for part in self._capture.own)
+            self._of = {key: gradient.clone() for key, gradient in held if gradient is not None}
 
     def look(self, parts: list[Part]) -> None:
         """Before the optimizer takes the gradients: declares a clipping that they show."""
         kept, self._of = self._of, {}
         clipped = [part for part in parts if _held(part) is not None]
-        if not clipped or any(part.taken & {"reduced", "clipped"} or id(part) not in kept for part in clipped):
+        taken = any(part.taken & {"reduced", "clipped"} for part in clipped)
+        if not clipped or taken or any(id(part) not in kept for part in clipped):
             return
         factors = [_factor(kept[id(part)], _held(part)) for part in clipped]
         known = [factor for factor in factors if factor is not None]
-        if len(known) != len(factors) or not 0 < max(known) < 1 or max(known) - min(known) > NEAR * max(known):
+        alike = len(known) == len(factors) and 0 < max(known) < 1
+        if not alike or max(known) - min(known) > APART * max(known):
             return
         norm = torch.stack([kept[id(part)].double().square().sum() for part in clipped]).sum().sqrt()
-        limit = round_limit(float(norm) * max(known))
+        limits = [round_limit((float(norm) + added) * max(known)) for added in ADDED]
+        limit = next((limit for limit in limits if limit is not None), None)
         if limit is None:
             return
         for part in clipped:
