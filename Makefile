@@ -9,7 +9,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 	$(wildcard Cargo.* */Cargo.toml) python/pyproject.toml
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-frameworks test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
-	bench-algebra bench-inactive bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
+	bench-algebra bench-inactive bench-attached bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
 	bench-step-causes bench-step-threads bench-step-false-alarms bench-step-cost \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
@@ -218,7 +218,7 @@ $(VENV)/.installed-dev: $(VENV)/.wheel-dev
 
 # All but the lines of a GPU (bench-gpu): one after the other, as each wants the machine for itself.
 # An hour or more; `make -k bench` goes on after one whose peers do not install.
-bench: bench-loss-head bench-replay bench-compare bench-algebra bench-inactive bench-scalars bench-blocking bench-step \
+bench: bench-loss-head bench-replay bench-compare bench-algebra bench-inactive bench-attached bench-scalars bench-blocking bench-step \
 	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes \
 	bench-step-threads bench-step-false-alarms bench-step-cost bench-search
 
@@ -261,6 +261,10 @@ bench-algebra: $(VENV)/.installed
 # What backtape costs a job that records nothing.
 bench-inactive: $(VENV)/.installed
 	$(BIN)/python python/benches/inactive.py
+
+# What an attachment costs a torch job at the steps that it does not record.
+bench-attached: $(VENV)-torch/.installed
+	$(VENV)-torch/bin/python python/benches/attached.py
 
 # What recording scalars costs: inactive, active, and as a share of a small step.
 bench-scalars: $(VENV)/.installed

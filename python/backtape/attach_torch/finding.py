@@ -14,12 +14,23 @@ from backtape.torch_arrays import is_dtensor
 def optimizers_of(models: Sequence[torch.nn.Module]) -> list[Any]:
     """The optimizers of this process that hold parameters of these models."""
     held = {id(parameter) for model in models for parameter in model.parameters()}
-    return [
+    found = [
         optimizer
         for optimizer in _living(torch.optim.Optimizer)
         # A wrapper hands on the groups of the one that it wraps.
         if "param_groups" in vars(optimizer) and held & _parameters_of(optimizer)
     ]
+    # ZeroRedundancyOptimizer has one of its own that steps for it.
+    inner = {id(own) for optimizer in found for own in vars(optimizer).values()}
+    return [optimizer for optimizer in found if id(optimizer) not in inner]
+
+
+def with_wrappers(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The models, or what a job has wrapped them in since it has handed them over: DDP holds its model and not
+    the other way round."""
+    parallel = torch.nn.parallel.DistributedDataParallel
+    around = {id(wrapper.module): wrapper for wrapper in _living(parallel) if "_modules" in vars(wrapper)}
+    return [around.get(id(model), model) for model in models]
 
 
 def models_of_optimizers() -> list[torch.nn.Module]:

@@ -290,6 +290,8 @@ FORWARD: dict[str, Callable[[Any, Rows, tuple[int, ...]], Rows]] = {
     "Unsqueeze": _reshaped,
     "Squeeze": _reshaped,
     "Alias": _same,
+    # What DDP puts around the outputs of its model where it looks for unused parameters.
+    "_DDPSink": _same,
     "Clone": _same,
     "ToCopy": _same,
     "T": _transposed,
@@ -306,12 +308,18 @@ SCALES: dict[str, Callable[[Any], float]] = {"Mul": _factor, "Div": lambda node:
 PRODUCTS = {"Mm": (0, 1, ("self", "mat2")), "Addmm": (1, 2, ("mat1", "mat2"))}
 
 
-def leaf_of(node: Any, at: int) -> Any:
-    """What an input of a node is made of: the parameter, or the node that has computed it."""
-    function = node.next_functions[at][0]
-    while function is not None and kind_of(function) in FORWARD:
-        function = _before(function)
-    return getattr(function, "variable", function)
+def leaf_of(node: Any, at: int) -> tuple[Any, ...]:
+    """What an input of a node is made of: the parameter, or the node that has computed it, and which of the
+    outputs on the way it is, as FSDP1's parameters are views of one tensor, made anew for each forward."""
+    function, number = node.next_functions[at]
+    path = []
+    while function is not None and len(path) < LONGEST:
+        path.append(number)
+        if hasattr(function, "variable") or len(function.next_functions) != 1:
+            break
+        function, number = function.next_functions[0]
+    leaf = getattr(function, "variable", function)
+    return id(leaf), tuple(path)
 
 
 def node_into(result: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, int, int]:

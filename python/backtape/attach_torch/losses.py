@@ -72,6 +72,15 @@ def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) 
         function = getattr(owner, attribute, None)
         if function is not None:
             patches.attribute(owner, attribute, _observer(loss, function, seen, inside))
+            _known_to_script(function, getattr(owner, attribute))
+
+
+def _known_to_script(function: Any, replacement: Any) -> None:
+    """torch.jit.script knows torch's own functions by their identity, and is to know what stands for one."""
+    builtins = frameworks.imported("torch.jit._builtins")
+    name = builtins._find_builtin(function) if builtins is not None else None
+    if name is not None:
+        builtins._register_builtin(replacement, name)
 
 
 def _observer(
@@ -158,6 +167,7 @@ def _cross_entropy(function: str, given: dict[str, Any], result: torch.Tensor) -
     logits, labels = given["self"], given["target"]
     if labels.is_floating_point():
         raise Unfollowed("its targets are probabilities and not labels")
+    _refuse_both(given)
     return Call(
         function,
         labels,
@@ -169,6 +179,12 @@ def _cross_entropy(function: str, given: dict[str, Any], result: torch.Tensor) -
         ignore_label=given.get("ignore_index", -100),
         label_smoothing=given.get("label_smoothing", 0.0),
     )
+
+
+def _refuse_both(given: Mapping[str, Any]) -> None:
+    """torch smooths with the weight of each class, which no option of a head describes."""
+    if given.get("weight") is not None and given.get("label_smoothing"):
+        raise Unfollowed("it has class weights and label smoothing at once")
 
 
 def _nll(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
@@ -208,6 +224,7 @@ def _is_of_labels(given: dict[str, Any]) -> bool:
 def _linear_cross_entropy(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
     if given["target"].is_floating_point():
         raise Unfollowed("its targets are probabilities and not labels")
+    _refuse_both(given)
     return Call(
         function,
         given["target"],

@@ -1,16 +1,15 @@
 """One attachment: where steps begin and end, and what is recorded of those that are asked for.
 
-A step begins with the first forward of the model in training, and ends where the next one begins, once
-every optimizer has stepped. Outside of recorded steps nothing is watched but the optimizers' steps,
-which are counted.
+A step begins with the first forward of the model in training, or where none is seen with the first
+backward pass, and ends where the next one begins. Outside of recorded steps nothing is watched but the
+optimizers' steps, which are counted.
 """
 
 import atexit
-import functools
+import multiprocessing.util
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -21,17 +20,17 @@ from torch.optim.optimizer import (
 )
 
 from backtape.attach_torch import finding, losses
-from backtape.attach_torch.heads import Heads
+from backtape.attach_torch.open_step import OpenStep
+from backtape.attach_torch.steps import Steps
 from backtape.failopen import CAUGHT, Faults, describe
 from backtape.recorder import Recorder
 from backtape.settings import rank_and_world_size
-from backtape.step_torch import optimizers, step_algebra
 from backtape.step_torch.patches import Patches
 
-
-# Up to how many elements of all parameters together they are recorded whole, and how many of each
-# parameter otherwise.
-WHOLE, SAMPLE = 1 << 26, 1 << 16
+NOTHING = (
+    "recorded nothing: optimizers stepped in this process, but no step of a model in training was seen that "
+    "BACKTAPE_STEPS asks for"
+)
 
 
 class Attachment:
@@ -50,21 +49,22 @@ class Attachment:
     ) -> None:
         self._given = (list(models), list(owners))
         self._recorder = recorder
-        self._first, self._step = first_step, first_step
+        self._steps = Steps(first_step)
         self._named, self._options = named or {}, options or {}
         self._head_bytes = head_bytes
         self._process = os.getpid()
-        self._counts: Counter[int] = Counter()  # steps of each optimizer, by its id
-        self._hooks: list[Any] = []
-        self._waiting: Any = None  # the hook that waits for the first forward of a step
-        self._open: _OpenStep | None = None
-        self._closed = not is_active
-        self._is_begun = False
+        self._handles: list[Any] = []
+        self._forward: Any = None  # the hook that sees forwards
+        self._open: OpenStep | None = None
+        self._error: Any = None  # the last one that Python had told when the step began
+        self._is_begun, self._closed = False, not is_active
         if is_active:
             self._faults = Faults(False, rank_and_world_size(os.environ)[0])
-            self._hooks.append(register_optimizer_step_pre_hook(self._stepping))
-            self._hooks.append(register_optimizer_step_post_hook(self._stepped))
-            self._wait()
+            self._patches = Patches(lambda what: self._faults.guard("attach", what))
+            self._handles.append(register_optimizer_step_pre_hook(self._stepping))
+            self._handles.append(register_optimizer_step_post_hook(self._stepped))
+            self._patches.attribute(torch.amp.GradScaler, "update", self._scaler_updated)
+            self._watch()
 
     @property
     def recorder(self) -> Recorder | None:
@@ -77,12 +77,18 @@ class Attachment:
         if self._closed or self._process != os.getpid():
             return
         self._closed = True
-        self._end(getattr(sys, "last_type", None))
-        for handle in (*self._hooks, *([self._waiting] if self._waiting is not None else ())):
+        last = getattr(sys, "last_value", None)
+        self._end(None if last is self._error else type(last))
+        self._unwatch()
+        for handle in self._handles:
             handle.remove()
+        self._patches.undo()
+        is_first = rank_and_world_size(os.environ)[0] == 0
         summary = None if self._recorder is None else self._recorder.close()
-        if summary is not None and rank_and_world_size(os.environ)[0] == 0:
+        if is_first and summary is not None:
             print(f"backtape: {_said(summary)}", file=sys.stderr)
+        elif is_first and self._steps.has_any and not self._is_begun:
+            print(f"backtape: {NOTHING}", file=sys.stderr)
 
     def __enter__(self) -> Self:
         return self
@@ -90,67 +96,126 @@ class Attachment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self) -> None:
-        """Has the next forward of the model in training begin a step."""
-        if self._waiting is None:
-            self._waiting = register_module_forward_pre_hook(self._called)
+    def _watch(self) -> None:
+        """Has forwards seen, and backward passes."""
+        if self._forward is None:
+            self._forward = register_module_forward_pre_hook(self._called)
+            if "_engine_run_backward" in vars(torch.autograd):
+                self._engine = Patches(lambda what: self._faults.guard("attach", what))
+                self._engine.attribute(torch.autograd, "_engine_run_backward", self._backward)
+
+    def _unwatch(self) -> None:
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+            if "_engine_run_backward" in vars(torch.autograd):
+                self._engine.undo()
 
     def _called(self, module: torch.nn.Module, _: Any) -> None:
-        """A hook of all modules, before a forward."""
-        if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """A hook of all modules, before a forward. It is one for all and none of the model's own, which the
+        job may copy or save within a step."""
+        # In a compiled model it is traced: nothing of it may depend on what happens.
+        if torch.compiler.is_compiling():
             return
-        with self._faults.guard("attach"):
+        if torch.is_grad_enabled() and not self._steps.is_inside:
+            with self._faults.guard("attach"):
+                if self._open is None:
+                    self._begin_by(module if module.training else None)
+                elif self._open.holds(module):
+                    self._next()
+
+    def _backward(
+        self, *_: Any, accumulate_grad: bool = False, **__: Any
+    ) -> Generator[None, Any, None]:
+        """Sees a run of autograd's engine: where compiled code or a model in eval() has hidden the forward,
+        the step begins here."""
+        if accumulate_grad and self._open is None and not self._steps.is_inside:
             models = self._given[0] or finding.models_of_optimizers()
-            if any(module is own for model in models for own in model.modules()):
-                self._waiting.remove()
-                self._waiting = None
+            if models:
                 self._begin(models)
+        yield
+
+    def _begin_by(self, module: torch.nn.Module | None) -> None:
+        """Begins a step if this is a module of a model that is trained."""
+        if module is None:
+            return
+        models = self._given[0] or self._models_around(module)
+        if any(module is own for model in models for own in model.modules()):
+            self._begin(models)
+
+    def _models_around(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """The models of a job that has given none: those of all optimizers, but in a training that follows
+        another one in the same process that of its own."""
+        models = finding.models_of_optimizers()
+        around = [model for model in models if any(module is own for own in model.modules())]
+        is_another = self._steps.has_any and not self._steps.knows(finding.optimizers_of(around))
+        return around if is_another else models
 
     def _begin(self, models: list[torch.nn.Module]) -> None:
         """Begins a step, if it is to be recorded."""
+        if self._steps.has_begun or self._steps.is_over(set()):
+            if not self._steps.is_over(set()):
+                return  # The second half of a step that is not recorded.
+            self._steps.advance()
         if self._recorder is None:
             self._recorder = Recorder.from_env(mesh=finding.mesh_of(models))
         if not self._is_begun:
+            self._is_begun, self._process = True, os.getpid()
             # After the recorder has had itself closed at the exit: what was registered last runs first.
             atexit.register(self._close_at_exit)
-            self._is_begun = True
-        if not self._recorder.wants(self._step):
+            # Processes of multiprocessing end without atexit.
+            multiprocessing.util.Finalize(None, self._close_at_exit, exitpriority=100)
+        if not self._recorder.wants(self._steps.current):
+            self._unwatch()
             return
+        models = finding.with_wrappers(models)
         owners = self._given[1] or finding.optimizers_of(models)
-        again = functools.partial(self._called_again, models)
-        self._open = _OpenStep(self._recorder, self._step, models, owners, again)
+        self._error = getattr(sys, "last_value", None)
+        self._open = OpenStep(self._recorder.step(self._steps.current), models, owners)
         self._open.start(self._seen, self._named, self._options, self._head_bytes)
 
     def _seen(self, call: losses.Call) -> None:
         """A loss was called, which may be the first thing of the next step that is seen."""
-        if self._open is not None:
-            self._called_again(self._open.models)
-        if self._open is not None:
+        if not self._steps.is_inside:
+            self._next()
+        if self._open is not None and not self._steps.has_begun:
             self._open.seen(call)
 
-    def _called_again(self, models: list[torch.nn.Module], *_: Any) -> None:
-        """A hook of the models, before a forward, and of losses: where the step is complete, the next one
-        begins."""
-        if self._open is not None and self._open.is_complete() and torch.is_grad_enabled():
-            with self._faults.guard("attach"):
-                self._end(None)
-                self._begin(models)
+    def _next(self) -> None:
+        """Where the step is over, ends it and begins the next one."""
+        step = self._open
+        if step is not None and self._steps.is_over(step.due()):
+            self._end(None)
+            self._begin(step.models)
 
-    def _stepping(self, optimizer: Any, *_: Any) -> None:
+    def _stepping(self, optimizer: Any, args: Any, options: Any) -> None:
         """A hook of all optimizers, before a step: a second one of the same is of the next step."""
-        if self._open is not None and id(optimizer) in self._open.stepped:
-            with self._faults.guard("attach"):
+        with self._faults.guard("attach"):
+            if self._steps.begins_next(optimizer):
                 self._end(None)
+                self._steps.advance()
+            has_closure = any(callable(given) for given in (*args[1:], *options.values()))
+            if has_closure and self._open is None and self._forward is not None:
+                models = self._given[0] or finding.models_of_optimizers()
+                self._begin(models)
+        self._steps.entered()
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """A hook of all optimizers, after a step."""
-        self._counts[id(optimizer)] += 1
-        if self._open is not None:
-            self._open.stepped.add(id(optimizer))
-            return
-        self._step = max(self._step, self._first + max(self._counts.values()))
-        if self._recorder is not None and self._recorder.wants(self._step):
-            self._wait()
+        self._steps.stepped(optimizer)
+        self._look_ahead()
+
+    def _scaler_updated(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        yield
+        if self._steps.scaler_updated() and self._open is not None:
+            self._open.is_skipped = True
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Between recorded steps: has the beginning of the next one seen, if it is to be recorded."""
+        if self._open is None and self._recorder is not None and self._forward is None:
+            if self._recorder.wants(self._steps.current + 1):
+                self._watch()
 
     def _close_at_exit(self) -> None:
         """Closes the attachment when the process ends. Raises nothing, as the job is over."""
@@ -160,84 +225,10 @@ class Attachment:
             self._faults.tell("close", "", error, describe(error))
 
     def _end(self, raised: type[BaseException] | None) -> None:
-        """Ends the step that is open. raised: what has ended the job."""
+        """Ends the recording of the step that is open. raised: what has ended the job."""
         step, self._open = self._open, None
-        if step is None:
-            return
-        self._step += 1
-        step.end(raised)
-        self._wait()
-
-
-class _OpenStep:
-    """A step that is being recorded."""
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        step: int,
-        models: list[torch.nn.Module],
-        owners: list[Any],
-        again: Callable[..., None],
-    ) -> None:
-        self._tape = recorder.step(step)
-        self.models, self._owners = models, owners
-        self._known = {id(optimizer) for optimizer in optimizers.known(owners)}
-        self._patches = Patches(lambda what: self._tape.guarded(what, ""))
-        self._hooks = [model.register_forward_pre_hook(again) for model in models]
-        self.stepped: set[int] = set()  # the optimizers that have stepped
-        self._skipped = False  # a GradScaler has ended the step
-        self._heads: Heads | None = None
-
-    def start(
-        self,
-        seen: losses.Seen,
-        named: Mapping[str, Mapping[str, str]],
-        options: Mapping[str, Any],
-        head_bytes: int,
-    ) -> None:
-        """Opens the tape and watches for losses."""
-        tape = self._tape.__enter__()
-        if not self._owners:
-            tape.leave_out("step", None, "no optimizer holds a parameter of the model")
-        else:
-            elements = sum(p.numel() for model in self.models for p in model.parameters())
-            is_large = elements > WHOLE
-            usual = {"sample": SAMPLE if is_large else None, "own_clipping": not is_large}
-            step_algebra(tape, self.models, self._owners, **{**usual, **options})
-        self._patches.attribute(torch.amp.GradScaler, "update", self._scaler_updated)
-        with tape.guarded("head", ""):
-            axes = finding.data_axes(self.models, finding.mesh_of(self.models))
-            if axes is None:
-                tape.leave_out("head", None, "the ranks share tokens by tensor parallelism")
-                return
-            tokens, addends = dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean")
-            self._heads = Heads(tape, tokens, addends, head_bytes)
-            tape.at_end("head", self._heads.finish)
-            losses.watch(self._patches, seen, named)
-            if "_engine_run_backward" in vars(torch.autograd):
-                looked_at = self._heads.backward
-                self._patches.attribute(torch.autograd, "_engine_run_backward", looked_at)
-
-    def seen(self, call: losses.Call) -> None:
-        """A loss was called. After an optimizer's step it is no loss of this step."""
-        if self._heads is not None and not self.stepped:
-            self._heads.seen(call)
-
-    def _scaler_updated(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
-        yield
-        self._skipped = True
-
-    def is_complete(self) -> bool:
-        """Whether every optimizer has stepped, or a GradScaler had them leave the step out."""
-        return self._skipped or bool(self._known) and self._known <= self.stepped
-
-    def end(self, raised: type[BaseException] | None) -> None:
-        """Closes the tape."""
-        for hook in self._hooks:
-            hook.remove()
-        self._patches.undo()
-        self._tape.__exit__(raised, None, None)
+        if step is not None:
+            step.end(raised)
 
 
 def _said(summary: Any) -> str:

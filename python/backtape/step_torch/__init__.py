@@ -66,6 +66,13 @@ class StepAlgebra:
     def __init__(self, capture: Capture | None = None) -> None:
         self._capture = capture
 
+    def reached(self) -> set[int]:
+        """The optimizers, by id, that hold a parameter which has got a gradient in this step."""
+        if self._capture is None:
+            return set()
+        steps = self._capture.steps
+        return {id(step.optimizer) for step in steps if any(part.passes for part in step.parts())}
+
     def norm(
         self,
         value: Any,

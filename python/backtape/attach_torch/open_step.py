@@ -1,0 +1,82 @@
+"""A step that is being recorded: its tape, its heads and its algebra."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from backtape.attach_torch import finding, losses
+from backtape.attach_torch.heads import Heads
+from backtape.step_torch import StepAlgebra, optimizers, step_algebra
+from backtape.step_torch.patches import Patches
+from backtape.tape import Tape
+
+# Up to how many elements of all parameters together they are recorded whole, and how many of each
+# parameter otherwise.
+WHOLE, SAMPLE = 1 << 26, 1 << 16
+
+SKIPPED = "GradScaler left the step out, as gradients were not finite"
+
+
+class OpenStep:
+    """A step that is being recorded, of these models and optimizers."""
+
+    def __init__(self, tape: Tape, models: list[torch.nn.Module], owners: list[Any]) -> None:
+        self._tape = tape
+        self.models, self._owners = models, owners
+        self._modules = {id(module) for model in models for module in model.modules()}
+        self._known = {id(optimizer) for optimizer in optimizers.known(owners)}
+        self._patches = Patches(lambda what: tape.guarded(what, ""))
+        self._algebra = StepAlgebra()
+        self._heads: Heads | None = None
+        self.is_skipped = False  # a GradScaler had the optimizers leave it out
+
+    def start(
+        self,
+        seen: losses.Seen,
+        named: Mapping[str, Mapping[str, str]],
+        options: Mapping[str, Any],
+        head_bytes: int,
+    ) -> None:
+        """Opens the tape and watches for losses."""
+        tape = self._tape.__enter__()
+        if not self._owners:
+            tape.leave_out("step", None, "no optimizer holds a parameter of the model")
+        else:
+            elements = sum(p.numel() for model in self.models for p in model.parameters())
+            is_large = elements > WHOLE
+            usual = {"sample": SAMPLE if is_large else None, "own_clipping": not is_large}
+            given = {**usual, **options}
+            self._algebra = step_algebra(tape, self.models, self._owners, **given)
+        with tape.guarded("head", ""):
+            axes = finding.data_axes(self.models, finding.mesh_of(self.models))
+            if axes is None:
+                tape.leave_out("head", None, "the ranks share tokens by tensor parallelism")
+                return
+            tokens, addends = dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean")
+            self._heads = Heads(tape, tokens, addends, head_bytes)
+            tape.at_end("head", self._heads.finish)
+            losses.watch(self._patches, seen, named)
+            if "_engine_run_backward" in vars(torch.autograd):
+                looked_at = self._heads.backward
+                self._patches.attribute(torch.autograd, "_engine_run_backward", looked_at)
+
+    def seen(self, call: losses.Call) -> None:
+        """A loss was called."""
+        if self._heads is not None:
+            self._heads.seen(call)
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Whether a module is one of the models', or a part of one."""
+        return id(module) in self._modules
+
+    def due(self) -> set[int]:
+        """The optimizers whose parameters have got a gradient."""
+        return self._algebra.reached() or self._known
+
+    def end(self, raised: type[BaseException] | None) -> None:
+        """Closes the tape."""
+        self._patches.undo()
+        if self.is_skipped and self._heads is not None:
+            self._heads.refuse(SKIPPED)
+        self._tape.__exit__(raised, None, None)
