@@ -190,6 +190,9 @@ def clip(job, trained, step):
         step.clip_value = job.clip["bound"] * largest if math.isfinite(largest) else 1.0
         if step.clip_value == 0 or not math.isfinite(step.clip_value):
             step.clip_value = 1.0
+        for flow in step.flows.values():
+            # torch does not clamp to what the format of the gradient does not hold.
+            step.clip_value = min(step.clip_value, torch.finfo(flow.last.dtype).max)
         for flow in step.flows.values() if not step.skipped else ():
             flow.clipped = flow.last.clamp(-step.clip_value, step.clip_value)
         return
