@@ -1,5 +1,7 @@
 //! Sums of gradients: over the microbatches of a rank, and over the ranks of a domain.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use backtape::identity::Rank;
 use backtape::index_box::IndexBox;
 use backtape::shard::TensorKey;
@@ -16,6 +18,8 @@ use crate::ops::table::op;
 pub(crate) struct WeightedSum {
     /// What the sum is multiplied by in the end.
     scale: f64,
+    /// In which groups addends may be summed first.
+    groups: Vec<Vec<usize>>,
 }
 
 impl WeightedSum {
@@ -23,9 +27,22 @@ impl WeightedSum {
     fn of(weights: &[f64]) -> (WeightedSum, Vec<f64>) {
         let scale = weights.first().copied().unwrap_or(1.0);
         match scale != 0.0 && weights.iter().all(|weight| *weight == scale) {
-            true => (WeightedSum { scale }, vec![1.0; weights.len()]),
-            false => (WeightedSum { scale: 1.0 }, weights.to_vec()),
+            true => (WeightedSum { scale, groups: Vec::new() }, vec![1.0; weights.len()]),
+            false => (WeightedSum { scale: 1.0, groups: Vec::new() }, weights.to_vec()),
         }
+    }
+
+    /// The same, whose addends are known. A job may reduce each microbatch by itself, or sum those of a
+    /// rank first; both are sums in the format that is declared.
+    fn grouped(self, addends: &[Addend]) -> WeightedSum {
+        let microbatches = addends.iter().map(|own| own.microbatch).collect::<Vec<_>>();
+        let ranks = addends.iter().map(|own| (own.rank, own.index)).collect::<Vec<_>>();
+        let groups = vec![numbered(&microbatches), numbered(&ranks)];
+        let is_some = |way: &Vec<usize>| {
+            let last = way.iter().max().copied().unwrap_or(0);
+            last > 0 && last + 1 < way.len()
+        };
+        WeightedSum { groups: groups.into_iter().filter(is_some).collect(), ..self }
     }
 
     /// The sum times its scale. A scale that is no power of two is rounded, alike for all elements.
@@ -49,6 +66,14 @@ op! {
             then |op, sum, _count| op.scaled(sum),
             "the sum of the weighted addends";
     }
+    groups |op| &op.groups;
+}
+
+/// Which of the distinct ones each is, from 0.
+fn numbered<T: Copy + Ord>(all: &[T]) -> Vec<usize> {
+    let distinct: BTreeSet<T> = all.iter().copied().collect();
+    let numbers: BTreeMap<T, usize> = distinct.into_iter().zip(0..).collect();
+    all.iter().map(|own| numbers[own]).collect()
 }
 
 /// A recorded sum, and what it should be the sum of.
@@ -91,9 +116,10 @@ impl Judge<'_> {
         let rounded = of.sent.filter(|_| fewer_bits(of.sent, addend) != addend);
         let declared = arithmetic(Some(Precision::F32), fewer_bits(of.sent, stored));
         let (op, weights) = match is_divided_first {
-            true => (WeightedSum { scale: 1.0 }, vec![1.0; of.weights.len()]),
+            true => (WeightedSum { scale: 1.0, groups: Vec::new() }, vec![1.0; of.weights.len()]),
             false => WeightedSum::of(of.weights),
         };
+        let op = op.grouped(of.addends);
         let rounded = if is_divided_first { of.sent } else { rounded };
         let operands = |part: &IndexBox| {
             let addends = of.addends.iter().map(|addend| inventory.addend(addend, part));
@@ -234,6 +260,45 @@ mod tests {
             assert!(compared(&copies, sum(&copies[1..]), formats).is_some());
         }
         assert_eq!(alarms, Vec::<String>::new());
+    }
+
+    /// Goal: microbatches that cancel after each was reduced by itself err as their own sums do, and a
+    /// factor is seen beside it. Method: eight addends of 1 and eight of -1 nearly, each eight summed in
+    /// bf16, against addends that are in no groups.
+    #[test]
+    fn sums_that_cancel_err_as_each_of_them_does() {
+        let (mut draw, bf16, count) = (Draw::new(53), Precision::Bf16, 400);
+        let addends: Vec<Vec<f64>> = (0..16)
+            .map(|row| {
+                let sign = if row % 2 == 0 { 1.0 } else { -1.0 };
+                (0..count).map(|_| bf16.round64(sign + 0.05 * draw.normal())).collect()
+            })
+            .collect();
+        let sum = |first: usize, at: usize| {
+            let own = addends.iter().skip(first).step_by(2);
+            own.fold(0.0, |sum, of| bf16.round64(sum + of[at]))
+        };
+        let total = |by: f64| (0..count).map(|at| by * (sum(0, at) + sum(1, at))).collect();
+        let compare = |groups: &[Vec<usize>], total: Vec<f64>| {
+            let (op, weights) = WeightedSum::of(&[1.0; 16]);
+            let op = WeightedSum { groups: groups.to_vec(), ..op };
+            let rows = 16;
+            let operands = [
+                Operand { rows, ..Operand::row("addends", addends.concat(), Some(bf16)) },
+                Operand { rows, ..Operand::row("weights", weights, None) },
+                Operand::row("total", total, Some(Precision::F32)),
+            ];
+            let tensors: Tensors<'_> = operands.iter().map(|own| own.recorded(count)).collect();
+            let bound = Bound::new(10, 1, count);
+            let declared = arithmetic(Some(Precision::F32), Some(bf16));
+            let compared = tallies(&op, &tensors, &declared, Span { bound, first_row: 0 });
+            compared[0].1.as_ref().unwrap().excess(&bound)
+        };
+        let by_microbatch: Vec<usize> = (0..16).map(|row| row % 2).collect();
+        let groups = [by_microbatch];
+        assert!(compare(&[], total(1.0)).is_some(), "no order of single addends errs so");
+        assert_eq!(compare(&groups, total(1.0)), None);
+        assert!(compare(&groups, total(1.5)).is_some());
     }
 
     /// Goal: errors whose squares are no numbers of f64 are no finding, and larger ones are. Method:

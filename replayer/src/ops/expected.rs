@@ -219,6 +219,9 @@ impl<O: Op> Evaluation<'_, O> {
                 });
             }
             for ((sum, _), addends) in sums.iter_mut().zip(&mut addends) {
+                let ways = self.op.groupings().iter().filter(|way| way.len() == addends.len());
+                let ways = ways.map(|way| in_groups(addends, way, self.arithmetic.sum));
+                sum.grouped = ways.fold(0.0, f64::max);
                 sum.copies = copies(addends);
             }
             sums.iter().map(|(sum, of_rows)| self.of_rows(sum, *of_rows)).collect::<Vec<_>>()
@@ -301,6 +304,21 @@ fn copies(addends: &mut [f64]) -> f64 {
     (alike / squares).max(1.0)
 }
 
+/// Variance of additions that sum groups of addends, and then these sums. Where the groups cancel, what
+/// each was rounded by is larger than what a sum in another order is.
+fn in_groups(addends: &[f64], groups: &[usize], sum: Sum) -> f64 {
+    let count = groups.iter().max().map_or(0, |last| last + 1);
+    let mut of = vec![[0.0; 3]; count];
+    for (x, group) in addends.iter().zip(groups) {
+        let [count, total, squares] = &mut of[*group];
+        (*count, *total, *squares) = (*count + 1.0, *total + x, *squares + x * x);
+    }
+    let inside = of.iter().map(|[count, total, squares]| sum.variance(*count, *total, *squares));
+    let totals = || of.iter().map(|[_, total, _]| total);
+    let squares = totals().map(|total| total * total).sum();
+    inside.sum::<f64>() + sum.variance(count as f64, totals().sum(), squares)
+}
+
 /// A sum of some addends.
 #[derive(Clone, Copy, Default)]
 struct Summed {
@@ -315,6 +333,8 @@ struct Summed {
     emulated: f64,
     /// How many copies an addend has, itself included, where that is more than 1.
     copies: f64,
+    /// Variance of its additions where groups of addends are added first; 0 where there are none.
+    grouped: f64,
 }
 
 /// Variance of what so many additions lose near 0, where an addition, and the division of an
@@ -346,6 +366,6 @@ impl Summed {
         let adding = |total: f64| arithmetic.sum.variance(self.count, total, self.squares);
         let copies = self.copies.max(1.0);
         let alike = copies * adding(self.total() / EVENLY.sqrt());
-        self.own * copies + adding(self.total()).max(alike)
+        self.own * copies + adding(self.total()).max(alike).max(self.grouped)
     }
 }
