@@ -10,7 +10,7 @@ import backtape
 import backtape.torch
 from step_campaign import rules, values
 from step_campaign.job import shape_of
-from step_campaign.step import is_torchs
+from step_campaign.step import LEAST_NORM, is_torchs
 from step_campaign.draws import chance, pick
 
 
@@ -82,6 +82,8 @@ class Training:
     def clip_to(self, share):
         own = [one for one in self.model.parameters() if one.grad is not None and one.numel()]
         size = float(torch.nn.utils.get_total_norm([one.grad for one in own], self.kind)) if own else 1.0
+        if self.dtype == torch.float16 and size < LEAST_NORM:
+            return
         bound = share * size if math.isfinite(share) and math.isfinite(size) else share
         torch.nn.utils.clip_grad_norm_(own, bound, norm_type=self.kind)
 

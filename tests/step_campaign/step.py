@@ -14,6 +14,11 @@ from step_campaign import rules, sums, values
 from step_campaign.draws import pick
 
 
+# torch divides by a norm as it multiplies by its reciprocal. Of a smaller norm in f16 that is infinite,
+# and the gradient is not clipped, which is a finding: nobody clips so.
+LEAST_NORM = 2.0**-15
+
+
 class NoNumbers(Exception):
     """The job is none that anybody would keep: it made numbers that are not finite."""
 
@@ -217,6 +222,7 @@ def clip_to_norm(job, parameters, step):
         applied = "torch"
     epsilon = 0.0 if applied == "divided" else 1e-6
     measured = job.clip["way"] == "measured" or (applied == "divided" and float(norm) == 0)
+    measured |= applied == "torch" and norm.dtype == torch.float16 and float(norm) < LEAST_NORM
     step.norms.append({
         "value": float(norm), "kind": job.clip["kind"],
         "max_norm": None if measured else largest, "epsilon": None if measured else epsilon,
