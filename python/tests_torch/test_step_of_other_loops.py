@@ -4,7 +4,7 @@ about, and what is wrong in them is to be named."""
 import pytest
 import torch
 import torch.nn as nn
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import backtape
 import backtape.torch
@@ -321,3 +321,44 @@ def test_a_change_and_its_decay_that_have_other_factors_are_told_apart(tmp_path,
     report = optimizer_of_a_course(Loop(fault), tmp_path / "run")
     told = {group["reading"] and group["reading"]["cause"] for group in report.json["algebra"]["diverged"]}
     assert report.json["algebra"]["diverged"][0]["stage"] == "update" and told == {cause}, str(report)
+
+
+def fused(module):
+    """A fused optimizer takes its step, and leaves it out itself; with the loss scale before it."""
+    return torch.optim.AdamW(module.parameters(), fused=True), torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_norm_that_is_nan_leaves_no_number_of_what_was_clipped_by_value(tmp_path, fault):
+    """In a step that is left out torch multiplies by NaN what a value had clipped before. Some of it multiplied is
+    neither that nor a gradient which is left as it was."""
+    loop, module = Loop(fault), model()
+    optimizer, scaler = fused(module)
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(loop.loss(module) + (module[2].bias[:1] * torch.nan).sum()).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_value_(module.parameters(), 1e-3)
+        before = module[0].weight.grad[:1].clone()
+        clip_grad_norm_(module.parameters(), 0.01)
+        if fault:
+            module[0].weight.grad[:1] = before
+        scaler.step(optimizer)
+        scaler.update()
+
+    report = loop.run(tmp_path / "run", module, optimizer, step)
+    told = [(group["stage"], group["parameters"]) for group in report.json["algebra"]["diverged"]]
+    assert told == ([("clip", ["0.weight"])] if fault else []), str(report)
+
+
+def test_a_step_that_is_left_out_is_not_counted_also_where_it_made_the_state(tmp_path):
+    """The optimizer makes its state in the first step, finds what is infinite, and counts no step."""
+    loop, module = Loop(False), model()
+    optimizer, scaler = fused(module)
+    with backtape.Recorder(dir=tmp_path, strict=True, steps="0") as recorder, recorder.step(0) as tape:
+        backtape.torch.step_algebra(tape, module, optimizer)
+        scaler.scale(loop.loss(module) * torch.inf).backward()
+        scaler.step(optimizer)
+    report = backtape.replay(tmp_path, step=0, compare=["step"])
+    assert report.json["algebra"]["diverged"] == [], str(report)

@@ -10,7 +10,7 @@ import backtape
 import backtape.torch
 from step_campaign import rules, values
 from step_campaign.job import shape_of
-from step_campaign.step import is_torchs
+from step_campaign.step import LEAST_NORM, is_torchs
 from step_campaign.draws import chance, pick
 
 
@@ -62,6 +62,7 @@ class Training:
         self.kind = pick(draw, [2.0, 2.0, 2.0, 1.0, 3.0, float("inf")])
         self.bound = pick(draw, [float(10 ** draw.uniform(-3, 0)), 1.0, 1e3, 0.0, float("inf")])
         self.skips = pick(draw, [0.0, 0.0, 0.2])
+        self.has_norms = True
         self.to_none = chance(draw, 0.8)
         self.overflows = scaled and chance(draw, 0.15)
         self.closure = not scaled and chance(draw, 0.1)
@@ -82,6 +83,10 @@ class Training:
     def clip_to(self, share):
         own = [one for one in self.model.parameters() if one.grad is not None and one.numel()]
         size = float(torch.nn.utils.get_total_norm([one.grad for one in own], self.kind)) if own else 1.0
+        # A norm that its format has not is none that anybody would keep, but where a scaler finds it.
+        self.has_norms &= math.isfinite(size) or self.scaler.is_enabled()
+        if self.dtype == torch.float16 and size < LEAST_NORM:
+            return
         bound = share * size if math.isfinite(share) and math.isfinite(size) else share
         torch.nn.utils.clip_grad_norm_(own, bound, norm_type=self.kind)
 
@@ -125,7 +130,7 @@ class Training:
         tensors = [*self.model.parameters()]
         for optimizer in self.optimizers:
             tensors += [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
-        return all(bool(torch.isfinite(one).all()) for one in tensors)
+        return self.has_norms and all(bool(torch.isfinite(one).all()) for one in tensors)
 
 
 def train(seed, index, attempt, recorder, step):

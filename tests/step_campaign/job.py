@@ -232,7 +232,7 @@ def job_of(seed, index, attempt, kind, mesh):
     scaled = own.gradient in (F16, F32) and chance(draw, 0.3)
     each_reduced = kind in ("fsdp", "hsdp", "data") and chance(draw, 0.2)
     narrow = own.accumulator != own.gradient
-    return draw, Job(
+    job = Job(
         mesh, own, parameters(draw, kind, mesh, own, groups), microbatches,
         sent=sent(draw, own),
         order=pick(draw, list(sums.ORDERS)),
@@ -248,3 +248,13 @@ def job_of(seed, index, attempt, kind, mesh):
         late_steps=pick(draw, [0, 0, 0, 0, 99, 1000, 100_000]),
         by_placement=chance(draw, 0.5),
     )  # fmt: skip
+    job.has_accumulated |= hides_accumulator(job)
+    return draw, job
+
+
+def hides_accumulator(job):
+    """Whether microbatches are summed in few bits which nothing after the sum is in. Nobody could know of
+    such a sum unless it is recorded, and it is a finding where wider formats are declared."""
+    own = job.formats
+    is_narrow = own.accumulator in (BF16, F16) and own.accumulator not in (job.sent, own.reduced)
+    return is_narrow and job.microbatches > 1 and not job.each_reduced

@@ -14,6 +14,11 @@ from step_campaign import rules, sums, values
 from step_campaign.draws import pick
 
 
+# torch divides by a norm as it multiplies by its reciprocal. Of a smaller norm in f16 that is infinite,
+# and the gradient is not clipped, which is a finding: nobody clips so.
+LEAST_NORM = 2.0**-15
+
+
 class NoNumbers(Exception):
     """The job is none that anybody would keep: it made numbers that are not finite."""
 
@@ -190,6 +195,9 @@ def clip(job, trained, step):
         step.clip_value = job.clip["bound"] * largest if math.isfinite(largest) else 1.0
         if step.clip_value == 0 or not math.isfinite(step.clip_value):
             step.clip_value = 1.0
+        for flow in step.flows.values():
+            # torch does not clamp to what the format of the gradient does not hold.
+            step.clip_value = min(step.clip_value, torch.finfo(flow.last.dtype).max)
         for flow in step.flows.values() if not step.skipped else ():
             flow.clipped = flow.last.clamp(-step.clip_value, step.clip_value)
         return
@@ -214,6 +222,7 @@ def clip_to_norm(job, parameters, step):
         applied = "torch"
     epsilon = 0.0 if applied == "divided" else 1e-6
     measured = job.clip["way"] == "measured" or (applied == "divided" and float(norm) == 0)
+    measured |= applied == "torch" and norm.dtype == torch.float16 and float(norm) < LEAST_NORM
     step.norms.append({
         "value": float(norm), "kind": job.clip["kind"],
         "max_norm": None if measured else largest, "epsilon": None if measured else epsilon,

@@ -7,6 +7,7 @@ use backtape::part::Part;
 
 use super::causes;
 use super::declaration::ParameterDeclaration;
+use super::held::is_left_out;
 use super::inventory::Inventory;
 use super::judge::Judge;
 use super::optimizer::RESET;
@@ -59,7 +60,13 @@ impl Judge<'_> {
             let rank = piece.ranks[0];
             let count = count_of(rank).filter(|_| !self.is_untouched(rank, parameter));
             let Some(count) = count else { continue };
-            let wrong = count.not_one_more(self.microbatches_of(rank));
+            // A step that was left out is not counted, nor is it where the optimizer made the state in it.
+            let declared = inventory.declared.get(&rank);
+            let is_left_out = declared.is_some_and(|own| is_left_out(own, parameter));
+            let wrong = match is_left_out && count.after == count.before {
+                true => None,
+                false => count.not_one_more(self.microbatches_of(rank)),
+            };
             let wrong = wrong.or_else(|| count.of_moments(inventory, rank, parameter));
             let Some(divergence) = wrong else { continue };
             let result = Ok(Outcome::Diverged(Box::new(divergence)));

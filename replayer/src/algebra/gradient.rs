@@ -279,7 +279,10 @@ impl Judge<'_> {
         };
         let judge = |piece: &Piece| {
             let result = self.clipping(parameter, (before, key), piece);
-            self.judged(Stage::Clip, parameter, (key, piece), result)
+            let is_agreed = result.as_ref().is_ok_and(|own| own.divergence().is_none());
+            let by_nan = || self.clipped_by_nan(parameter, (before, key), piece);
+            let by_nan = if is_agreed { None } else { by_nan() };
+            self.judged(Stage::Clip, parameter, (key, piece), by_nan.map_or(result, Ok))
         };
         let norms = |rank: Rank| {
             let declared = inventory.declared.get(&rank);
@@ -446,7 +449,7 @@ impl Judge<'_> {
         Ok(self.outcome(&only(compared)?, &piece.place, |_| None))
     }
 
-    fn scaled(
+    pub(super) fn scaled(
         &self,
         (before, key): (&TensorKey, &TensorKey),
         piece: &Piece,

@@ -1,9 +1,11 @@
-//! Norms that clip nothing: those of no gradient, and those that come after the optimizer's step.
+//! Norms that clip nothing: those of no gradient, those that come after the optimizer's step, and
+//! those that are no number.
 
 use backtape::shard::TensorKey;
 
 use super::causes;
-use super::declaration::{Declaration, Norm};
+use super::declaration::{Declaration, Limit, Norm};
+use super::inventory::Piece;
 use super::judge::Judge;
 use super::outcome::{Divergence, Judged, Outcome, Stage};
 
@@ -61,6 +63,26 @@ impl Judge<'_> {
         let piece = pieces.into_iter().find(|piece| piece.ranks.contains(&rank))?;
         let result = Ok(Outcome::Diverged(Box::new(divergence)));
         Some(self.judged(Stage::Clip, parameter, (key, &piece), result))
+    }
+
+    /// A gradient, in a step that is left out for what is not finite, that was multiplied by a
+    /// coefficient which is NaN. Code that asks whether the coefficient is below 1 leaves such a
+    /// gradient as it is; torch takes the smaller of it and 1, which is NaN, and then nothing of the
+    /// gradient is a number, whatever was finite before. `None` where something of it still is.
+    pub(super) fn clipped_by_nan(
+        &self,
+        parameter: &str,
+        keys: (&TensorKey, &TensorKey),
+        piece: &Piece,
+    ) -> Option<Outcome> {
+        let declared = self.inventory.declared.get(&piece.ranks[0])?;
+        let is_nan = |limit: &Limit| limit.coefficient().is_nan();
+        if !self.nan_is_meant || !declared.limits_of(parameter).iter().any(is_nan) {
+            return None;
+        }
+        let tally = self.scaled(keys, piece, f64::NAN).ok()?;
+        let outcome = self.outcome(&tally, &piece.place, |_| None);
+        outcome.divergence().is_none().then_some(outcome)
     }
 }
 

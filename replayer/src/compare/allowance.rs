@@ -15,6 +15,10 @@ use crate::kernels::round::Precision;
 /// Below the smallest normal f32 (and bf16) hardware may flush to zero.
 pub const FLUSH: f64 = 1.175_494_350_822_287_5e-38;
 
+/// The root of the smallest normal f64. Errors below it have squares that the comparison, which is in
+/// f64 itself, does not have: of values that small in f64 it says nothing.
+const SQUARED: f64 = 1.491_668_146_240_041_3e-154;
+
 /// The stage has the dense part.
 pub const DENSE: i64 = 1;
 /// The stage has the label part.
@@ -204,7 +208,7 @@ impl Rounding {
     pub fn to(precision: Precision) -> Rounding {
         let (unit, half) = (precision.unit_roundoff(), precision.smallest_subnormal() / 2.0);
         // f64 has its own smallest normal number, whose square is 0.
-        let flush = if precision == Precision::F64 { 0.0 } else { FLUSH };
+        let flush = if precision == Precision::F64 { SQUARED } else { FLUSH };
         let constant = flush * flush + half * half;
         Rounding { square: unit * unit / 3.0, constant, unit, half: half + flush }
     }

@@ -41,6 +41,10 @@ pub const FALSE_ALARM: f64 = 1e-4;
 /// standard deviations of a uniform error.
 pub const ONE_ROUNDING: f64 = 3.0;
 
+/// A sum of products below this may lack some that f64 has not: the smallest normal f64 for each of a
+/// thousand million billion of them.
+pub(super) const VANISHING: f64 = 1e-284;
+
 /// The exponents that share one false-alarm probability out over every test of
 /// a report (union bound).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -174,7 +178,13 @@ impl Independent {
     }
 
     fn energy(&self, x: f64) -> f64 {
-        self.sum + 2.0 * (x * self.squares).sqrt() + 2.0 * x * self.largest
+        // Squares of small variances are no numbers of f64, and their sum is no more than the largest
+        // of them times all.
+        let squares = match self.squares < VANISHING {
+            true => self.sum.max(0.0).sqrt() * self.largest.max(0.0).sqrt(),
+            false => self.squares.sqrt(),
+        };
+        self.sum + 2.0 * x.sqrt() * squares + 2.0 * x * self.largest
     }
 }
 
@@ -224,6 +234,11 @@ impl Budget {
     /// The expected energy, which is shown as the floor where none was emulated.
     pub fn expected(&self) -> f64 {
         self.own.sum + self.rows.sum + self.shared + self.certain
+    }
+
+    /// The largest variance of an element's own error, times the number of elements that have it.
+    pub(super) fn largest(&self) -> f64 {
+        self.own.largest
     }
 
     /// The energy that is exceeded with probability `exp(-x)` at most. Errors of different kinds

@@ -6,7 +6,7 @@ use backtape::nan::{by_size, larger};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING};
+use super::bound::{Allowed, Bound, Budget, ONE_ROUNDING, VANISHING};
 use super::lanes::Row;
 use super::measures::{Measures, cosine};
 use super::row::{Element, Look, RowTally};
@@ -347,7 +347,13 @@ impl Tally {
         if self.reference_energy == 0.0 {
             return 0.0;
         }
-        let random = (2.0 * bound.stage * self.slope_variance).sqrt();
+        // Products of small variances and references are no numbers of f64: their sum is no more than
+        // the largest variance times the energy of the reference.
+        let deviation = match self.slope_variance < VANISHING {
+            true => self.budget.largest().sqrt() * self.reference_energy.sqrt(),
+            false => self.slope_variance.sqrt(),
+        };
+        let random = (2.0 * bound.stage).sqrt() * deviation;
         let shared = ONE_ROUNDING.sqrt() * self.slope_shared;
         (random + shared + self.slope_certain) / self.reference_energy
     }

@@ -206,13 +206,23 @@ impl<O: Op> Evaluation<'_, O> {
         let chunk = |columns: Range<usize>| {
             let roundings = self.arithmetic.roundings();
             let mut sums = vec![(Summed::default(), 0.0); columns.len()];
+            let mut addends = vec![Vec::new(); columns.len()];
             for row in 0..rows {
                 self.row(row, columns.clone(), &roundings, &mut |column, addend| {
                     let (own, shared) = addend.variances();
                     let (sum, of_rows) = &mut sums[column - columns.start];
                     sum.add(addend.value, own, self.arithmetic.sum.precision);
                     *of_rows += shared;
+                    if rows <= FEW {
+                        addends[column - columns.start].push(addend.value);
+                    }
                 });
+            }
+            for ((sum, _), addends) in sums.iter_mut().zip(&mut addends) {
+                let ways = self.op.groupings().iter().filter(|way| way.len() == addends.len());
+                let ways = ways.map(|way| in_groups(addends, way, self.arithmetic.sum));
+                sum.grouped = ways.fold(0.0, f64::max);
+                sum.copies = copies(addends);
             }
             sums.iter().map(|(sum, of_rows)| self.of_rows(sum, *of_rows)).collect::<Vec<_>>()
         };
@@ -275,6 +285,40 @@ impl Input<'_> {
     }
 }
 
+/// A sum that grows evenly to r has the share `2^k / r` of its additions in the binade from `2^k` on, in
+/// which each errs by `u 2^k` at most. Where those of one binade err by one error their squares are
+/// `Σ (2^k / r)² (u 2^k)² ≤ u² r² / 14.7` an addition, instead of `u² r² / 3`.
+const EVENLY: f64 = 4.9;
+
+/// Addends up to which copies are looked for: more than a job has ranks that could have the same.
+const FEW: usize = 4096;
+
+/// How many copies the addends of a sum have, each weighed by its square. Equal addends are rounded by
+/// one error, and adding them within one binade errs by one error each time: `m` equal errors of
+/// variance `v` sum to a variance of `m² v`, and not `m v`.
+fn copies(addends: &mut [f64]) -> f64 {
+    addends.sort_by(f64::total_cmp);
+    let alike: f64 = addends.chunk_by(|a, b| a == b).map(|of| of.iter().sum::<f64>().powi(2)).sum();
+    let squares: f64 = addends.iter().map(|x| x * x).sum();
+    // Where all are 0, or one is no number, there is nothing to tell.
+    (alike / squares).max(1.0)
+}
+
+/// Variance of additions that sum groups of addends, and then these sums. Where the groups cancel, what
+/// each was rounded by is larger than what a sum in another order is.
+fn in_groups(addends: &[f64], groups: &[usize], sum: Sum) -> f64 {
+    let count = groups.iter().max().map_or(0, |last| last + 1);
+    let mut of = vec![[0.0; 3]; count];
+    for (x, group) in addends.iter().zip(groups) {
+        let [count, total, squares] = &mut of[*group];
+        (*count, *total, *squares) = (*count + 1.0, *total + x, *squares + x * x);
+    }
+    let inside = of.iter().map(|[count, total, squares]| sum.variance(*count, *total, *squares));
+    let totals = || of.iter().map(|[_, total, _]| total);
+    let squares = totals().map(|total| total * total).sum();
+    inside.sum::<f64>() + sum.variance(count as f64, totals().sum(), squares)
+}
+
 /// A sum of some addends.
 #[derive(Clone, Copy, Default)]
 struct Summed {
@@ -287,6 +331,10 @@ struct Summed {
     own: f64,
     /// The sum in a job's accumulator, one addend after the other.
     emulated: f64,
+    /// How many copies an addend has, itself included, where that is more than 1.
+    copies: f64,
+    /// Variance of its additions where groups of addends are added first; 0 where there are none.
+    grouped: f64,
 }
 
 /// Variance of what so many additions lose near 0, where an addition, and the division of an
@@ -315,6 +363,9 @@ impl Summed {
 
     /// Of the addends' errors and of their addition.
     fn variance(&self, arithmetic: &Arithmetic) -> f64 {
-        self.own + arithmetic.sum.variance(self.count, self.total(), self.squares)
+        let adding = |total: f64| arithmetic.sum.variance(self.count, total, self.squares);
+        let copies = self.copies.max(1.0);
+        let alike = copies * adding(self.total() / EVENLY.sqrt());
+        self.own * copies + adding(self.total()).max(alike).max(self.grouped)
     }
 }

@@ -100,6 +100,12 @@ pub trait Op: Sync {
         None
     }
 
+    /// For each way in which the rows of a sum may have been added in groups before these were added:
+    /// the group of each row.
+    fn groupings(&self) -> &[Vec<usize>] {
+        &[]
+    }
+
     /// An element of a stage, or an addend of it, from elements of the stage's inputs.
     fn element<N: Number>(&self, stage: usize, inputs: &[N]) -> N;
 
@@ -113,7 +119,8 @@ pub trait Op: Sync {
 /// name: Shape Side Reduction |op, input, …| formula, then |op, sum, count| formula, "words";
 /// ```
 ///
-/// where `op` is the op with its options, and the inputs are named as they are recorded.
+/// where `op` is the op with its options, and the inputs are named as they are recorded. What follows
+/// `groups` is [`Op::groupings`].
 macro_rules! op {
     (
         $op:ident = $op_name:literal;
@@ -124,6 +131,7 @@ macro_rules! op {
             $(then |$that:ident, $sum:ident, $count:ident| $finish:expr,)?
             $words:literal;
         )* }
+        $(groups |$own:ident| $groups:expr;)?
     ) => {
         impl $crate::ops::Op for $op {
             const NAME: &'static str = $op_name;
@@ -146,6 +154,11 @@ macro_rules! op {
                     words: $words,
                 },)*] }
             }
+
+            $(fn groupings(&self) -> &[Vec<usize>] {
+                let $own = self;
+                $groups
+            })?
 
             fn element<N: $crate::kernels::number::Number>(&self, stage: usize, inputs: &[N]) -> N {
                 #[allow(non_camel_case_types, dead_code)]

@@ -5,7 +5,8 @@
 //!
 //! `r m / (1 - β1^t) √(1 - β2^t) / (√v + ε)`, `r² = (ρ - 4)(ρ - 2)ρ∞ / ((ρ∞ - 4)(ρ∞ - 2)ρ)`.
 //!
-//! optax divides `v` by `1 - β2^t` before ε is added.
+//! optax divides `v` by `1 - β2^t` before ε is added. torch multiplies `m / (1 - β1^t)` by the learning
+//! rate before all else, and what is too small for a format then is lost.
 
 use super::formulas::{
     Descent, class, corrected, correction, divided, is_optax, moving, root, square,
@@ -106,7 +107,7 @@ impl Radam {
         beta2.constant(libm::sqrt(own / ((longest - 4.0) * (longest - 2.0) * length)))
     }
 
-    /// A first moment that is corrected, divided by the root of the second.
+    /// A first moment that is corrected and times the learning rate, divided by the root of the second.
     fn adapted<N: Number>(&self, first: N, second: N, [beta2, eps, eps_root]: [N; 3]) -> N {
         let correction = correction(beta2.clone(), self.step);
         let adapted = match self.corrects_first {
@@ -187,11 +188,12 @@ op! {
         update: Plane Forward Each
             |op, before, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, eps_root, weight_decay| {
                 let first = corrected(exp_avg, correction(beta1, op.step), op.corrections);
-                let direction = match op.adapts() {
+                let first = first.scaled(lr.clone());
+                let moved = match op.adapts() {
                     true => op.adapted(first, exp_avg_sq, [beta2, eps, eps_root]),
                     false => first,
                 };
-                op.descent.update(direction, before, weight_decay, lr)
+                op.descent.subtracted(moved, before, weight_decay, lr)
             },
             "what is added to the parameter";
         after: Plane Forward Each |op, before, update, lr, weight_decay|

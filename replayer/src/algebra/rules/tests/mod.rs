@@ -319,6 +319,33 @@ fn a_step_that_is_applied_twice_is_the_rule_after_itself() {
     }
 }
 
+/// Goal: what vanishes in f16 before RAdam divides, where the learning rate comes first, is no finding,
+/// and another learning rate is one beside it. Method: a moment that is a few of the smallest numbers
+/// of f16 then, and parameters that are small enough to show it.
+#[test]
+fn radam_in_f16_loses_what_is_small_before_it_divides() {
+    let (mut draw, f16) = (Draw::new(53), Precision::F16);
+    let kind = JOBS.iter().find(|kind| kind.class == "RAdam").expect("a class of the list");
+    let hyper = [("lr", 4e-4), ("beta1", 0.0), ("beta2", 0.9), ("eps", 1e-3)];
+    let hyper = BTreeMap::from_iter(hyper.into_iter().chain([("weight_decay", 0.0)]));
+    let mut job = Job::new(kind, [f16; 2], hyper, BTreeSet::new(), [false; 2]);
+    let mut last = None;
+    for step in 1..=7 {
+        let drawn = |_| f16.round(1e-3 * draw.normal() as f32);
+        let grad: Vec<f32> = (0..ELEMENTS).map(drawn).collect();
+        (job.step, job.parameter) = (step, vec![0.0; ELEMENTS]);
+        let (before, state_before) = (job.parameter.clone(), job.state.clone());
+        job.run(&grad);
+        last = Some((grad, before, state_before));
+    }
+    let (grad, before, state_before) = last.expect("a job takes a step");
+    let recorded = Recorded { job, grad, before, state_before };
+    let (rule, mut hyper) = rule(&recorded.job, 7);
+    assert_eq!(excess(&rule, &hyper, &recorded), None);
+    hyper.0.insert("lr".into(), json!(8e-4));
+    assert!(excess(&rule, &hyper, &recorded).is_some(), "another learning rate is not seen");
+}
+
 #[test]
 fn unknown_modes_of_known_optimizers_are_unknown() {
     let of = |name: &str, hyper: serde_json::Value| {

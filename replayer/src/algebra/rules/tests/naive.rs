@@ -389,6 +389,9 @@ impl Job {
         let first = self.r(self.kept(m) / self.c(self.correction(beta1, 1)));
         let longest = 2.0 / (1.0 - beta2) - 1.0;
         let length = longest - 2.0 * t * beta2.powf(t) / (1.0 - beta2.powf(t));
+        // torch multiplies by the learning rate first, optax last.
+        let lr = self.c(self.number("lr"));
+        let first = if self.is_optax() { first } else { self.r(lr * first) };
         let mut moved = first;
         if (length > 5.0) != self.has("rectification-threshold") {
             let second = self.correction(beta2, 1);
@@ -403,7 +406,8 @@ impl Job {
                 moved = self.r(moved * self.c((own / most).sqrt()));
             }
         }
-        let p = self.r(p - self.r(self.c(self.number("lr")) * moved));
+        let moved = if self.is_optax() { self.r(lr * moved) } else { moved };
+        let p = self.r(p - moved);
         Element { p, s: [m, v, 0.0], ..element }
     }
 
