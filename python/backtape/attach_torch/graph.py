@@ -141,10 +141,10 @@ def between(result: torch.Tensor, product: Product) -> list[Any]:
     raise Unfollowed(f"more than {LONGEST} operations lie between the product and the loss")
 
 
-def taken_twice(roots: Sequence[Any], path: Sequence[Any]) -> bool:
-    """Whether a result on the path from a loss back to its product is taken by something else as well, on
-    the way back from the roots of a backward pass. path: the nodes, the last one that of the product."""
-    takers = dict.fromkeys(path[1:], 0)
+def takers(roots: Sequence[Any], path: Sequence[Any], is_whole: bool = True) -> dict[Any, int]:
+    """How often each result on the path from a loss back to its product is taken, on the way back from the
+    roots. path: the nodes, the last one that of the product; is_whole: also behind the product."""
+    counts = dict.fromkeys(path, 0)
     waiting = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
     seen = set()
     while waiting and len(seen) < MOST_NODES:
@@ -152,11 +152,13 @@ def taken_twice(roots: Sequence[Any], path: Sequence[Any]) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if node is path[-1] and not is_whole:
+            continue
         for function, _ in node.next_functions:
-            if function in takers:
-                takers[function] += 1
+            if function in counts:
+                counts[function] += 1
             waiting.append(function)
-    return any(count > 1 for count in takers.values())
+    return counts
 
 
 def _before(node: Any) -> Any:
@@ -308,9 +310,10 @@ SCALES: dict[str, Callable[[Any], float]] = {"Mul": _factor, "Div": lambda node:
 PRODUCTS = {"Mm": (0, 1, ("self", "mat2")), "Addmm": (1, 2, ("mat1", "mat2"))}
 
 
-def leaf_of(node: Any, at: int) -> tuple[Any, ...]:
-    """What an input of a node is made of: the parameter, or the node that has computed it, and which of the
-    outputs on the way it is, as FSDP1's parameters are views of one tensor, made anew for each forward."""
+def leaf_of(node: Any, at: int) -> tuple[Any, int | None]:
+    """What an input of a node is made of, and how often that was changed: the parameter, or the node that
+    has computed it, and which of the outputs on the way it is, as FSDP1's parameters are views of one
+    tensor that are made anew for each forward."""
     function, number = node.next_functions[at]
     path = []
     while function is not None and len(path) < LONGEST:
@@ -319,7 +322,7 @@ def leaf_of(node: Any, at: int) -> tuple[Any, ...]:
             break
         function, number = function.next_functions[0]
     leaf = getattr(function, "variable", function)
-    return id(leaf), tuple(path)
+    return (id(leaf), *path), getattr(leaf, "_version", None)
 
 
 def node_into(result: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[Any, int, int]:

@@ -10,7 +10,7 @@ gradients of its own: a loss that is computed chunk by chunk has as many as chun
 import functools
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from backtape.attach_torch.graph import (
     leaf_of,
     node_into,
     product_of,
-    taken_twice,
+    takers,
 )
 from backtape.attach_torch.losses import Call
 from backtape.tape import Tape
@@ -36,6 +36,7 @@ UNKNOWN = (
     "no backward pass came from a loss that backtape knows; name yours: "
     "attach(losses={'module:function': {'q': ..., 'k': ..., 'labels': ...}})"
 )
+AGAIN = "is reached by several backward passes, of which the first is recorded"
 MIXED = (
     "something else than the loss takes the logits too and gives them a gradient, as a z-loss or label smoothing "
     "by hand does: no head is declared"
@@ -56,8 +57,10 @@ class Head:
     stored: int  # bytes of its unembedding, and of the gradient
     versions: tuple[int, ...] = ()  # of q and k when a fused loss was called
     path: Sequence[Any] = ()  # the operations from the loss back to the product
+    takers: Mapping[Any, int] = field(default_factory=dict)  # how often the loss takes each result there
     microbatch: int | None = None  # once a backward pass has reached it
-    is_recorded: bool = False  # its gradients are there
+    version: int | None = None  # of its unembedding when it was called
+    is_open: bool = True  # it is still to be recorded
 
 
 class Heads:
@@ -81,6 +84,10 @@ class Heads:
         self._declared: dict[str, Any] | None = None
         self._handles: list[Any] = []
         self._is_mixed = False  # something else than the loss gives gradients to the logits, too
+        self._is_counted = True  # the backward pass that runs fills `.grad`
+        self._lacks_q, self._has_k = False, False
+        self._is_given_up = False
+        self._version: int | None = None  # of the unembedding
         self.count = 0  # of microbatches
         self.reasons: list[str] = []  # why something is not recorded
 
@@ -100,18 +107,32 @@ class Heads:
         for register, hook in hooks:
             self._handles.append(register(functools.partial(hook, head)))
 
-    def backward(self, roots: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+    def backward(
+        self, roots: Any, *_: Any, accumulate_grad: bool = False, **__: Any
+    ) -> Generator[None, Any, None]:
         """Looks at a backward pass, which begins at the roots."""
-        for head in self._waiting:
-            if taken_twice(roots, head.path):
+        before, self._is_counted = self._is_counted, accumulate_grad
+        for head in list(self._waiting) if accumulate_grad else ():
+            taken = takers(roots, head.path) if head.path else {}
+            # Of a head that this pass does not reach nothing is taken.
+            if any(taken.values()) and taken != head.takers:
+                self._waiting.remove(head)
                 self._is_mixed = True
-        yield
+        try:
+            yield
+        finally:
+            self._is_counted = before
 
     def refuse(self, reason: str) -> None:
         """Notes why a head is not recorded, or not all of it."""
         with self._lock:
             if reason not in self.reasons:
                 self.reasons.append(reason)
+
+    def give_up(self, reason: str) -> None:
+        """Has no head declared."""
+        self._is_given_up = True
+        self.refuse(reason)
 
     def finish(self, _: str | None = None) -> None:
         """Takes the hooks away and declares the head."""
@@ -121,7 +142,8 @@ class Heads:
         self._waiting.clear()
         if self._is_mixed:
             self.refuse(MIXED)
-        elif self._declared is not None:
+        is_whole = self._has_k and not self._lacks_q and not self._is_given_up
+        if self._declared is not None and is_whole:
             self._tape.head(**self._declared, microbatches=self.count)
         elif not self.reasons:
             self.refuse(UNKNOWN)
@@ -130,10 +152,18 @@ class Heads:
 
     def _reached(self, head: Head, arrived: torch.Tensor) -> None:
         """A hook of the loss: its gradient has come."""
+        if not self._is_counted:
+            return
+        if not head.is_open:
+            if head.microbatch is not None:
+                self.refuse(f"{head.call.function} {AGAIN}")
+            return
         with self._tape.guarded("head", head.call.function):
             refused = self._counted(head)
             if refused is not None:
-                self.refuse(f"{head.call.function} {refused}")
+                head.is_open = False
+                if refused:
+                    self.refuse(f"{head.call.function} {refused}")
                 return
             call, product = head.call, head.product
             record = functools.partial(
@@ -147,18 +177,22 @@ class Heads:
             record("loss", declared.losses(call, product), **where)
 
     def _counted(self, head: Head) -> str | None:
-        """Counts a head that a backward pass has reached, or says why it is not recorded."""
+        """Counts a head that a backward pass has reached, or says why it is not recorded; nothing where that
+        is told at the end."""
         options = declared.options(head.call, head.product)
         with self._lock:
+            if head not in self._waiting:
+                return ""
             if self._weight is None:
                 self._weight = max(self._waiting, key=lambda waiting: waiting.size).weight
-            if head not in self._waiting:
-                return "is reached by several backward passes, of which the first is recorded"
             self._waiting.remove(head)
             if self.count and 2 * head.stored * self.count > self._most:
                 return f"is recorded {self.count} times, as its unembedding is large (head_bytes=)"
-            if head.weight is not self._weight:
-                return "is called with another, smaller unembedding too, which is not recorded"
+            if head.weight != self._weight:
+                return "is called with another unembedding too, which is not recorded"
+            if self._version not in (None, head.version):
+                return "is called again after the unembedding was changed, which is not recorded"
+            self._version = head.version
             if self._declared not in (None, options):
                 return "is called with other options too, and those calls are not recorded"
             self._declared = options
@@ -167,29 +201,32 @@ class Heads:
 
     def _before(self, head: Head, arrived: tuple[Any, ...]) -> None:
         """A hook of the product, before its backward: what it was computed of."""
-        if head.microbatch is None or head.is_recorded:
+        if not self._is_counted or head.microbatch is None or not head.is_open:
             return
         with self._tape.guarded("head", "q and k"):
             if any(gradient is not None for gradient in arrived[1:]):
                 self._is_mixed = True
             for name, value in zip(("q", "k"), _operands(head)):
                 if isinstance(value, str):
-                    self._leave_out(name, head, value)
+                    self._lacks_q = self._lacks_q or name == "q"
+                    if name == "q" or not self._has_k:
+                        self._leave_out(name, head, value)
                 elif name == "q":
                     self._tape.record(
                         "q", value, microbatch=head.microbatch, placement=self._tokens
                     )
-                elif head.microbatch == 0:
+                elif not self._has_k:
+                    self._has_k = True
                     self._tape.record("k", value)
-            bias = head.call.bias if head.product is None else head.product.bias
-            if bias is not None and head.microbatch == 0:
-                self._tape.record("bias", bias.detach())
+                    bias = head.call.bias if head.product is None else head.product.bias
+                    if bias is not None:
+                        self._tape.record("bias", bias.detach())
 
     def _after(self, head: Head, gradients: tuple[Any, ...], _: Any) -> None:
         """A hook of the product, after its backward: what it gives to q and k."""
-        if head.microbatch is None or head.is_recorded:
+        if not self._is_counted or head.microbatch is None or not head.is_open:
             return
-        head.is_recorded = True
+        head.is_open = False
         with self._tape.guarded("head", "dq and dk"):
             dq, dk = (gradients[at] if at >= 0 else None for at in (head.q, head.k))
             if dq is None:
@@ -213,9 +250,11 @@ class Heads:
 
 def _found(call: Call) -> Head:
     """Where the gradients of a call come out of the graph. Raises Unfollowed."""
+    if call.problem is not None:
+        raise Unfollowed(call.problem)
     if call.logits is not None:
         product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
-        weight = leaf_of(product.node, product.k)
+        weight, version = leaf_of(product.node, product.k)
         size = product.tokens * product.vocabulary
         width = int(getattr(product.node, f"_saved_{product.saved[1]}_sym_sizes")[0])
         stored = product.vocabulary * width * product.dtype.itemsize
@@ -233,14 +272,18 @@ def _found(call: Call) -> Head:
             size,
             stored,
             path=nodes,
+            takers=takers([call.result], nodes, is_whole=False),
+            version=version,
         )
     q, k = call.q, call.k
     assert q is not None and k is not None
     node, at_q, at_k = node_into(call.result, q, k)
     size = q.numel() // q.shape[-1] * k.shape[0]
     versions = (q._version, k._version)
-    weight = k if at_k < 0 else leaf_of(node, at_k)
-    return Head(call, None, node, at_q, at_k, weight, size, k.nbytes, versions)
+    weight, version = (id(k), k._version) if at_k < 0 else leaf_of(node, at_k)
+    return Head(
+        call, None, node, at_q, at_k, weight, size, k.nbytes, versions, version=version
+    )
 
 
 def _operands(head: Head) -> tuple[torch.Tensor | str, torch.Tensor | str]:

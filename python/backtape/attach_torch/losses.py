@@ -28,6 +28,7 @@ class Call:
     are_logs: bool = False  # they are log-probabilities
     # The result is the log-probability of each label, of which the loss is the negative.
     is_likelihood: bool = False
+    problem: str | None = None  # why no head can be declared of it
     q: torch.Tensor | None = None  # a fused loss takes q and k in place of logits
     k: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -101,7 +102,11 @@ def _observer(
             inside.pop()
         first = result[0] if isinstance(result, tuple) else result
         if isinstance(first, torch.Tensor) and first.requires_grad:
-            seen(loss.read(loss.name, given, first))
+            try:
+                call = loss.read(loss.name, given, first)
+            except Unfollowed as error:
+                call = Call(loss.name, first, first, problem=str(error))
+            seen(call)
 
     return observe
 

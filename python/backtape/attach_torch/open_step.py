@@ -78,5 +78,5 @@ class OpenStep:
         """Closes the tape."""
         self._patches.undo()
         if self.is_skipped and self._heads is not None:
-            self._heads.refuse(SKIPPED)
+            self._heads.give_up(SKIPPED)
         self._tape.__exit__(raised, None, None)
