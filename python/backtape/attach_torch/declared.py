@@ -1,6 +1,7 @@
 """What a call of a loss says of its head: the options of `Tape.head`, and labels, weights and cotangents
 for each token."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,31 @@ NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", tor
 
 # The label of a token that the loss does not read, where the call has none to ignore.
 UNREAD = -100
+
+
+@dataclass
+class Said:
+    """What a call says, as it was when it was made."""
+
+    options: dict[str, Any]  # of `Tape.head`
+    labels: torch.Tensor  # [T]
+    weights: torch.Tensor | None  # [T], of each token's class
+    value: torch.Tensor  # the loss: one number, or [T] under reduction "none"
+    is_likelihood: bool
+
+
+def of_call(call: Call, product: Product | None) -> Said:
+    """What a call says of its head. The job may write into labels and loss afterwards: they are copied."""
+    value = call.result.detach()
+    if call.reduction == "none":
+        value = by_token(value.reshape(-1), product, 0)
+    return Said(
+        options(call, product),
+        labels(call, product).clone(),
+        None if call.class_weights is None else weights(call, product),
+        -value if call.is_likelihood else value.clone(),
+        call.is_likelihood,
+    )
 
 
 def options(call: Call, product: Product | None) -> dict[str, Any]:
@@ -87,7 +113,7 @@ def ignored(call: Call, product: Product | None) -> int | None:
 def labels(call: Call, product: Product | None) -> torch.Tensor:
     """The label of each token, [T]."""
     fill = ignored(call, product)
-    return _by_token(call.labels.detach().reshape(-1), product, UNREAD if fill is None else fill)
+    return by_token(call.labels.detach().reshape(-1), product, UNREAD if fill is None else fill)
 
 
 def weights(call: Call, product: Product | None) -> torch.Tensor:
@@ -98,24 +124,17 @@ def weights(call: Call, product: Product | None) -> torch.Tensor:
     return torch.where(counts, call.class_weights.detach()[own.clamp(min=0)], 0.0)
 
 
-def cotangents(call: Call, product: Product | None, arrived: torch.Tensor) -> torch.Tensor:
+def cotangents(said: Said, product: Product | None, arrived: torch.Tensor) -> torch.Tensor:
     """What arrived at the loss of each token, [T]."""
-    if call.is_likelihood:
+    if said.is_likelihood:
         arrived = -arrived
     if arrived.dim() == 0:
-        tokens = call.labels.numel() if product is None else product.tokens
-        return arrived.detach().expand(tokens).contiguous()
-    return _by_token(arrived.detach().reshape(-1), product, 0)
+        return arrived.detach().expand(said.labels.numel()).contiguous()
+    return by_token(arrived.detach().reshape(-1), product, 0)
 
 
-def losses(call: Call, product: Product | None) -> torch.Tensor:
-    """The loss: one number, or under reduction "none" one for each token."""
-    result = -call.result.detach() if call.is_likelihood else call.result.detach()
-    return result if call.reduction != "none" else _by_token(result.reshape(-1), product, 0)
-
-
-def _by_token(values: torch.Tensor, product: Product | None, otherwise: float) -> torch.Tensor:
-    """Values of the loss's rows, put to the tokens whose rows they are."""
+def by_token(values: torch.Tensor, product: Product | None, otherwise: float) -> torch.Tensor:
+    """Values of the loss's rows, put to the tokens whose rows they are"""
     if product is None or product.rows is None:
         return values
     placed = values.new_full((product.tokens,), otherwise)

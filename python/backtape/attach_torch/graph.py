@@ -250,6 +250,8 @@ def _selected(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
 
 def _indexed(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
     """`logits[mask]`, or rows by their numbers: indices of leading dimensions only."""
+    if any(is_packed(raw) for raw in node._raw_saved_indices if raw is not None):
+        raise Unfollowed("a hook for saved tensors has the index that chooses rows")
     given = [index.cpu() if index is not None else None for index in node._saved_indices]
     while given and given[-1] is None:
         given.pop()
@@ -273,8 +275,10 @@ def _signed(value: Any) -> int:
 
 def _factor(node: Any) -> float:
     """The number that an operation multiplies by."""
-    for name in ("_saved_other", "_saved_self"):
-        value = getattr(node, name, None)
+    for name in ("other", "self"):
+        if is_packed(getattr(node, f"_raw_saved_{name}", None)):
+            continue
+        value = getattr(node, f"_saved_{name}", None)
         if value is None or isinstance(value, (int, float)):
             number = value
         else:
@@ -282,6 +286,12 @@ def _factor(node: Any) -> float:
         if number is not None:
             return float(number)
     raise Unfollowed("they are multiplied by a tensor")
+
+
+def is_packed(raw: Any) -> bool:
+    """Whether a tensor that autograd saves is in the hands of a hook, which is to be asked once only: that of
+    activation checkpointing or offloading."""
+    return getattr(raw, "unpack_hook", None) is not None
 
 
 # Operations after which a row is still the logits of one token.

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from backtape.attach_torch import declared
+from backtape.attach_torch.declared import Said
 from backtape.attach_torch.graph import (
     Product,
     Unfollowed,
     between,
+    is_packed,
     leaf_of,
     node_into,
     product_of,
@@ -29,7 +31,7 @@ from backtape.attach_torch.losses import Call
 from backtape.tape import Tape
 
 FROZEN = "autograd does not keep it, as the other operand of the product takes no gradient"
-CHECKPOINTED = "activation checkpointing makes it anew in the backward pass"
+CHECKPOINTED = "activation checkpointing or offloading has it until the backward pass takes it"
 
 
 UNKNOWN = (
@@ -43,11 +45,23 @@ MIXED = (
 )
 
 
+@dataclass
+class Fused:
+    """What a fused loss was called with."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    bias: torch.Tensor | None
+    versions: tuple[int, ...]  # of q and k then
+
+
 @dataclass(eq=False)
 class Head:
-    """One call of a loss, and where its gradients come out of autograd's graph."""
+    """One call of a loss, and where its gradients come out of autograd's graph. It keeps neither logits nor
+    loss: they would live until the step ends."""
 
-    call: Call
+    function: str
+    said: Said
     product: Product | None  # None: the loss is fused
     node: Any
     q: int  # which input of the node q is; -1 where it takes no gradient
@@ -55,12 +69,21 @@ class Head:
     weight: Any  # what tells its unembedding from another
     size: int  # how many logits it has
     stored: int  # bytes of its unembedding, and of the gradient
-    versions: tuple[int, ...] = ()  # of q and k when a fused loss was called
+    fused: Fused | None = None
     path: Sequence[Any] = ()  # the operations from the loss back to the product
     takers: Mapping[Any, int] = field(default_factory=dict)  # how often the loss takes each result there
     microbatch: int | None = None  # once a backward pass has reached it
     version: int | None = None  # of its unembedding when it was called
     is_open: bool = True  # it is still to be recorded
+    handles: list[Any] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Lets go of autograd's graph, once its gradients are recorded."""
+        self.is_open = False
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.path, self.takers = [], (), {}
+        self.node, self.product, self.fused = None, None, None
 
 
 class Heads:
@@ -82,7 +105,7 @@ class Heads:
         self._waiting: list[Head] = []
         self._weight: Any = None  # the unembedding that is recorded
         self._declared: dict[str, Any] | None = None
-        self._handles: list[Any] = []
+        self._heads: list[Head] = []  # those whose gradients have not come yet
         self._is_mixed = False  # something else than the loss gives gradients to the logits, too
         self._is_counted = True  # the backward pass that runs fills `.grad`
         self._lacks_q, self._has_k = False, False
@@ -104,8 +127,8 @@ class Heads:
             (head.node.register_hook, self._after),
         ]
         self._waiting.append(head)
-        for register, hook in hooks:
-            self._handles.append(register(functools.partial(hook, head)))
+        self._heads.append(head)
+        head.handles = [register(functools.partial(hook, head)) for register, hook in hooks]
 
     def backward(
         self, roots: Any, *_: Any, accumulate_grad: bool = False, **__: Any
@@ -136,9 +159,9 @@ class Heads:
 
     def finish(self, _: str | None = None) -> None:
         """Takes the hooks away and declares the head."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for head in self._heads:
+            head.release()
+        self._heads.clear()
         self._waiting.clear()
         if self._is_mixed:
             self.refuse(MIXED)
@@ -156,30 +179,30 @@ class Heads:
             return
         if not head.is_open:
             if head.microbatch is not None:
-                self.refuse(f"{head.call.function} {AGAIN}")
+                self.refuse(f"{head.function} {AGAIN}")
             return
-        with self._tape.guarded("head", head.call.function):
+        with self._tape.guarded("head", head.function):
             refused = self._counted(head)
             if refused is not None:
                 head.is_open = False
                 if refused:
-                    self.refuse(f"{head.call.function} {refused}")
+                    self.refuse(f"{head.function} {refused}")
                 return
-            call, product = head.call, head.product
+            said, product = head.said, head.product
             record = functools.partial(
                 self._tape.record, microbatch=head.microbatch, placement=self._tokens
             )
-            record("labels", declared.labels(call, product))
-            record("cotangent", declared.cotangents(call, product, arrived))
-            if call.class_weights is not None:
-                record("weights", declared.weights(call, product))
-            where = {} if call.reduction == "none" else {"placement": self._addends}
-            record("loss", declared.losses(call, product), **where)
+            record("labels", said.labels)
+            record("cotangent", declared.cotangents(said, product, arrived))
+            if said.weights is not None:
+                record("weights", said.weights)
+            where = {} if said.value.dim() else {"placement": self._addends}
+            record("loss", said.value, **where)
 
     def _counted(self, head: Head) -> str | None:
         """Counts a head that a backward pass has reached, or says why it is not recorded; nothing where that
         is told at the end."""
-        options = declared.options(head.call, head.product)
+        options = head.said.options
         with self._lock:
             if head not in self._waiting:
                 return ""
@@ -218,7 +241,7 @@ class Heads:
                 elif not self._has_k:
                     self._has_k = True
                     self._tape.record("k", value)
-                    bias = head.call.bias if head.product is None else head.product.bias
+                    bias = head.product.bias if head.product is not None else head.fused.bias  # type: ignore[union-attr]
                     if bias is not None:
                         self._tape.record("bias", bias.detach())
 
@@ -226,7 +249,7 @@ class Heads:
         """A hook of the product, after its backward: what it gives to q and k."""
         if not self._is_counted or head.microbatch is None or not head.is_open:
             return
-        head.is_open = False
+        product = head.product
         with self._tape.guarded("head", "dq and dk"):
             dq, dk = (gradients[at] if at >= 0 else None for at in (head.q, head.k))
             if dq is None:
@@ -237,11 +260,14 @@ class Heads:
             if dk is None:
                 self._leave_out("dk", head, "k takes no gradient")
             else:
-                own = dk.detach() if head.product is None else dk.detach().t()
+                own = dk.detach() if product is None else dk.detach().t()
                 more: dict[str, Any] = {"when": "pre_reduce"} if self._addends else {}
                 self._tape.record(
                     "dk", own, microbatch=head.microbatch, placement=self._addends, **more
                 )
+        head.release()
+        with self._lock:
+            self._heads.remove(head)
 
     def _leave_out(self, name: str, head: Head, reason: str) -> None:
         self._tape.leave_out(name, head.microbatch, reason)
@@ -252,37 +278,45 @@ def _found(call: Call) -> Head:
     """Where the gradients of a call come out of the graph. Raises Unfollowed."""
     if call.problem is not None:
         raise Unfollowed(call.problem)
-    if call.logits is not None:
-        product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
-        weight, version = leaf_of(product.node, product.k)
-        size = product.tokens * product.vocabulary
-        width = int(getattr(product.node, f"_saved_{product.saved[1]}_sym_sizes")[0])
-        stored = product.vocabulary * width * product.dtype.itemsize
-        nodes = between(call.result, product)
-        if call.are_logs:
-            nodes.insert(0, call.result.grad_fn)
-        nodes.append(product.node)
-        return Head(
-            call,
-            product,
-            product.node,
-            product.q,
-            product.k,
-            weight,
-            size,
-            stored,
-            path=nodes,
-            takers=takers([call.result], nodes, is_whole=False),
-            version=version,
-        )
+    if call.logits is None:
+        return _fused(call)
+    product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
+    nodes = [*between(call.result, product), product.node]
+    weight, version = leaf_of(product.node, product.k)
+    width = int(getattr(product.node, f"_saved_{product.saved[1]}_sym_sizes")[0])
+    return Head(
+        call.function,
+        declared.of_call(call, product),
+        product,
+        product.node,
+        product.q,
+        product.k,
+        weight,
+        size=product.tokens * product.vocabulary,
+        stored=product.vocabulary * width * product.dtype.itemsize,
+        path=nodes,
+        takers=takers([call.result], nodes, is_whole=False),
+        version=version,
+    )
+
+
+def _fused(call: Call) -> Head:
     q, k = call.q, call.k
     assert q is not None and k is not None
     node, at_q, at_k = node_into(call.result, q, k)
-    size = q.numel() // q.shape[-1] * k.shape[0]
-    versions = (q._version, k._version)
     weight, version = (id(k), k._version) if at_k < 0 else leaf_of(node, at_k)
     return Head(
-        call, None, node, at_q, at_k, weight, size, k.nbytes, versions, version=version
+        call.function,
+        declared.of_call(call, None),
+        None,
+        node,
+        at_q,
+        at_k,
+        weight,
+        size=q.numel() // q.shape[-1] * k.shape[0],
+        stored=k.nbytes,
+        fused=Fused(q, k, call.bias, (q._version, k._version)),
+        version=version,
     )
 
 
@@ -291,18 +325,17 @@ def _operands(head: Head) -> tuple[torch.Tensor | str, torch.Tensor | str]:
     if head.product is not None:
         q, k = (_saved(head.node, name) for name in head.product.saved)
         return q, k if isinstance(k, str) else k.t()
-    q, k = head.call.q, head.call.k
-    assert q is not None and k is not None
-    if (q._version, k._version) != head.versions:
+    fused = head.fused
+    assert fused is not None
+    if (fused.q._version, fused.k._version) != fused.versions:
         changed = "q or k was changed between forward and backward"
         return changed, changed
-    return q.detach().reshape(-1, q.shape[-1]), k.detach()
+    return fused.q.detach().reshape(-1, fused.q.shape[-1]), fused.k.detach()
 
 
 def _saved(node: Any, name: str) -> torch.Tensor | str:
     """A tensor that autograd keeps, or why it has none."""
-    raw = getattr(node, f"_raw_saved_{name}")
-    if getattr(raw, "unpack_hook", None) is not None:
+    if is_packed(getattr(node, f"_raw_saved_{name}")):
         return CHECKPOINTED
     value = getattr(node, f"_saved_{name}")
     return FROZEN if value is None else value.detach()

@@ -73,15 +73,18 @@ def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) 
         function = getattr(owner, attribute, None)
         if function is not None:
             patches.attribute(owner, attribute, _observer(loss, function, seen, inside))
-            _known_to_script(function, getattr(owner, attribute))
+            _known_to_script(patches, function, getattr(owner, attribute))
 
 
-def _known_to_script(function: Any, replacement: Any) -> None:
+def _known_to_script(patches: Patches, function: Any, replacement: Any) -> None:
     """torch.jit.script knows torch's own functions by their identity, and is to know what stands for one."""
     builtins = frameworks.imported("torch.jit._builtins")
     name = builtins._find_builtin(function) if builtins is not None else None
     if name is not None:
         builtins._register_builtin(replacement, name)
+        # The replacement's identity is that of another object once it is gone.
+        table = builtins._get_builtin_table()
+        patches.afterwards(lambda: table.pop(id(replacement), None))
 
 
 def _observer(
@@ -139,16 +142,17 @@ def _named(path: str, names: Mapping[str, str]) -> Loss:
 
     def read(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
         taken = {name: given[argument] for name, argument in names.items()}
-        return Call(function, result=result, **taken, **_options(given))
+        return Call(function, result=result, **taken, **_options(given, set(names.values())))
 
     return Loss(path, module, attribute, read)
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call says by arguments of the usual names."""
+def _options(given: Mapping[str, Any], taken: set[str]) -> dict[str, Any]:
+    """What a call says by arguments of the usual names, without those that are something else."""
     options: dict[str, Any] = {}
     for name, usual in USUAL.items():
-        value = next((given[word] for word in usual if given.get(word) is not None), None)
+        words = [word for word in usual if word not in taken]
+        value = next((given[word] for word in words if given.get(word) is not None), None)
         if value is not None:
             options[name] = value
     return options

@@ -60,6 +60,10 @@ class Patches:
 
         self._undo.append(undo)
 
+    def afterwards(self, call: Callable[[], Any]) -> None:
+        """Has something called when all is put back, before what was replaced last."""
+        self._undo.append(call)
+
     def undo(self) -> None:
         """Puts everything back, the last one first."""
         self._closed = True

@@ -9,6 +9,7 @@
 //! fault (`blocks.rs`).
 
 use backtape::identity::{Microbatch, Rank};
+use backtape::manifest::Omission;
 use backtape::role::Role;
 use backtape::shard::{TensorKey, When};
 use rayon::prelude::*;
@@ -75,11 +76,9 @@ fn step(subject: &Subject<'_>, results: &mut CheckResults) {
         true => Vec::new(),
         false => facts(subject).into_iter().flatten().collect(),
     };
-    // A head that the recorder found and left undeclared is not judged: such is a step that a
-    // GradScaler leaves out because of these very values.
-    let manifest = &subject.dump.manifest;
-    let is_left = manifest.head.is_none()
-        && manifest.omissions.iter().any(|omission| omission.tensor == "head");
+    // A GradScaler leaves a step out because of these very values.
+    let is_left = |omission: &Omission| omission.reason.starts_with("GradScaler left the step out");
+    let is_left = subject.dump.manifest.omissions.iter().any(is_left);
     let meant = |hit: &Hit<'_>| {
         let only_ignored =
             |role| only_ignored_tokens(subject, hit.key, (role, &hit.count), &all_facts);
