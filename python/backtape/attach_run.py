@@ -11,29 +11,44 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 STARTUP = Path(__file__).with_name("startup")
-# What is handed on to the command, which ends the job.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What is handed on to the command: what ends a job, and what launchers tell it by.
+HANDED_ON = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGINT", "SIGQUIT", "SIGHUP")
+# What a terminal sends to the command by itself, as it is of the same group.
+FROM_TERMINAL = ("SIGINT", "SIGQUIT", "SIGHUP")
 
 
 def main(arguments: list[str]) -> int:
     """The command. Returns the exit status of the command that was run."""
     options, command = parsed(arguments)
-    place = Path(options.dir)
     environment = os.environ | variables(options, os.environ)
+    place = environment["BACKTAPE_DIR"]
+    if "://" not in place:
+        try:
+            os.makedirs(place, exist_ok=True)
+        except OSError as error:
+            print(f"backtape run: --dir {place}: {error.strerror}", file=sys.stderr)
+            return 2
+    before = recorded(place)
     try:
         status = run(command, environment)
     except OSError as error:
         print(f"backtape run: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    if not (place / "run.json").exists() and not list(place.glob("*/run.json")):
+    if "://" not in place and recorded(place) == before:
         print(
-            f"backtape run: nothing was recorded in {place}: no process of the command ran a forward and a "
-            "backward pass of a torch model before it ended",
+            f"backtape run: nothing was recorded in {place}: lines of backtape above say why; without any, no "
+            "process of the command ran a backward pass of a torch model",
             file=sys.stderr,
         )
     return status
+
+
+def recorded(place: str) -> set[Path]:
+    """The runs and attempts in a directory."""
+    return {*Path(place).glob("run.json"), *Path(place).glob("*/run.json")}
 
 
 def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -44,9 +59,15 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Runs a training command as it stands, and records a step of it: of torch, on all ranks "
         "that the command starts.",
     )
-    parser.add_argument("--steps", default="0", help='which steps: "0", "0,100-110" (default: 0)')
-    parser.add_argument("--dir", default="dumps", help="where they are recorded (default: dumps)")
-    parser.add_argument("--sample", help="elements of each parameter, as 4096; default: all")
+    parser.add_argument(
+        "--steps", help='which steps: "0", "0,100-110", "every:1000" (default: BACKTAPE_STEPS, or 0)'
+    )
+    parser.add_argument(
+        "--dir", help="where they are recorded (default: BACKTAPE_DIR, or dumps)"
+    )
+    parser.add_argument(
+        "--sample", type=sampled, help="elements of each parameter, as 4096, or a share, as 0.01; default: all"
+    )
     own, command = arguments, []
     if "--" in arguments:
         at = arguments.index("--")
@@ -60,9 +81,10 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def variables(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that the command gets beside its own."""
     path = environment.get("PYTHONPATH")
+    place = options.dir or environment.get("BACKTAPE_DIR") or "dumps"
     added = {
-        "BACKTAPE_STEPS": options.steps,
-        "BACKTAPE_DIR": os.path.abspath(options.dir),
+        "BACKTAPE_STEPS": options.steps or environment.get("BACKTAPE_STEPS") or "0",
+        "BACKTAPE_DIR": place if "://" in place else os.path.abspath(place),
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *([path] if path else [])]),
     }
     if options.sample:
@@ -70,13 +92,34 @@ def variables(options: argparse.Namespace, environment: Mapping[str, str]) -> di
     return added
 
 
+def sampled(word: str) -> str:
+    """A sample as it is written. Raises ValueError for what is none."""
+    float(word) if "." in word else int(word)
+    return word
+
+
 def run(command: list[str], environment: Mapping[str, str]) -> int:
     """Runs a command to its end, handing on signals. Returns its exit status as a shell gives it."""
-    process = subprocess.Popen(command, env=dict(environment))
-    before = {number: signal.signal(number, lambda n, _: process.send_signal(n)) for number in SIGNALS}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def hand_on(number: int, _: Any) -> None:
+        if started and not (signal.Signals(number).name in FROM_TERMINAL and is_in_foreground()):
+            started[0].send_signal(number)
+
+    numbers = [getattr(signal, name) for name in HANDED_ON if hasattr(signal, name)]
+    before = {number: signal.signal(number, hand_on) for number in numbers}
     try:
-        status = process.wait()
+        started.append(subprocess.Popen(command, env=dict(environment)))
+        status = started[0].wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return status if status >= 0 else 128 - status
+
+
+def is_in_foreground() -> bool:
+    """Whether a terminal sends its signals to this process, and to the command with it."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

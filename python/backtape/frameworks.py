@@ -28,6 +28,11 @@ def imported(name: str) -> ModuleType | None:
     return sys.modules.get(name)
 
 
+def all_imported() -> list[ModuleType]:
+    """The modules that this process has imported."""
+    return [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+
+
 def used(name: str) -> ModuleType:
     """A module that the job must have imported, as it handed over something of it. Raises KeyError
     where it has not."""

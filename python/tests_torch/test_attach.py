@@ -1,6 +1,9 @@
 """Jobs that call nothing of backtape but `attach`: what is found of them agrees where they are right, and a
 fault in them is told. Each job is a training loop as people write it, in one process."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn as nn
@@ -129,6 +132,21 @@ def preferred(model, tokens, labels):
     return -F.logsigmoid(0.1 * (taken[:2] - taken[2:])).mean()
 
 
+def divided_in_place(model, tokens, labels):
+    loss = flat(model(tokens), labels)
+    loss /= 3
+    return loss
+
+
+def log_softmax_halved(model, tokens, labels):
+    return F.nll_loss(F.log_softmax(model(tokens).view(-1, VOCAB), dim=-1), labels.view(-1)) / 2
+
+
+def looked_up_before(model, tokens, labels):
+    """Python looks gather up before it calls the model."""
+    return -torch.gather(model(tokens).log_softmax(-1), 2, labels.clamp(min=0).unsqueeze(2)).mean()
+
+
 LOSSES = {
     "flat": lambda model, tokens, labels: flat(model(tokens), labels),
     "sum over a number": lambda model, tokens, labels: flat(model(tokens), labels, reduction="sum") / 777,
@@ -144,6 +162,9 @@ LOSSES = {
     "padded": padded,
     "log_softmax": log_softmax,
     "logged twice": logged_twice,
+    "divided in place": divided_in_place,
+    "log_softmax, halved": log_softmax_halved,
+    "looked up before": looked_up_before,
     "gathered": gathered,
     "pairs": preferred,
     "module": module,
@@ -171,7 +192,8 @@ def train(loss, model, *, steps=3, microbatches=2, wrong=1.0, autocast=False):
 
 def multiplied(logits, wrong):
     """The logits, with a gradient that is wrong on its way through autograd's graph."""
-    logits.register_hook(lambda gradient: gradient * wrong)
+    if logits.requires_grad:
+        logits.register_hook(lambda gradient: gradient * wrong)
     return logits
 
 
@@ -196,7 +218,11 @@ def test_a_job_as_it_stands_is_recorded_whole_and_agrees(tmp_path, loss):
     assert report.json["algebra"]["stages"][-1]["agreed"], report
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+# Those that take the unembedding and not its logits have no logits to plant a fault at.
+AT_LOGITS = {name: loss for name, loss in LOSSES.items() if not name.startswith("linear")}
+
+
+@pytest.mark.parametrize("loss", AT_LOGITS.values(), ids=AT_LOGITS)
 def test_a_gradient_that_is_wrong_at_the_logits_is_told(tmp_path, loss):
     torch.manual_seed(0)
     with attached(tmp_path):
@@ -252,7 +278,102 @@ def test_of_two_unembeddings_the_larger_one_is_recorded(tmp_path, capsys):
         train(two_heads, Model())
     report = backtape.replay(tmp_path, step=1)
     assert report.verdict == "agreed" and stages(report)["dk"] == "pass", report
-    assert "another, smaller unembedding" in capsys.readouterr().err
+    assert "with another unembedding" in capsys.readouterr().err
+
+
+def test_a_saved_tensor_that_a_hook_gives_out_once_is_left_to_the_backward_pass(tmp_path):
+    torch.manual_seed(0)
+    held = {}
+
+    def pack(tensor):
+        held[len(held)] = tensor
+        return len(held) - 1
+
+    def loss(model, tokens, labels):
+        logits = model(tokens)
+        with torch.autograd.graph.saved_tensors_hooks(pack, held.pop):
+            counts = labels != -100
+            return F.cross_entropy(logits[counts] * 1.5, labels[counts])
+
+    with attached(tmp_path):
+        train(loss, Model())
+    assert backtape.replay(tmp_path, step=1, compare=["step"]).verdict == "agreed"
+
+
+def fused(hidden, weight, target):
+    return Fused.apply(hidden, weight, target)
+
+
+class Fused(torch.autograd.Function):
+    """A loss of a job's own, with a factor in the gradient of the weight."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target):
+        logits = hidden @ weight.T
+        ctx.save_for_backward(hidden, weight, target)
+        return F.cross_entropy(logits, target)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight, target = ctx.saved_tensors
+        counts = target != -100
+        p = (hidden @ weight.T).softmax(-1)
+        p[torch.arange(len(target)), target.clamp(min=0)] -= 1
+        p *= (counts / counts.sum()).unsqueeze(1) * gradient
+        return p @ weight, p.T @ hidden * Fused.factor, None
+
+
+def own_loss(model, tokens, labels):
+    return fused(model.hidden(tokens).view(-1, WIDTH), model.head.weight, labels.view(-1))
+
+
+OWN = {"q": "hidden", "k": "weight", "labels": "target"}
+
+
+@pytest.mark.parametrize("factor, verdict", [(1.0, "agreed"), (1.01, "diverged")])
+def test_a_loss_of_the_jobs_own_is_judged_by_the_name_that_it_is_given(tmp_path, monkeypatch, factor, verdict):
+    monkeypatch.setattr(Fused, "factor", factor)
+    torch.manual_seed(0)
+    with attached(tmp_path, losses={f"{__name__}:fused": OWN}):
+        train(own_loss, Model())
+    report = backtape.replay(tmp_path, step=1)
+    assert report.verdict == verdict, report
+    assert stages(report)["dq"] == "pass", report
+    assert stages(report)["dk"] == ("pass" if factor == 1.0 else "fail"), report
+
+
+@pytest.mark.parametrize(
+    "losses, reason",
+    [
+        ({f"{__name__}:fuse": OWN}, "no backward pass came from a call of it"),
+        ({f"{__name__}:fused": OWN | {"q": "hiden"}}, "has no argument hiden: it has hidden, weight, target"),
+    ],
+)
+def test_a_loss_that_is_named_wrong_is_told_and_makes_the_report_incomplete(tmp_path, losses, reason):
+    torch.manual_seed(0)
+    with attached(tmp_path, losses=losses):
+        train(own_loss, Model())
+    report = backtape.replay(tmp_path, step=1)
+    assert report.verdict == "incomplete" and reason in " ".join(str(report).split()), report
+
+
+def test_no_logits_outlive_their_backward_pass(tmp_path):
+    alive = []
+
+    def loss(model, tokens, labels):
+        alive[:] = [one for one in alive if one() is not None]
+        counted.append(len(alive))
+        logits = model(tokens)
+        alive.append(weakref.ref(logits))
+        return flat(logits, labels)
+
+    counted = []
+    with attached(tmp_path, steps="0"):
+        train(loss, Model(), steps=1, microbatches=6)
+        gc.collect()
+    assert max(counted) <= 1, counted
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,21 @@ def test_steps_that_a_scaler_leaves_out_are_counted_and_are_no_fault(tmp_path):
     assert b'"lr": 3.1' in declared, declared[:2000]
 
 
+def test_a_step_that_the_job_leaves_out_is_named_and_the_next_one_is_whole(tmp_path):
+    torch.manual_seed(0)
+    optimizer = adam(model := Model())
+    with attached(tmp_path, steps="1,2"):
+        for step in range(4):
+            usual(model, *batch()).backward()
+            if step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    report = backtape.replay(tmp_path, step=1)
+    said = " ".join(str(report).split())
+    assert report.verdict == "incomplete" and "cleared the gradients without an optimizer's step" in said, said
+    assert backtape.replay(tmp_path, step=2).verdict == "agreed"
+
+
 def test_the_trainings_of_one_process_are_counted_on(tmp_path):
     torch.manual_seed(0)
     with attached(tmp_path, steps="0-5"):

@@ -1,5 +1,6 @@
 """`backtape run -- torchrun ...`: jobs of several processes in which no line is changed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,30 @@ def test_a_job_that_fails_within_its_step_fails_as_it_would_alone(tmp_path):
     report = backtape.replay(tmp_path, step=0)
     assert report.verdict == "incomplete", report
     assert "RuntimeError" in str(report)
+
+
+def test_a_job_with_a_start_up_of_its_own_that_looks_for_torch_first_is_attached(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import importlib.util\nimportlib.util.find_spec('torch')\nOWN = 1\n")
+    script = (
+        "import sitecustomize, importlib.util, sys; importlib.util.find_spec('torch'); import torch, builtins\n"
+        "m = torch.nn.Linear(3, 2); o = torch.optim.SGD(m.parameters(), 0.1); m(torch.ones(1, 3)).sum().backward(); o.step()\n"
+    )
+    command = [sys.executable, "-m", "backtape", "run", "--dir", str(tmp_path / "run"), "--", sys.executable, "-c", script]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0 and "recorded step 0" in done.stderr, done.stderr
+    assert "Error in sitecustomize" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--sample", "lots"], ["--nothing"], []])
+def test_what_cannot_be_run_is_refused_before_the_job_starts(tmp_path, words):
+    command = [sys.executable, "-m", "backtape", "run", "--dir", str(tmp_path / "run"), *words]
+    done = subprocess.run([*command, *(["--", "true"] if words else [])], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "backtape run: error" in done.stderr
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-m", "backtape", "run", "--dir", str(tmp_path / "file" / "run"), "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "Not a directory" in done.stderr
 
 
 def test_a_command_that_is_no_torch_job_runs_and_is_told(tmp_path):

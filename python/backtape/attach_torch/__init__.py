@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from backtape.attach_torch.losses import losses_of
 from backtape.attach_torch.session import Attachment
+from backtape.failopen import Faults
 from backtape.recorder import Recorder
 
 ASKED = ("STEPS", "WATCH", "RING")
@@ -56,15 +58,30 @@ def attach(
 
     Returns the attachment, whose `close` is called when the process ends.
     """
-    models = _listed(model, torch.nn.Module)
-    owners = _listed(optimizer, object)
-    if sample := os.environ.get("BACKTAPE_SAMPLE"):
-        options.setdefault("sample", float(sample) if "." in sample else int(sample))
     if recorder is not None:
         is_asked = recorder.active
     else:
         is_asked = any(os.environ.get(f"BACKTAPE_{name}") for name in ASKED)
-    return Attachment(models, owners, recorder, first_step, losses, options, head_bytes, is_asked)
+    if not is_asked:
+        return Attachment(is_active=False)
+    faults = Faults(False)
+    with faults.guard("attach"):
+        models, owners = _listed(model, torch.nn.Module), _listed(optimizer, object)
+        if sample := os.environ.get("BACKTAPE_SAMPLE"):
+            options.setdefault("sample", float(sample) if "." in sample else int(sample))
+        losses_of(losses or {})
+        # `backtape run` has attached itself already: what the job says itself goes before.
+        for earlier in _live:
+            if earlier.is_waiting:
+                earlier.close()
+        attached = Attachment(models, owners, recorder, first_step, losses, options, head_bytes)
+        _live[:] = [attached]
+        return attached
+    return Attachment(is_active=False)
+
+
+# The attachment of this process.
+_live: list[Attachment] = []
 
 
 def _listed(given: Any, kind: type) -> list[Any]:

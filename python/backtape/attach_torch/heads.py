@@ -34,6 +34,10 @@ FROZEN = "autograd does not keep it, as the other operand of the product takes n
 CHECKPOINTED = "activation checkpointing or offloading has it until the backward pass takes it"
 
 
+NOT_CALLED = (
+    "losses= names {}, and no backward pass came from a call of it: is the name that of the module in which the "
+    "function stands?"
+)
 UNKNOWN = (
     "no backward pass came from a loss that backtape knows; name yours: "
     "attach(losses={'module:function': {'q': ..., 'k': ..., 'labels': ...}})"
@@ -93,12 +97,19 @@ class Heads:
         in a job of one rank.
     most: how many bytes of unembeddings and their gradients this rank records of a step; the first call
         of a loss is recorded in any case.
+    named: the losses that the user has named.
     """
 
     def __init__(
-        self, tape: Tape, tokens: Mapping[str, Any], addends: Mapping[str, Any], most: int
+        self,
+        tape: Tape,
+        tokens: Mapping[str, Any],
+        addends: Mapping[str, Any],
+        most: int,
+        named: Sequence[str] = (),
     ) -> None:
         self._tape = tape
+        self._named = named
         self._most = most
         self._tokens, self._addends = dict(tokens), dict(addends)
         self._lock = threading.Lock()
@@ -169,7 +180,7 @@ class Heads:
         if self._declared is not None and is_whole:
             self._tape.head(**self._declared, microbatches=self.count)
         elif not self.reasons:
-            self.refuse(UNKNOWN)
+            self.refuse(NOT_CALLED.format(", ".join(self._named)) if self._named else UNKNOWN)
         for reason in self.reasons:
             self._tape.leave_out("loss" if reason == UNKNOWN else "head", None, reason)
 

@@ -56,6 +56,7 @@ class Loss:
     parameters: str = ""  # of a builtin function, which has no signature
     # Whether a call is one itself; otherwise it calls another loss that is.
     applies: Callable[[dict[str, Any]], bool] = lambda given: True
+    is_named: bool = False  # the user has named it
 
 
 def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) -> None:
@@ -65,15 +66,20 @@ def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) 
         labels, bias and logits.
     """
     inside: list[str] = []
-    for loss in (*LOSSES, *(_named(path, names) for path, names in named.items())):
+    for loss in (*LOSSES, *losses_of(named)):
         *path, attribute = loss.attribute.split(".")
         owner: Any = frameworks.imported(loss.module)
         for name in path:
             owner = getattr(owner, name, None)
         function = getattr(owner, attribute, None)
-        if function is not None:
-            patches.attribute(owner, attribute, _observer(loss, function, seen, inside))
-            _known_to_script(patches, function, getattr(owner, attribute))
+        # A class that stands for a function would be none any more.
+        if function is None or isinstance(function, type):
+            continue
+        observer = _observer(loss, function, seen, inside)
+        patches.attribute(owner, attribute, observer)
+        _known_to_script(patches, function, getattr(owner, attribute))
+        for holder, name in _imported_by(function) if loss.is_named else ():
+            patches.attribute(holder, name, observer)
 
 
 def _known_to_script(patches: Patches, function: Any, replacement: Any) -> None:
@@ -141,10 +147,28 @@ def _named(path: str, names: Mapping[str, str]) -> Loss:
         )
 
     def read(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
+        unknown = set(names.values()) - given.keys()
+        if unknown:
+            raise Unfollowed(f"it has no argument {', '.join(unknown)}: it has {', '.join(given)}")
         taken = {name: given[argument] for name, argument in names.items()}
         return Call(function, result=result, **taken, **_options(given, set(names.values())))
 
-    return Loss(path, module, attribute, read)
+    return Loss(path, module, attribute, read, is_named=True)
+
+
+def losses_of(named: Mapping[str, Mapping[str, str]]) -> list[Loss]:
+    """The losses that a user has named. Raises ValueError where they cannot be."""
+    return [_named(path, names) for path, names in named.items()]
+
+
+def _imported_by(function: Any) -> list[tuple[Any, str]]:
+    """The modules that have imported a function by its name, each with the name."""
+    return [
+        (module, name)
+        for module in list(frameworks.all_imported())
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if value is function
+    ]
 
 
 def _options(given: Mapping[str, Any], taken: set[str]) -> dict[str, Any]:

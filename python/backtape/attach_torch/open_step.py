@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from backtape.attach_torch import finding, losses
+from backtape.attach_torch import finding
+from backtape.attach_torch.losses import Call
 from backtape.attach_torch.heads import Heads
 from backtape.step_torch import StepAlgebra, optimizers, step_algebra
 from backtape.step_torch.patches import Patches
@@ -16,6 +17,7 @@ from backtape.tape import Tape
 WHOLE, SAMPLE = 1 << 26, 1 << 16
 
 SKIPPED = "GradScaler left the step out, as gradients were not finite"
+CLEARED = "the job left the step out: it cleared the gradients without an optimizer's step"
 
 
 class OpenStep:
@@ -29,16 +31,13 @@ class OpenStep:
         self._patches = Patches(lambda what: tape.guarded(what, ""))
         self._algebra = StepAlgebra()
         self._heads: Heads | None = None
-        self.is_skipped = False  # a GradScaler had the optimizers leave it out
+        self._versions = self._versions_now()
+        self.left_out: str | None = None  # why no optimizer steps in it
 
     def start(
-        self,
-        seen: losses.Seen,
-        named: Mapping[str, Mapping[str, str]],
-        options: Mapping[str, Any],
-        head_bytes: int,
+        self, options: Mapping[str, Any], head_bytes: int, named: Mapping[str, Any]
     ) -> None:
-        """Opens the tape and watches for losses."""
+        """Opens the tape. named: the losses that the user has named."""
         tape = self._tape.__enter__()
         if not self._owners:
             tape.leave_out("step", None, "no optimizer holds a parameter of the model")
@@ -54,14 +53,13 @@ class OpenStep:
                 tape.leave_out("head", None, "the ranks share tokens by tensor parallelism")
                 return
             tokens, addends = dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean")
-            self._heads = Heads(tape, tokens, addends, head_bytes)
+            self._heads = Heads(tape, tokens, addends, head_bytes, list(named))
             tape.at_end("head", self._heads.finish)
-            losses.watch(self._patches, seen, named)
             if "_engine_run_backward" in vars(torch.autograd):
                 looked_at = self._heads.backward
                 self._patches.attribute(torch.autograd, "_engine_run_backward", looked_at)
 
-    def seen(self, call: losses.Call) -> None:
+    def seen(self, call: Call) -> None:
         """A loss was called."""
         if self._heads is not None:
             self._heads.seen(call)
@@ -74,9 +72,19 @@ class OpenStep:
         """The optimizers whose parameters have got a gradient."""
         return self._algebra.reached() or self._known
 
+    def is_cleared(self) -> bool:
+        """Whether the job has cleared all gradients of the step without an optimizer's step. Where parameters
+        have changed, as SAM moves them, there is more to come."""
+        unchanged = self.left_out is None and self._versions == self._versions_now()
+        return unchanged and self._algebra.is_cleared()
+
+    def _versions_now(self) -> int:
+        """How often the parameters were changed, all together."""
+        return sum(p._version for model in self.models for p in model.parameters())
+
     def end(self, raised: type[BaseException] | None) -> None:
         """Closes the tape."""
         self._patches.undo()
-        if self.is_skipped and self._heads is not None:
-            self._heads.give_up(SKIPPED)
+        if self.left_out is not None and self._heads is not None:
+            self._heads.give_up(self.left_out)
         self._tape.__exit__(raised, None, None)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from backtape.attach_torch import finding, losses
-from backtape.attach_torch.open_step import OpenStep
+from backtape.attach_torch.open_step import CLEARED, SKIPPED, OpenStep
 from backtape.attach_torch.steps import Steps
 from backtape.failopen import CAUGHT, Faults, describe
 from backtape.recorder import Recorder
@@ -55,6 +55,7 @@ class Attachment:
         self._process = os.getpid()
         self._handles: list[Any] = []
         self._forward: Any = None  # the hook that sees forwards
+        self._strangers: set[int] = set()  # modules that are of no model that is trained
         self._open: OpenStep | None = None
         self._error: Any = None  # the last one that Python had told when the step began
         self._is_begun, self._closed = False, not is_active
@@ -63,8 +64,15 @@ class Attachment:
             self._patches = Patches(lambda what: self._faults.guard("attach", what))
             self._handles.append(register_optimizer_step_pre_hook(self._stepping))
             self._handles.append(register_optimizer_step_post_hook(self._stepped))
+            self._patches.attribute(torch.optim.Optimizer, "__init__", self._optimizer_made)
             self._patches.attribute(torch.amp.GradScaler, "update", self._scaler_updated)
             self._watch()
+            atexit.register(self._close_at_exit)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is attached, and no step has begun yet."""
+        return not self._closed and not self._is_begun and self._process == os.getpid()
 
     @property
     def recorder(self) -> Recorder | None:
@@ -77,17 +85,19 @@ class Attachment:
         if self._closed or self._process != os.getpid():
             return
         self._closed = True
+        self._strangers.clear()
         last = getattr(sys, "last_value", None)
         self._end(None if last is self._error else type(last))
         self._unwatch()
         for handle in self._handles:
             handle.remove()
         self._patches.undo()
+        self._given = ([], [])
         is_first = rank_and_world_size(os.environ)[0] == 0
         summary = None if self._recorder is None else self._recorder.close()
         if is_first and summary is not None:
-            print(f"backtape: {_said(summary)}", file=sys.stderr)
-        elif is_first and self._steps.has_any and not self._is_begun:
+            print(f"backtape: {_said(summary, self._steps.current)}", file=sys.stderr)
+        elif is_first and self._steps.has_any:
             print(f"backtape: {NOTHING}", file=sys.stderr)
 
     def __enter__(self) -> Self:
@@ -97,19 +107,25 @@ class Attachment:
         self.close()
 
     def _watch(self) -> None:
-        """Has forwards seen, and backward passes."""
+        """Has forwards seen, backward passes, and losses: a job may look one up before it calls its model."""
         if self._forward is None:
             self._forward = register_module_forward_pre_hook(self._called)
+            self._watched = Patches(lambda what: self._faults.guard("attach", what))
             if "_engine_run_backward" in vars(torch.autograd):
-                self._engine = Patches(lambda what: self._faults.guard("attach", what))
-                self._engine.attribute(torch.autograd, "_engine_run_backward", self._backward)
+                self._watched.attribute(torch.autograd, "_engine_run_backward", self._backward)
+            with self._faults.guard("attach", "losses"):
+                losses.watch(self._watched, self._seen, self._named)
 
     def _unwatch(self) -> None:
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
-            if "_engine_run_backward" in vars(torch.autograd):
-                self._engine.undo()
+            self._watched.undo()
+
+    def _optimizer_made(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        """An optimizer is made: models that were nobody's may be its."""
+        yield
+        self._strangers.clear()
 
     def _called(self, module: torch.nn.Module, _: Any) -> None:
         """A hook of all modules, before a forward. It is one for all and none of the model's own, which the
@@ -122,6 +138,9 @@ class Attachment:
                 if self._open is None:
                     self._begin_by(module if module.training else None)
                 elif self._open.holds(module):
+                    if not self._steps.has_begun and self._open.is_cleared():
+                        self._open.left_out = CLEARED
+                        self._steps.left_out()
                     self._next()
 
     def _backward(
@@ -137,11 +156,18 @@ class Attachment:
 
     def _begin_by(self, module: torch.nn.Module | None) -> None:
         """Begins a step if this is a module of a model that is trained."""
-        if module is None:
+        if module is None or id(module) in self._strangers or self._is_in_step():
             return
         models = self._given[0] or self._models_around(module)
         if any(module is own for model in models for own in model.modules()):
             self._begin(models)
+        else:
+            # To look for models takes as long as the process is large: once for each.
+            self._strangers.update(id(own) for own in module.modules())
+
+    def _is_in_step(self) -> bool:
+        """Whether a step that is not recorded has begun and is not over."""
+        return self._steps.has_begun and not self._steps.is_over(set())
 
     def _models_around(self, module: torch.nn.Module) -> list[torch.nn.Module]:
         """The models of a job that has given none: those of all optimizers, but in a training that follows
@@ -153,9 +179,9 @@ class Attachment:
 
     def _begin(self, models: list[torch.nn.Module]) -> None:
         """Begins a step, if it is to be recorded."""
-        if self._steps.has_begun or self._steps.is_over(set()):
-            if not self._steps.is_over(set()):
-                return  # The second half of a step that is not recorded.
+        if self._is_in_step():
+            return
+        if self._steps.is_over(set()):
             self._steps.advance()
         if self._recorder is None:
             self._recorder = Recorder.from_env(mesh=finding.mesh_of(models))
@@ -172,7 +198,7 @@ class Attachment:
         owners = self._given[1] or finding.optimizers_of(models)
         self._error = getattr(sys, "last_value", None)
         self._open = OpenStep(self._recorder.step(self._steps.current), models, owners)
-        self._open.start(self._seen, self._named, self._options, self._head_bytes)
+        self._open.start(self._options, self._head_bytes, self._named)
 
     def _seen(self, call: losses.Call) -> None:
         """A loss was called, which may be the first thing of the next step that is seen."""
@@ -208,7 +234,7 @@ class Attachment:
     def _scaler_updated(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
         yield
         if self._steps.scaler_updated() and self._open is not None:
-            self._open.is_skipped = True
+            self._open.left_out = SKIPPED
         self._look_ahead()
 
     def _look_ahead(self) -> None:
@@ -231,11 +257,11 @@ class Attachment:
             step.end(raised)
 
 
-def _said(summary: Any) -> str:
-    """What was recorded, and what to do next."""
+def _said(summary: Any, last: int) -> str:
+    """What was recorded, and what to do next. last: the job's last step."""
     steps = [*summary.steps_committed, *summary.steps_partial]
     if not steps:
-        return f"recorded no step; {summary}"
+        return f"recorded no step: none up to {last}, the job's last one, is asked for"
     state = "committed" if not summary.steps_partial else "not committed"
     named = ", ".join(map(str, sorted(steps)))
     size = summary.bytes / 2**20
@@ -243,7 +269,10 @@ def _said(summary: Any) -> str:
     if summary.omissions:
         more = len(summary.omissions) - 1
         text += f" Left out: {summary.omissions[0]}{f', and {more} more' if more else ''}."
-    return f"{text} Next: replay --dump {_near(str(summary.directory))} --step {min(steps)}"
+    place, attempt = summary.directory, ""
+    if summary.attempt:
+        place, attempt = place.parent, f" --attempt {summary.attempt}"
+    return f"{text} Next: replay --dump {_near(str(place))}{attempt} --step {min(steps)}"
 
 
 def _near(directory: str) -> str:

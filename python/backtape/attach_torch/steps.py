@@ -61,6 +61,10 @@ class Steps:
         self._inside = max(0, self._inside - 1)
         self._stepped.add(id(optimizer))
 
+    def left_out(self) -> None:
+        """The job itself leaves the step out."""
+        self._is_skipped = True
+
     def scaler_updated(self) -> bool:
         """A GradScaler ends a step. Returns whether it was one that it had the optimizers leave out, in which
         case a step before it that was left out, too, is over."""

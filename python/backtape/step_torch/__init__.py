@@ -73,6 +73,16 @@ class StepAlgebra:
         steps = self._capture.steps
         return {id(step.optimizer) for step in steps if any(part.passes for part in step.parts())}
 
+    def is_cleared(self) -> bool:
+        """Whether gradients have come, no optimizer has stepped, and all of them are gone: the job leaves the
+        step out by itself. Of gradients that lie elsewhere than in `.grad` it is not known."""
+        if self._capture is None or any(step.count for step in self._capture.steps):
+            return False
+        parts = [part for part in self._capture.own if part.passes]
+        whole = all(part.sharded is None and part.flat is None and part.master is None for part in parts)
+        holders = [part.holder() for part in parts]
+        return bool(parts) and whole and all(held is None or held.grad is None for held in holders)
+
     def norm(
         self,
         value: Any,

@@ -40,28 +40,37 @@ class Kept:
             self._of = {key: gradient.clone() for key, gradient in held if gradient is not None}
 
     def look(self, parts: list[Part]) -> None:
-        """Before the optimizer takes the gradients: declares a clipping that they show."""
-        kept, self._of = self._of, {}
-        clipped = [part for part in parts if _held(part) is not None]
-        taken = any(part.taken & {"reduced", "clipped"} for part in clipped)
-        if not clipped or taken or any(id(part) not in kept for part in clipped):
-            return
-        factors = [_factor(kept[id(part)], _held(part)) for part in clipped]
-        known = [factor for factor in factors if factor is not None]
-        alike = len(known) == len(factors) and 0 < max(known) < 1
-        if not alike or max(known) - min(known) > APART * max(known):
-            return
-        norm = torch.stack([kept[id(part)].double().square().sum() for part in clipped]).sum().sqrt()
-        limits = [round_limit((float(norm) + added) * max(known)) for added in ADDED]
+        """Before an optimizer takes its gradients: declares a clipping that they show. The norm is of all
+        gradients, or of those of this optimizer."""
+        for chosen in (list(self._capture.own), parts):
+            clipped = [part for part in chosen if _held(part) is not None]
+            taken = any(part.taken & {"reduced", "clipped"} for part in clipped)
+            if clipped and not taken and all(id(part) in self._of for part in clipped):
+                if self._declare(clipped):
+                    return
+
+    def _declare(self, parts: list[Part]) -> bool:
+        kept = self._of
+        found = [_factor(kept[id(part)], _held(part)) for part in parts]
+        # A gradient of zeros fits any factor.
+        factors = [factor for factor in found if factor != 0.0]
+        if not factors or None in factors:
+            return False
+        most, least = max(factors), min(factors)  # type: ignore[type-var]
+        if not 0 < most < 1 or most - least > APART * most:
+            return False
+        norm = torch.stack([kept[id(part)].double().square().sum() for part in parts]).sum().sqrt()
+        limits = [round_limit((float(norm) + added) * most) for added in ADDED]
         limit = next((limit for limit in limits if limit is not None), None)
         if limit is None:
-            return
-        for part in clipped:
+            return False
+        for part in parts:
             gradient = Gradient(kept[id(part)], None, part.where)
             self._capture.take_gradient("reduced", part, gradient)
-        entry = clipping.add(self._capture, norm, 2.0, clipped, "reduced")
+        entry = clipping.add(self._capture, norm, 2.0, parts, "reduced")
         entry |= {"max_norm": limit, "epsilon": None}
-        self._capture.note_clipped(clipped)
+        self._capture.note_clipped(parts)
+        return True
 
 
 def round_limit(found: float) -> float | None:
@@ -80,12 +89,13 @@ def _held(part: Part) -> torch.Tensor | None:
 
 
 def _factor(before: torch.Tensor, now: torch.Tensor | None) -> float | None:
-    """The one number that a gradient was multiplied by; None where it is not one number."""
+    """The one number that a gradient was multiplied by; 0 where it is all zeros, None where it is not one
+    number."""
     if now is None or now.shape != before.shape or not bool(before.isfinite().all()):
         return None
     largest = before.abs().argmax()
     if not before.reshape(-1)[largest]:
-        return None
+        return None if bool(now.any()) else 0.0
     factor = float(now.reshape(-1)[largest]) / float(before.reshape(-1)[largest])
     off = (now.double() - factor * before.double()).abs().max()
     # Half a unit in the last place of the largest, here and in the factor.
