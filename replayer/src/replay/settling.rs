@@ -155,9 +155,19 @@ impl Outcome {
             let why = "it has no role in the loss head; `--against` compares it".into();
             self.not_checked.push(NotChecked { what: key.to_string(), why });
         }
-        for (key, why) in &step.unusable {
+        // Where ranks part, all that a step records of them differs: that is told by one line.
+        let (of_step, others): (Vec<_>, Vec<_>) =
+            step.unusable.iter().partition(|(key, _)| is_part(key));
+        for (key, why) in others {
             let what = format!("what depends on {key}");
             self.not_checked.push(NotChecked { what, why: why.clone() });
+        }
+        if let Some((key, why)) = of_step.first() {
+            let what = match of_step.len() - 1 {
+                0 => format!("what depends on {key}"),
+                more => format!("what depends on {key} and {more} more tensors of the step"),
+            };
+            self.not_checked.push(NotChecked { what, why: (*why).clone() });
         }
         for why in self.lacking.microbatches() {
             let what = "what depends on every microbatch".into();

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use backtape::identity::Rank;
 use backtape::role::Role;
 
+use crate::algebra::is_part;
 use crate::diagnose::cause::{Cause, Observed};
 use crate::diagnose::detectors::replicas::{Versions, versions};
 use crate::diagnose::evidence::Evidence;
@@ -45,7 +46,9 @@ impl Cause for ReplicaDivergence {
         // Ranks whose dk are different sums compute different gradient norms.
         let follows =
             |versions: &Versions| versions.role == Some(Role::GradNorm) && !told.is_empty();
-        let tensor = rest.into_iter().find(|versions| !follows(versions))?;
+        // What of a step differs, and from which stage on, the step's own stages say.
+        let mut own = rest.into_iter().filter(|versions| !is_part(&versions.key));
+        let tensor = own.find(|versions| !follows(versions))?;
         let ranks: BTreeSet<Rank> = tensor.odd().into_iter().collect();
         let ranks: Vec<String> = ranks.iter().map(ToString::to_string).collect();
         let (count, most, bits) = tensor.difference();
