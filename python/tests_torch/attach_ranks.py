@@ -29,7 +29,21 @@ class Model(nn.Module):
         return self.head(F.layer_norm(hidden, (WIDTH,)))
 
 
+class WithLoss(nn.Module):
+    """Returns loss and logits, as models of transformers do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, labels):
+        logits = self.model(tokens)
+        return F.cross_entropy(logits.float().view(-1, VOCAB), labels.view(-1)), logits
+
+
 def wrapped(model, wrapper):
+    if wrapper == "ddp-outputs":
+        return nn.parallel.DistributedDataParallel(WithLoss(model), find_unused_parameters=True)
     if wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if wrapper.startswith("fsdp2"):
@@ -51,18 +65,22 @@ def train(wrapper, steps, fault):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     torch.manual_seed(1 + rank)
     if fault == "gradient":
-        model.get_submodule("module.head" if wrapper == "ddp" else "head").register_forward_hook(halved)
+        inside = {"ddp": "module.head", "ddp-outputs": "module.model.head"}
+        model.get_submodule(inside.get(wrapper, "head")).register_forward_hook(halved)
     for _ in range(steps):
         for microbatch in range(2):
             tokens, labels = torch.randint(VOCAB, (2, 3, 8))
             labels[0, : 2 + rank] = -100
             is_last = microbatch == 1
-            if wrapper == "ddp":
+            if wrapper.startswith("ddp"):
                 model.require_backward_grad_sync = is_last
             elif wrapper.startswith("fsdp2"):
                 model.set_requires_gradient_sync(is_last)
-            logits = model(tokens)
-            loss = F.cross_entropy(logits.float().view(-1, VOCAB), labels.view(-1))
+            if wrapper == "ddp-outputs":
+                loss, _ = model(tokens, labels)
+            else:
+                logits = model(tokens)
+                loss = F.cross_entropy(logits.float().view(-1, VOCAB), labels.view(-1))
             (loss / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if fault == "step":

@@ -26,7 +26,7 @@ def parameters(done):
     return sorted(lines)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp2-bf16"])
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp-outputs", "fsdp2", "fsdp2-bf16"])
 def test_a_right_job_of_two_ranks_agrees_and_a_wrong_gradient_is_told(tmp_path, wrapper):
     done = launched(wrapper, 2, options=["--steps", "1", "--dir", str(tmp_path / "right")])
     assert done.returncode == 0, done.stderr

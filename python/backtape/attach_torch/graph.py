@@ -145,19 +145,23 @@ def takers(roots: Sequence[Any], path: Sequence[Any], is_whole: bool = True) -> 
     """How often each result on the path from a loss back to its product is taken, on the way back from the
     roots. path: the nodes, the last one that of the product; is_whole: also behind the product."""
     counts = dict.fromkeys(path, 0)
-    waiting = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
+    waiting = [(root.grad_fn, root.output_nr) for root in roots if isinstance(root, torch.Tensor)]
     seen = set()
     while waiting and len(seen) < MOST_NODES:
-        node = waiting.pop()
-        if node is None or node in seen:
+        node, output = waiting.pop()
+        # What DDP puts around all outputs of its model hands on the gradient of each by itself.
+        is_sink = node is not None and kind_of(node) == "_DDPSink"
+        visited = (node, output if is_sink else None)
+        if node is None or visited in seen:
             continue
-        seen.add(node)
+        seen.add(visited)
         if node is path[-1] and not is_whole:
             continue
-        for function, _ in node.next_functions:
+        following = node.next_functions
+        for function, number in [following[output]] if is_sink else following:
             if function in counts:
                 counts[function] += 1
-            waiting.append(function)
+            waiting.append((function, number))
     return counts
 
 
