@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from backtape.attach_torch.graph import Product, softmax_of
+from backtape.attach_torch.graph import Product, Unfollowed, softmax_of
 from backtape.attach_torch.losses import Call
 
 NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -77,11 +77,11 @@ def dtypes(result: torch.Tensor, product: Product) -> dict[str, str]:
     said = {"input": narrow or own, "logits": own, "output": own}
     if sums_in_f32(product):
         said["accumulate"] = "f64" if own == "f64" else "f32"
-    if softmax in ("f32", "f64"):
-        said |= {"lse": softmax, "p": softmax, "dlogits": own}
-    elif softmax == own:
-        said["dlogits"] = own
-    return said
+    if softmax not in ("f32", "f64"):
+        # Log-probabilities of so few bits are handed to the backward pass, and exp makes errors of
+        # percents of that, which no point of a head's dtypes describes.
+        raise Unfollowed(f"its softmax is computed in {softmax}: cast the logits, as by logits.float()")
+    return said | {"lse": softmax, "p": softmax, "dlogits": own}
 
 
 def is_narrowed(product: Product) -> str | None:

@@ -32,6 +32,8 @@ NOTHING = (
     "BACKTAPE_STEPS asks for"
 )
 
+HIDDEN = "a forward or an optimizer's step that is compiled as a whole is not seen"
+
 
 class Attachment:
     """What `backtape.torch.attach` gives. Where nothing is to be recorded, it does nothing."""
@@ -216,6 +218,8 @@ class Attachment:
 
     def _stepping(self, optimizer: Any, args: Any, options: Any) -> None:
         """A hook of all optimizers, before a step: a second one of the same is of the next step."""
+        if torch.compiler.is_compiling():
+            return  # A step that is compiled is neither seen nor changed.
         with self._faults.guard("attach"):
             if self._steps.begins_next(optimizer):
                 self._end(None)
@@ -228,6 +232,8 @@ class Attachment:
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """A hook of all optimizers, after a step."""
+        if torch.compiler.is_compiling():
+            return
         self._steps.stepped(optimizer)
         self._look_ahead()
 
@@ -261,7 +267,7 @@ def _said(summary: Any, last: int) -> str:
     """What was recorded, and what to do next. last: the job's last step."""
     steps = [*summary.steps_committed, *summary.steps_partial]
     if not steps:
-        return f"recorded no step: none up to {last}, the job's last one, is asked for"
+        return f"recorded no step: none that is asked for was seen to begin, up to step {last} ({HIDDEN})"
     state = "committed" if not summary.steps_partial else "not committed"
     named = ", ".join(map(str, sorted(steps)))
     size = summary.bytes / 2**20

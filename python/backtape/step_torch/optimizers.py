@@ -130,6 +130,9 @@ class Step:
 
     def _before(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Runs before the step. Returns other arguments of it where one is a closure."""
+        # To look into a step that is compiled would break its graph, and change its arithmetic.
+        if torch.compiler.is_compiling():
+            return None
         with self.capture.guarded(type(self.optimizer).__name__):
             self.depth += 1
             if self.depth > 1:
@@ -219,6 +222,8 @@ class Step:
         return watched
 
     def _after(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         with self.capture.guarded(type(self.optimizer).__name__):
             self.depth -= 1
             # What the step of the base took is taken, whatever the job's own does after it.
