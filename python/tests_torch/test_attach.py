@@ -388,24 +388,37 @@ def test_no_logits_outlive_their_backward_pass(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault, verdict", [("", "agreed"), ("one is left", "diverged"), ("another norm", "diverged")]
+    "fault, verdict",
+    [
+        ("", "agreed"),
+        ("two optimizers", "agreed"),
+        ("one of zeros", "agreed"),
+        ("one is left", "diverged"),
+        ("another norm", "diverged"),
+    ],
 )
 def test_clipping_by_hand_is_found_by_what_it_does(tmp_path, fault, verdict):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with attached(tmp_path):
+    if fault == "one of zeros":
+        # So that the first layer gets a gradient of zeros.
+        nn.init.zeros_(model[2].weight)
+    parameters = list(model.parameters())
+    held = [parameters[:2], parameters[2:]] if fault == "two optimizers" else [parameters]
+    optimizers = [torch.optim.SGD(own, lr=0.1, momentum=0.9) for own in held]
+    with attached(tmp_path, steps="0"):
         for _ in range(2):
-            optimizer.zero_grad()
+            model.zero_grad()
             for _ in range(2):
-                (9 * model(torch.randn(32, 8)).square().mean()).backward()
+                (9 * (1 + model(torch.randn(32, 8))).square().mean()).backward()
             gradients = [parameter.grad for parameter in model.parameters()]
             norm = torch.sqrt(sum(gradient.square().sum() for gradient in gradients[fault == "another norm" :]))
             for gradient in gradients[fault == "one is left" :]:
                 gradient.mul_(0.5 / (norm + 1e-6))
-            optimizer.step()
-    report = backtape.replay(tmp_path, step=1)
+            for optimizer in optimizers:
+                optimizer.step()
+    report = backtape.replay(tmp_path, step=0)
     assert report.verdict == verdict, report
-    if not fault:
+    if verdict == "agreed":
         judged = {stage["stage"]: stage["agreed"] for stage in report.json["algebra"]["stages"]}
         assert judged["clip"] == 4, report
