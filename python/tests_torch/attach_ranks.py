@@ -51,8 +51,9 @@ def wrapped(model, wrapper):
 
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options = {"mp_policy": mixed} if wrapper == "fsdp2-bf16" else {}
-        for block in model.blocks:
-            fully_shard(block, **options)
+        # The last two together, as torchtitan does: they are one group of communication.
+        fully_shard(model.blocks[0], **options)
+        fully_shard([model.blocks[1], model.head], **options)
         return fully_shard(model, **options)
     return model
 

@@ -292,7 +292,8 @@ def test_of_two_unembeddings_the_larger_one_is_recorded(tmp_path, capsys):
     assert "with another unembedding" in capsys.readouterr().err
 
 
-def test_a_saved_tensor_that_a_hook_gives_out_once_is_left_to_the_backward_pass(tmp_path):
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_saved_tensor_that_a_hook_gives_out_once_is_left_to_the_backward_pass(tmp_path, chosen):
     torch.manual_seed(0)
     held = {}
 
@@ -303,8 +304,10 @@ def test_a_saved_tensor_that_a_hook_gives_out_once_is_left_to_the_backward_pass(
     def loss(model, tokens, labels):
         logits = model(tokens)
         with torch.autograd.graph.saved_tensors_hooks(pack, held.pop):
+            if not chosen:
+                return flat(logits * 1.5, labels)
             counts = labels != -100
-            return F.cross_entropy(logits[counts] * 1.5, labels[counts])
+            return F.cross_entropy(logits[counts], labels[counts])
 
     with attached(tmp_path):
         train(loss, Model())
@@ -385,6 +388,23 @@ def test_no_logits_outlive_their_backward_pass(tmp_path):
         train(loss, Model(), steps=1, microbatches=6)
         gc.collect()
     assert max(counted) <= 1, counted
+
+
+@pytest.mark.parametrize("left, verdict", [(0, "agreed"), (1, "diverged")])
+def test_what_a_norm_counts_is_to_be_clipped_by_it(tmp_path, left, verdict):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parameters = list(model.parameters())
+    with attached(tmp_path, steps="0"):
+        (9 * model(torch.randn(32, 8)).square().mean()).backward()
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        for own in (parameters[left:2], parameters[2:]):
+            nn.utils.clip_grads_with_norm_(own, 0.1, norm)
+        optimizer.step()
+    report = backtape.replay(tmp_path, step=0)
+    assert report.verdict == verdict, report
+    assert ("clip-recorded-not-applied" in str(report)) == bool(left), report
 
 
 @pytest.mark.parametrize(
