@@ -2,6 +2,7 @@
 fault in them is told. Each job is a training loop as people write it, in one process."""
 
 import gc
+import importlib
 import weakref
 
 import pytest
@@ -356,6 +357,23 @@ def test_a_loss_of_the_jobs_own_is_judged_by_the_name_that_it_is_given(tmp_path,
     assert report.verdict == verdict, report
     assert stages(report)["dq"] == "pass", report
     assert stages(report)["dk"] == ("pass" if factor == 1.0 else "fail"), report
+
+
+def test_a_loss_of_a_module_that_is_imported_after_attaching_is_found(tmp_path, monkeypatch):
+    (tmp_path / "late_losses.py").write_text(
+        "from test_attach import Fused\n\ndef late(hidden, weight, target):\n    return Fused.apply(hidden, weight, target)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(0)
+    with attached(tmp_path / "run", losses={"late_losses:late": OWN}):
+        late = importlib.import_module("late_losses")
+
+        def loss(model, tokens, labels):
+            return late.late(model.hidden(tokens).view(-1, WIDTH), model.head.weight, labels.view(-1))
+
+        train(loss, Model())
+    report = backtape.replay(tmp_path / "run", step=1)
+    assert report.verdict == "agreed" and stages(report)["dk"] == "pass", report
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ library that the job has not imported is not looked for.
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,13 +59,23 @@ class Loss:
     is_named: bool = False  # the user has named it
 
 
-def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) -> None:
-    """Has `seen` called with every call of a known loss whose result takes a gradient.
+@dataclass
+class Watched:
+    """What is watched already."""
+
+    paths: set[str] = field(default_factory=set)  # of the losses
+    inside: list[str] = field(default_factory=list)  # the losses that are being computed
+
+
+def watch(
+    patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]], watched: Watched
+) -> None:
+    """Has `seen` called with every call of a known loss whose result takes a gradient. Called again, it adds
+    those of libraries that were imported since.
 
     named: losses of the job's own, as "package.module:function", with the names of its arguments q, k,
         labels, bias and logits.
     """
-    inside: list[str] = []
     for loss in (*LOSSES, *losses_of(named)):
         *path, attribute = loss.attribute.split(".")
         owner: Any = frameworks.imported(loss.module)
@@ -73,9 +83,11 @@ def watch(patches: Patches, seen: Seen, named: Mapping[str, Mapping[str, str]]) 
             owner = getattr(owner, name, None)
         function = getattr(owner, attribute, None)
         # A class that stands for a function would be none any more.
-        if function is None or isinstance(function, type):
+        whole = f"{loss.module}.{loss.attribute}"
+        if function is None or isinstance(function, type) or whole in watched.paths:
             continue
-        observer = _observer(loss, function, seen, inside)
+        watched.paths.add(whole)
+        observer = _observer(loss, function, seen, watched.inside)
         patches.attribute(owner, attribute, observer)
         _known_to_script(patches, function, getattr(owner, attribute))
         for holder, name in _imported_by(function) if loss.is_named else ():

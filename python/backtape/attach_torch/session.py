@@ -57,6 +57,7 @@ class Attachment:
         self._process = os.getpid()
         self._handles: list[Any] = []
         self._forward: Any = None  # the hook that sees forwards
+        self._losses = losses.Watched()
         self._strangers: set[int] = set()  # modules that are of no model that is trained
         self._open: OpenStep | None = None
         self._error: Any = None  # the last one that Python had told when the step began
@@ -115,8 +116,12 @@ class Attachment:
             self._watched = Patches(lambda what: self._faults.guard("attach", what))
             if "_engine_run_backward" in vars(torch.autograd):
                 self._watched.attribute(torch.autograd, "_engine_run_backward", self._backward)
-            with self._faults.guard("attach", "losses"):
-                losses.watch(self._watched, self._seen, self._named)
+            self._losses = losses.Watched()
+            self._watch_losses()
+
+    def _watch_losses(self) -> None:
+        with self._faults.guard("attach", "losses"):
+            losses.watch(self._watched, self._seen, self._named, self._losses)
 
     def _unwatch(self) -> None:
         if self._forward is not None:
@@ -196,6 +201,7 @@ class Attachment:
         if not self._recorder.wants(self._steps.current):
             self._unwatch()
             return
+        self._watch_losses()
         models = finding.with_wrappers(models)
         owners = self._given[1] or finding.optimizers_of(models)
         self._error = getattr(sys, "last_value", None)
