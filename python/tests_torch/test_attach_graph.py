@@ -91,12 +91,13 @@ def test_the_product_that_is_found_gives_the_logits_row_by_row(seed):
         if number == cap_at:
             logits = torch.tanh(logits / 2.5) * 2.5
     found = product_of(logits, classes)
-    z = hidden.detach().reshape(-1, WIDTH) @ weight.detach().T * found.scale
+    scale, softcap, valid = (found.head[name] for name in ("logit_scale", "softcap", "valid_vocab"))
+    z = hidden.detach().reshape(-1, WIDTH) @ weight.detach().T * scale
     if found.bias is not None:
-        z += found.bias.detach() * found.scale
-    if found.softcap is not None:
-        z = torch.tanh(z / found.softcap) * found.softcap
-    z = z[:, : found.valid]
+        z += found.bias.detach() * scale
+    if softcap is not None:
+        z = torch.tanh(z / softcap) * softcap
+    z = z[:, :valid]
     rows = torch.arange(len(z)) if found.rows is None else found.rows
     expected = logits.detach().movedim(classes, -1).reshape(-1, logits.shape[classes])
     torch.testing.assert_close(z[rows].double(), expected.double(), rtol=1e-5, atol=1e-6)

@@ -53,11 +53,8 @@ def options(call: Call, product: Product | None) -> dict[str, Any]:
         "microbatch_reduction": "sum",
         "autocast": None,
         "ignore_label": ignored(call, product),
-        "label_smoothing": call.label_smoothing,
-        "logit_scale": call.logit_scale if product is None else product.scale,
-        "softcap": call.softcap if product is None else product.softcap,
-        "z_loss": call.z_loss,
-        "valid_vocab": None if product is None else product.valid,
+        **call.head,
+        **({} if product is None else product.head),
     }
     if product is not None:
         said["dtypes"] = dtypes(call.result, product)

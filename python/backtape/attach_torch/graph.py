@@ -33,9 +33,7 @@ class Product:
     tokens: int  # T
     vocabulary: int  # V
     rows: torch.Tensor | None  # the token of each row of the loss; None: they are the same rows
-    valid: int | None  # how many columns the loss reads, from the first on; None: all
-    scale: float  # what the logits are multiplied by
-    softcap: float | None
+    head: dict[str, Any]  # what lies between it and the loss, as options of `Tape.head`
     dtype: torch.dtype  # of the product
     saved: tuple[str, str]  # under which names autograd keeps q and k^T
     bias: torch.Tensor | None  # [V]
@@ -92,10 +90,12 @@ def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Pr
         tokens=tokens,
         vocabulary=vocabulary,
         rows=None if same else index,
-        valid=None if rows.width == vocabulary else rows.width,
-        # softcap tanh(z1 / softcap), with z1 the product times the scale.
-        scale=_plain(factor if cap is None else factor * cap),
-        softcap=None if cap is None else _plain(cap),
+        head={
+            "valid_vocab": None if rows.width == vocabulary else rows.width,
+            # softcap tanh(z1 / softcap), with z1 the product times the scale.
+            "logit_scale": _plain(factor if cap is None else factor * cap),
+            "softcap": None if cap is None else _plain(cap),
+        },
         dtype=node._input_metadata[0].dtype,
         saved=saved,
         bias=_bias(node),

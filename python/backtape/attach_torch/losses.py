@@ -35,10 +35,8 @@ class Call:
     class_weights: torch.Tensor | None = None
     reduction: str = "mean"
     ignore_label: int | None = -100
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    z_loss: float = 0.0
+    # What else it says of the head, as options of `Tape.head`.
+    head: dict[str, Any] = field(default_factory=dict)
 
 
 Seen = Callable[[Call], None]
@@ -191,7 +189,8 @@ def _options(given: Mapping[str, Any], taken: set[str]) -> dict[str, Any]:
         value = next((given[word] for word in words if given.get(word) is not None), None)
         if value is not None:
             options[name] = value
-    return options
+    own = {name: options.pop(name) for name in OF_CALL if name in options}
+    return own | {"head": options}
 
 
 # Names that loss functions have for the same thing.
@@ -204,6 +203,9 @@ USUAL = {
     "z_loss": ("z_loss", "lse_square_scale"),
     "class_weights": ("weight", "ce_weight"),
 }
+
+# Those that a call has by itself; the others are options of the head.
+OF_CALL = ("reduction", "ignore_label", "class_weights")
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
@@ -222,7 +224,7 @@ def _cross_entropy(function: str, given: dict[str, Any], result: torch.Tensor) -
         class_weights=given.get("weight"),
         reduction=REDUCTIONS[given.get("reduction", 1)],
         ignore_label=given.get("ignore_index", -100),
-        label_smoothing=given.get("label_smoothing", 0.0),
+        head={"label_smoothing": given.get("label_smoothing", 0.0)},
     )
 
 
@@ -281,7 +283,7 @@ def _linear_cross_entropy(function: str, given: dict[str, Any], result: torch.Te
         reduction=given["reduction"],
         # torch reads None as the number that it has for cross_entropy.
         ignore_label=-100 if given["ignore_index"] is None else given["ignore_index"],
-        label_smoothing=given["label_smoothing"],
+        head={"label_smoothing": given["label_smoothing"]},
     )
 
 
@@ -298,8 +300,10 @@ def _trl(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
         is_likelihood=True,
         reduction="none",
         ignore_label=None,
-        softcap=None if softcap is None else softcap / temperature,
-        logit_scale=given.get("scale", 1.0) / temperature,
+        head={
+            "softcap": None if softcap is None else softcap / temperature,
+            "logit_scale": given.get("scale", 1.0) / temperature,
+        },
     )
 
 
