@@ -234,14 +234,15 @@ class Attachment:
             if has_closure and self._open is None and self._forward is not None:
                 models = self._given[0] or finding.models_of_optimizers()
                 self._begin(models)
-        self._steps.entered()
+        self._steps.entered(optimizer)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """A hook of all optimizers, after a step."""
         if torch.compiler.is_compiling():
             return
-        self._steps.stepped(optimizer)
-        self._look_ahead()
+        with self._faults.guard("attach"):
+            self._steps.stepped(optimizer)
+            self._look_ahead()
 
     def _scaler_updated(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
         yield

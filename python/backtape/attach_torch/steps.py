@@ -16,12 +16,13 @@ class Steps:
         self._stepped: set[int] = set()  # the optimizers that have stepped in it, by id
         self._is_skipped = False
         self._before: set[int] = set()  # those that stepped in the step before
-        self._inside = 0  # optimizers whose step runs
+        # The optimizers whose step runs. One that raises leaves it when it steps the next time.
+        self._inside: set[int] = set()
 
     @property
     def is_inside(self) -> bool:
         """Whether an optimizer's step runs, which may call the model: LBFGS does."""
-        return self._inside > 0
+        return bool(self._inside)
 
     @property
     def has_begun(self) -> bool:
@@ -52,13 +53,13 @@ class Steps:
         self._before = self._before if self._is_skipped and not self._stepped else self._stepped
         self._stepped, self._is_skipped = set(), False
 
-    def entered(self) -> None:
+    def entered(self, optimizer: Any) -> None:
         """An optimizer's step begins."""
-        self._inside += 1
+        self._inside.add(id(optimizer))
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
-        self._inside = max(0, self._inside - 1)
+        self._inside.discard(id(optimizer))
         self._stepped.add(id(optimizer))
 
     def left_out(self) -> None:
