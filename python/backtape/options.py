@@ -124,7 +124,7 @@ class HeadOptions(TypedDict, total=False):
 
     dtypes: dict[str, Any]
     """Default: {}. The dtype of each point at which the job rounds: `input` (of the GEMMs),
-    `product`, `logits`, `lse`, `p`, `dlogits`, `label_grad`, `parts`, `accumulate`,
+    `product`, `logits`, `lse`, `log_p`, `p`, `dlogits`, `label_grad`, `parts`, `accumulate`,
     `label_scatter`, `reduce`, `output`, in f64, f32, tf32, bf16, f16, f8_e4m3 or f8_e5m2.
     docs/dtypes.md says which, by framework."""
 

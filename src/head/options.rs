@@ -223,8 +223,8 @@ options! {
     cotangent: f64 = 1.0, "float", "a finite number" if |of| of.is_finite();
 
     "The dtype of each point at which the job rounds: `input` (of the GEMMs), `product`, \
-     `logits`, `lse`, `p`, `dlogits`, `label_grad`, `parts`, `accumulate`, `label_scatter`, \
-     `reduce`, `output`, in f64, f32, tf32, bf16, f16, f8_e4m3 or f8_e5m2. docs/dtypes.md says \
+     `logits`, `lse`, `log_p`, `p`, `dlogits`, `label_grad`, `parts`, `accumulate`, \
+     `label_scatter`, `reduce`, `output`, in f64, f32, tf32, bf16, f16, f8_e4m3 or f8_e5m2. docs/dtypes.md says \
      which, by framework."
     dtypes: BTreeMap<String, String> = BTreeMap::new(), "dict[str, Any]";
 

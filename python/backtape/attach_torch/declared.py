@@ -75,9 +75,8 @@ def dtypes(result: torch.Tensor, product: Product) -> dict[str, str]:
     if sums_in_f32(product):
         said["accumulate"] = "f64" if own == "f64" else "f32"
     if softmax not in ("f32", "f64"):
-        # Log-probabilities of so few bits are handed to the backward pass, and exp makes errors of
-        # percents of that, which no point of a head's dtypes describes.
-        raise Unfollowed(f"its softmax is computed in {softmax}: cast the logits, as by logits.float()")
+        # log_softmax of few bits hands its result to the backward pass, which makes p of it in f32.
+        return said | {"lse": "f32", "log_p": softmax, "p": "f32", "dlogits": own}
     return said | {"lse": softmax, "p": softmax, "dlogits": own}
 
 

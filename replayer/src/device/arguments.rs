@@ -47,6 +47,7 @@ pub(super) struct Head {
     pub(super) whole: i64,
     pub(super) exp_rel_var: f64,
     pub(super) confident: f64,
+    pub(super) log_p_rel_var: f64,
 }
 
 /// Upstream of the rows' tokens.

@@ -74,6 +74,7 @@ impl<M: Machine> OnDevice<M> {
             whole: noise.whole.into(),
             exp_rel_var: noise.exp_rel_var,
             confident: noise.confident,
+            log_p_rel_var: noise.log_p_rel_var,
         }
     }
 

@@ -27,6 +27,7 @@ pub(super) const NOISE: TermNoise = TermNoise {
     whole: false,
     exp_rel_var: 0.0625,
     confident: 0.05,
+    log_p_rel_var: 0.01,
 };
 
 /// Both sides sum at most this many terms of one sign or add a few of both, each in f64; exp and

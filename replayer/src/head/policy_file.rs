@@ -18,8 +18,8 @@ use crate::kernels::policy::{Order, Path, Policy, Sum};
 use crate::kernels::{Precision, Tiles};
 
 /// Names accepted in `round`.
-pub const ROUND_KEYS: [&str; 8] =
-    ["input", "product", "logits", "p", "dlogits", "label_grad", "parts", "output"];
+pub const ROUND_KEYS: [&str; 9] =
+    ["input", "product", "logits", "log_p", "p", "dlogits", "label_grad", "parts", "output"];
 
 /// Names accepted in `sums`.
 pub const SUM_KEYS: [&str; 7] = ["logits", "lse", "dq", "dk", "label_scatter", "tiles", "chunks"];
@@ -117,6 +117,7 @@ fn rounding_point<'p>(
         "input" => &mut policy.input,
         "product" => &mut policy.product,
         "logits" => &mut policy.logits,
+        "log_p" => &mut policy.log_p,
         "p" => &mut policy.p,
         "dlogits" => &mut policy.dlogits,
         "label_grad" => &mut policy.label_grad,
@@ -262,7 +263,7 @@ mod tests {
     fn every_field_of_a_file_reaches_the_policy() {
         let text = r#"
             base = "fused"
-            round = { input = "bf16", product = "tf32", logits = "f16", p = "bf16", dlogits = "f8_e4m3", label_grad = "f8_e5m2", parts = "f16", output = "bf16" }
+            round = { input = "bf16", product = "tf32", logits = "f16", log_p = "bf16", p = "bf16", dlogits = "f8_e4m3", label_grad = "f8_e5m2", parts = "f16", output = "bf16" }
             [sums]
             logits = { dtype = "f32", order = "blocked", block = 32 }
             lse = { dtype = "f64", order = "pairwise" }
@@ -290,6 +291,7 @@ mod tests {
             logits: Precision::F16,
             operand: Precision::F64,
             logits_when: LogitRounding::Each,
+            log_p: Precision::Bf16,
             p: Precision::Bf16,
             dlogits: Precision::F8E4m3,
             label_grad: Precision::F8E5m2,

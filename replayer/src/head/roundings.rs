@@ -16,11 +16,12 @@ use crate::kernels::round::Precision;
 use crate::kernels::tiles::Tiles;
 
 /// Names accepted in `tape.head(dtypes={...})`.
-pub const DTYPE_KEYS: [&str; 12] = [
+pub const DTYPE_KEYS: [&str; 13] = [
     "input",
     "product",
     "logits",
     "lse",
+    "log_p",
     "p",
     "dlogits",
     "label_grad",
@@ -98,6 +99,8 @@ impl Roundings {
                 input: declared("input").unwrap_or(operand),
                 product: declared("product").unwrap_or(full),
                 logits,
+                // Kept by no job that does not say so: it would excuse errors of percents.
+                log_p: declared("log_p").unwrap_or(Precision::F64),
                 p: point("p"),
                 dlogits: narrowed(point("dlogits")),
                 label_grad: point("label_grad"),
@@ -142,6 +145,12 @@ impl Roundings {
     /// not rounded.
     pub fn input(&self) -> f64 {
         if self.narrowed { self.widest.input.unit_roundoff() } else { 0.0 }
+    }
+
+    /// Unit roundoff of the log-probabilities that the job keeps and makes p of; 0 where it keeps
+    /// none in few bits.
+    pub fn kept_log_p(&self) -> f64 {
+        if self.widest.keeps_log_p() { self.widest.log_p.unit_roundoff() } else { 0.0 }
     }
 
     /// True when a sum is declared in so few bits that addends can be lost in it, always with the

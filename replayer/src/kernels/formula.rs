@@ -7,7 +7,13 @@ use super::number::Number;
 /// The softmax of a logit: `exp(z - lse)`.
 #[inline(always)]
 pub fn probability<N: Number>(logit: N, lse: N) -> N {
-    (logit - lse).exp().step()
+    log_probability(logit, lse).exp().step()
+}
+
+/// Its logarithm, `z - lse`.
+#[inline(always)]
+pub fn log_probability<N: Number>(logit: N, lse: N) -> N {
+    logit - lse
 }
 
 /// A number bounded by tanh: `c tanh(x / c)`.
@@ -122,7 +128,13 @@ impl<N: Number + PartialOrd + Copy> RunningSum<N> {
     /// The log-sum-exp of what was taken in.
     #[inline]
     pub fn lse(&self) -> N {
-        shift(self.max) + self.sum.ln()
+        self.lse_kept(|x| x)
+    }
+
+    /// The same where the sum and its logarithm are kept in a format of their own.
+    #[inline]
+    pub fn lse_kept(&self, kept: impl Fn(N) -> N) -> N {
+        shift(self.max) + kept(kept(self.sum).ln())
     }
 }
 

@@ -24,7 +24,6 @@ use crate::head::step::StepError;
 use crate::head::{MicrobatchInputs, Scores, Stage, Unit};
 use crate::kernels::formula::probability;
 use crate::kernels::matrix::{HeadInputs, IGNORED, Matrix, Values};
-use crate::kernels::policy::Policy;
 use crate::kernels::reference;
 use crate::kernels::transform::Transform;
 
@@ -313,7 +312,18 @@ impl Judge<'_> {
     fn equal_logits(&self, exact: &reference::Forward, classes: f64) -> Vec<f64> {
         let sum = self.plan.roundings.widest.sums.lse;
         let spread = |t: usize| logit_variance(exact, t, classes).sqrt();
-        (0..exact.lse.len()).map(|t| nearly_equal(sum, classes, spread(t))).collect()
+        let kept = self.kept_sum() * self.equal_sums(exact);
+        (0..exact.lse.len()).map(|t| nearly_equal(sum, classes, spread(t)) + kept).collect()
+    }
+
+    /// The share of the tokens whose sums of exponentials round alike, where these are kept in few
+    /// bits.
+    fn equal_sums(&self, exact: &reference::Forward) -> f64 {
+        let tokens = exact.lse.len().max(1) as f64;
+        let logs = || exact.lse.iter().zip(&exact.row_max).map(|(lse, max)| lse - max);
+        let mean = logs().sum::<f64>() / tokens;
+        let spread = (logs().map(|x| (x - mean).powi(2)).sum::<f64>() / tokens).sqrt();
+        share_of_equal_roundings(spread / (2.0 * self.constant()))
     }
 }
 
@@ -350,8 +360,7 @@ impl Judge<'_> {
         let spread: Vec<f64> = (0..exact.row_max.len())
             .map(|t| exact.row_max[t].abs() + (exact.logit_sum[t] / classes).abs() + 1.0)
             .collect();
-        let Policy { p, dlogits, .. } = self.plan.roundings.widest;
-        let step = 2.0 * p.unit_roundoff().max(dlogits.unit_roundoff());
+        let step = 2.0 * self.constant();
         let alike = |(t, max): (usize, f64)| {
             let variance = logit_variance(&exact, t, classes);
             let few = share_of_equal_roundings(variance.sqrt() / step);

@@ -256,6 +256,7 @@ impl Judge<'_> {
             let variance = loss.by_lse(lse).powi(2) * state.lse_variance[t]
                 + (1.0 - s).powi(2) * state.label.variance[t]
                 + s * s * (logits + sum)
+                + relative(self.plan.roundings.kept_log_p(), nll[t])
                 + relative(2.0 * compute, size);
             let weight = share(inputs.weights[t], divided[t]);
             (weight * nll[t], weight * weight * variance)

@@ -21,7 +21,9 @@ use crate::compare::{Allowed, Bound, Rows, Tally, once};
 use crate::head::roundings::precision_of;
 use crate::head::step::{StepError, matrix, unfit};
 use crate::head::{MicrobatchInputs, Stage};
+use crate::kernels;
 use crate::kernels::matrix::{Matrix, Values};
+use crate::kernels::policy::{Order, Policy};
 
 /// Where a loss stands in the report.
 #[derive(Clone, Copy)]
@@ -269,11 +271,25 @@ impl Judge<'_> {
         let counted: Vec<f64> = values.iter().copied().filter(|&x| x != 0.0).collect();
         let own = errs.sum::<f64>()
             + most * sum.variance(values.len() as f64, total, squares).max(in_order)
+            + self.kept_losses(values.len(), total, squares)
             + relative(2.0 * self.plan.roundings.compute(), total);
         // One constant moves all terms the same way: amplitudes add.
         let shared = select(&terms.shared).iter().map(|v| v.sqrt()).sum();
         let certain = select(&terms.certain).iter().sum::<f64>() + one_sided_error(sum, &counted);
         Total { value: total, own, shared, certain }
+    }
+
+    /// Variance of summing losses that are kept in the format of log p, as `nll_loss` of few bits
+    /// does it on a CPU: in blocks, and the sums of these again. The sum is divided by a number of
+    /// that format.
+    fn kept_losses(&self, tokens: usize, total: f64, squares: f64) -> f64 {
+        let Policy { log_p, .. } = self.plan.roundings.widest;
+        if !self.plan.roundings.widest.keeps_log_p() {
+            return 0.0;
+        }
+        let order = Order::Blocked((tokens as f64).sqrt().ceil() as usize);
+        let sum = kernels::policy::Sum { precision: log_p, order };
+        sum.variance(tokens as f64, total, squares) + relative(log_p.unit_roundoff(), total)
     }
 
     /// The sum over microbatches: of what was captured of them, where that was all of it.

@@ -51,14 +51,28 @@ impl Judge<'_> {
             filter: self.plan.step.options.declared.gradient_filter.unwrap_or(0.0),
             whole: self.plan.whole_entries,
             exp_rel_var: (EXP_ERROR * compute).powi(2),
+            log_p_rel_var: self.plan.roundings.kept_log_p().powi(2) / 3.0,
             confident: if self.constant() > F32 { CONFIDENT } else { 0.0 },
         }
     }
 
-    /// Unit roundoff of the coarsest rounding of `g p`.
+    /// Unit roundoff of the coarsest rounding of `g p`. Where log p is kept its rounding is one of p
+    /// that is `|log p|` times as coarse: by ln K on the average over p, as `Σ p |log p|` is the
+    /// entropy.
     pub(super) fn constant(&self) -> f64 {
         let Policy { p, dlogits, .. } = self.plan.roundings.widest;
-        p.unit_roundoff().max(dlogits.unit_roundoff())
+        let of_p = p.unit_roundoff().max(dlogits.unit_roundoff());
+        of_p.max(self.plan.roundings.kept_log_p() * self.plan.largest_entropy())
+    }
+
+    /// Variance of a token's lse where the sum of its exponentials, and the logarithm of that, are
+    /// kept in the format of log p.
+    pub(super) fn kept_sum(&self) -> f64 {
+        let unit = self.plan.roundings.kept_log_p();
+        if unit == 0.0 {
+            return 0.0;
+        }
+        (unit * unit + (unit * self.plan.largest_entropy()).powi(2)) / 3.0
     }
 
     /// Relative variance of one such rounding, of entries that share it.
@@ -137,7 +151,7 @@ impl Judge<'_> {
         let compute = self.plan.roundings.compute();
         let sum = self.plan.roundings.widest.sums.lse.variance(v as f64, 1.0, 0.0);
         let lost = self.plan.step.options.transform.lost_in_smallest();
-        let logits = logits + noise.logit_floor * (1.0 + lost);
+        let logits = logits + noise.logit_floor * (1.0 + lost) + self.kept_sum();
         logits + sum + (EXP_ERROR * compute).powi(2) + (compute * (token.lse.abs() + x)).powi(2)
     }
 
@@ -186,8 +200,12 @@ impl Judge<'_> {
     /// Relative variance of one constant that rounds alike for all tokens:
     /// `g p` where p is near 1, and `g (p - 1)` where p is near 0.
     /// `alike` is the share of the roundings, 0 to 1, that are one.
+    ///
+    /// A job that keeps log p in few bits has its denominator in them too, and 1 over it: two
+    /// roundings of all gradients.
     pub(super) fn shared_scale(&self, alike: f64) -> f64 {
-        (2.0 * self.plan.roundings.compute()).powi(2) + alike * self.one_constant()
+        let denominator = 2.0 * self.plan.roundings.kept_log_p().powi(2) / 3.0;
+        (2.0 * self.plan.roundings.compute()).powi(2) + alike * self.one_constant() + denominator
     }
 
     /// Relative variance of what the transform does to all logits alike: the job holds

@@ -3,8 +3,11 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+use backtape::role::Role;
+
 use super::maps::Draw;
 use super::reference_dk::SumsWithoutAddends;
+use crate::dump::TensorInfo;
 use crate::head::{HeadStep, Roundings, Stage};
 use crate::kernels::Tiles;
 
@@ -63,6 +66,18 @@ impl Plan<'_> {
     /// Whether a stage is compared.
     pub(super) fn wants(&self, stage: Stage) -> bool {
         self.wanted.contains(&stage)
+    }
+
+    /// The largest entropy that a token's probabilities can have, `ln K` of the most classes, and 1
+    /// at least.
+    pub(super) fn largest_entropy(&self) -> f64 {
+        let classes = |info: &TensorInfo| match info.role {
+            Some(Role::K) => info.shape.first().copied(),
+            Some(Role::Logits) => info.shape.last().copied(),
+            _ => None,
+        };
+        let most = self.step.tensors.values().filter_map(classes).max();
+        most.map_or(1.0, |classes| (classes as f64).ln().max(1.0))
     }
 
     /// The slabs of a vocabulary, in order.

@@ -218,8 +218,7 @@ impl Judge<'_> {
         g: &[f64],
         spread: &[f64],
     ) -> (Vec<f64>, f64) {
-        let Policy { p, dlogits, .. } = self.plan.roundings.widest;
-        let u = p.unit_roundoff().max(dlogits.unit_roundoff());
+        let u = self.constant();
         let (tokens, classes) = (g.len() as f64, head.valid_vocab.max(1) as f64);
         // a σ² v of a token, v of an entry near g/K.
         let each = |t: usize| {

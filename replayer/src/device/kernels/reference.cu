@@ -75,7 +75,7 @@ typedef struct {
     i64 capped, uncapped, given;
     double p_rel_var, logit_rel_var, dot_rel_var, logit_floor, cap_rel_var, filter;
     i64 whole;
-    double exp_rel_var, confident;
+    double exp_rel_var, confident, log_p_rel_var;
 } Head;
 
 typedef struct { double value, var, slope, slope_var; } Logit;
@@ -209,12 +209,20 @@ typedef struct {
 
 typedef struct { double p, by_logit, var; } Dense;
 
+// Variance of what p is the exponential of.
+DEVICE double logit_var(const Head *head, double lse, const Logit *logit) {
+    if (head->log_p_rel_var <= 0.0) return logit->var;
+    double log_p = finite_part(logit->value - lse);
+    return logit->var + head->log_p_rel_var * log_p * log_p;
+}
+
 DEVICE Dense dense_of(const Head *head, const Tokens *of, i64 row, const Logit *logit) {
     Dense dense;
     dense.p = probability(logit->value, of->lse[row]);
     double softmax = of->c_lse[row] * dense.p, smooth = of->c_smooth[row];
     dense.by_logit = dense_entry(dense.p, of->c_lse[row], smooth);
-    dense.var = softmax * softmax * (head->p_rel_var + logit->var) + smooth * smooth * head->p_rel_var;
+    double var = logit_var(head, of->lse[row], logit);
+    dense.var = softmax * softmax * (head->p_rel_var + var) + smooth * smooth * head->p_rel_var;
     return dense;
 }
 
@@ -223,7 +231,8 @@ DEVICE double whole_var(
     const Head *head, const Tokens *of, i64 row, const Logit *logit, const Dense *dense
 ) {
     double softmax = of->c_lse[row] * dense->p, entry = dense->by_logit + of->c_label[row];
-    return entry * entry * head->p_rel_var + softmax * softmax * (head->exp_rel_var + logit->var);
+    return entry * entry * head->p_rel_var + softmax * softmax
+        * (head->exp_rel_var + logit_var(head, of->lse[row], logit));
 }
 
 typedef struct {

@@ -29,7 +29,7 @@ pub(in crate::device) fn backward<M: Machine>(
     (own_tiles, progress): (Tiles, &dyn Progress),
     on_dk: &mut dyn FnMut(DkParts),
 ) -> Result<DqParts, DeviceError> {
-    if !policy.is_fast() {
+    if !policy.is_fast() || policy.keeps_log_p() {
         return Ok(policy::backward(policy, inputs, lse, cotangents, own_tiles, progress, on_dk));
     }
     policy::check_backward(inputs, lse, cotangents);

@@ -23,7 +23,7 @@ pub(in crate::device) fn forward<M: Machine>(
     inputs: &HeadInputs,
     (own_tiles, progress): (Tiles, &dyn Progress),
 ) -> Result<PolicyForward, DeviceError> {
-    if !policy.is_fast() {
+    if !policy.is_fast() || policy.keeps_log_p() {
         return Ok(policy::forward(policy, inputs, own_tiles, progress));
     }
     policy::check(inputs);

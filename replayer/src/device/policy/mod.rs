@@ -57,7 +57,7 @@ impl Products {
 
 /// What multiplies a policy's logits, and what its gradients, for the report.
 pub(super) fn words(policy: &Policy) -> [&'static str; 2] {
-    if !policy.is_fast() {
+    if !policy.is_fast() || policy.keeps_log_p() {
         return ["the CPU, operation by operation"; 2];
     }
     let Products { logits, gradients } = Products::of(policy);

@@ -37,7 +37,9 @@ pub(in crate::device) fn energy<M: Machine>(
     (lse, cotangents): (&[f64], &Cotangents<f64>),
     ((stage, exact), (stored, progress)): Exact<'_>,
 ) -> Result<Option<f64>, DeviceError> {
-    let Some(stored) = number(stored).filter(|_| policy.is_fast()) else { return Ok(None) };
+    let Some(stored) = number(stored).filter(|_| policy.is_fast() && !policy.keeps_log_p()) else {
+        return Ok(None);
+    };
     policy::check_backward(inputs, lse, cotangents);
     let back = Back::of(machine, &Narrow::new(lse, cotangents))?;
     let mut head = Head::new(machine, policy, inputs)?;

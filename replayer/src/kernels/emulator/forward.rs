@@ -100,7 +100,9 @@ impl Row {
     }
 
     fn lse(&self, elements: &Elements) -> f64 {
-        elements.operation(shift(self.max) + elements.operation(libm::log(self.sum)))
+        let kept = |x: f64| elements.policy.log_p.round64(x);
+        let log = kept(elements.operation(libm::log(kept(self.sum))));
+        elements.operation(shift(self.max) + log)
     }
 }
 

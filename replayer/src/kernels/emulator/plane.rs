@@ -2,7 +2,7 @@
 
 use super::rounded::Rounded;
 use super::sum::{Running, operation};
-use crate::kernels::formula::probability;
+use crate::kernels::formula::{log_probability, probability};
 use crate::kernels::matrix::{HeadInputs, Matrix, TokenCotangents};
 use crate::kernels::number::Number;
 use crate::kernels::policy::internal::{PlaneBuffers, Upstream, columns};
@@ -142,7 +142,9 @@ impl<'a> Elements<'a> {
             for (col, x) in row.iter_mut().enumerate() {
                 let slope = self.slope(*x);
                 let logit = Rounded { value: *x, register, between: self.policy.p };
-                let p = probability(logit, logit.constant(lse));
+                let log_p = log_probability(logit, logit.constant(lse));
+                let kept = log_p.constant(self.policy.log_p.round64(log_p.value));
+                let p = probability(kept, kept.constant(0.0));
                 let by_logit = cotangents.entry(p, adds_label && label == Some(col));
                 *x = self.policy.dlogits.round64(by_logit.times(slope).value);
             }

@@ -120,6 +120,10 @@ pub struct Policy {
     pub logits: Precision,
     /// When logits are rounded.
     pub logits_when: LogitRounding,
+    /// What `log p = logit - lse` is rounded to, where the job keeps that and makes p of it, as
+    /// log-softmax does; `F64` where it does not. The sum of lse and its logarithm are rounded to
+    /// the same.
+    pub log_p: Precision,
     /// What `p = exp(logit - lse)` is rounded to before its cotangent multiplies it.
     pub p: Precision,
     /// What dlogits (on the fused path their softmax part alone) are rounded to before the GEMMs.
@@ -165,6 +169,7 @@ impl Policy {
             product: precision,
             logits: precision,
             logits_when: LogitRounding::Each,
+            log_p: Precision::F64,
             p: precision,
             dlogits: precision,
             label_grad: precision,
@@ -240,6 +245,11 @@ impl Policy {
         let scatter =
             label_scatter.order == Order::Native && label_scatter.precision != Precision::F64;
         native && self.product == Precision::F32 && (scatter || self.path != Path::Fused)
+    }
+
+    /// Whether the job keeps log p in few bits and makes p of it. A device does not emulate that.
+    pub fn keeps_log_p(&self) -> bool {
+        !self.log_p.keeps_f32()
     }
 
     /// The three precisions that logits are rounded to: as they leave their GEMM, after the bias

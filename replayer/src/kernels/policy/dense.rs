@@ -76,7 +76,7 @@ pub(crate) fn forward(
     online.iter_mut().for_each(|online| online.absorb_mask(policy, inputs));
     let all = |value: fn(&Online) -> f32| online.iter().map(|row| value(row).into()).collect();
     PolicyForward {
-        lse: all(Online::lse),
+        lse: online.iter().map(|row| row.lse(policy).into()).collect(),
         label_logits: all(Online::label_logit),
         logit_sum: all(Online::logit_sum),
     }

@@ -5,7 +5,7 @@
 use super::exp::{Fast, row_max, row_sum, softmax, sum_exp};
 use super::logits::{Finish, Slope};
 use super::{Path, Policy, dispatch::Upstream};
-use crate::kernels::formula::RunningSum;
+use crate::kernels::formula::{RunningSum, log_probability};
 use crate::kernels::matrix::{Cotangents, HeadInputs, TokenCotangents};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -46,8 +46,8 @@ impl Online {
     }
 
     /// The log-sum-exp of what was absorbed.
-    pub(super) fn lse(&self) -> f32 {
-        self.exponentials.lse().0
+    pub(super) fn lse(&self, policy: &Policy) -> f32 {
+        self.exponentials.lse_kept(|x| Fast(policy.log_p.round(x.0))).0
     }
 
     /// Logit of the label, 0 for an ignored token.
@@ -139,6 +139,16 @@ impl<'a> Dlogits<'a> {
             );
     }
 
+    /// Turns logits into p, by way of a log p that is kept where the policy has one.
+    fn softmax(&self, row: &mut [f32], lse: f32) {
+        if !self.policy.keeps_log_p() {
+            return softmax(row, lse);
+        }
+        row.iter_mut().for_each(|x| *x = log_probability(Fast(*x), Fast(lse)).0);
+        self.policy.log_p.round_slice(row);
+        softmax(row, 0.0);
+    }
+
     fn row(
         &self,
         row: &mut [f32],
@@ -152,7 +162,7 @@ impl<'a> Dlogits<'a> {
             slopes.extend_from_slice(row);
             self.slope.row(slopes);
         }
-        softmax(row, lse);
+        self.softmax(row, lse);
         self.policy.p.round_slice(row);
         let entry = label.map(|col| cotangents.entry(Fast(row[col]), self.whole).0);
         row.iter_mut().for_each(|p| *p = cotangents.dense(Fast(*p)).0);

@@ -140,7 +140,7 @@ impl Step<'_> {
         for (nth, span) in chunks.into_iter().enumerate() {
             self.forward_chunk(workspace, span.clone());
             for (token, online) in span.clone().zip(&workspace.online) {
-                lse[token] = online.lse();
+                lse[token] = online.lse(self.policy);
                 label_logits[token] = online.label_logit();
             }
             let dq = &mut dq[span.start * depth..span.end * depth];

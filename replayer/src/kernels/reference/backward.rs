@@ -47,6 +47,8 @@ pub struct TermNoise {
     pub whole: bool,
     /// Relative variance of evaluating p.
     pub exp_rel_var: f64,
+    /// From rounding `log p` where the job keeps it: the variance of p is `(log p)²` times it.
+    pub log_p_rel_var: f64,
     /// Confident probabilities: those from this value up to 1 lie so close together that they round
     /// alike; 0 for none.
     pub confident: f64,

@@ -223,6 +223,7 @@ mod tests {
         whole: false,
         exp_rel_var: 0.0,
         confident: 0.0,
+        log_p_rel_var: 0.004,
     };
 
     fn optioned() -> Fixture {

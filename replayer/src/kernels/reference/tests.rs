@@ -25,6 +25,7 @@ const NOISE: TermNoise = TermNoise {
     whole: false,
     exp_rel_var: 0.0625,
     confident: 0.05,
+    log_p_rel_var: 0.01,
 };
 
 /// The label's part is rounded with its entry.

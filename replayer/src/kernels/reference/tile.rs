@@ -8,6 +8,7 @@ use super::exp::{exp, exp_row};
 use super::gemm::{Operand, multiply};
 use super::logit::{Chain, Logit};
 use super::panel::{load, load_columns};
+use crate::kernels::formula::log_probability;
 use crate::kernels::matrix::{Cotangents, HeadInputs, Matrix};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -142,7 +143,7 @@ impl Token<'_> {
     #[inline(always)]
     fn dense_of(&self, logit: &Logit, p: f64) -> Dense {
         let softmax = self.c_lse * p;
-        let var = softmax * softmax * (self.noise.p_rel_var + logit.var)
+        let var = softmax * softmax * (self.noise.p_rel_var + self.logit_var(logit))
             + self.c_smooth * self.c_smooth * self.noise.p_rel_var;
         Dense { p, by_logit: softmax + self.c_smooth, var }
     }
@@ -152,7 +153,18 @@ impl Token<'_> {
         let dense = self.dense(logit);
         let (softmax, entry) = (self.c_lse * dense.p, dense.by_logit + self.c_label);
         entry * entry * self.noise.p_rel_var
-            + softmax * softmax * (self.noise.exp_rel_var + logit.var)
+            + softmax * softmax * (self.noise.exp_rel_var + self.logit_var(logit))
+    }
+
+    /// Variance of what p is the exponential of.
+    #[inline(always)]
+    fn logit_var(&self, logit: &Logit) -> f64 {
+        let log_p = log_probability(logit.value, self.lse);
+        // A masked logit has no p, and NaN is found elsewhere.
+        match self.noise.log_p_rel_var > 0.0 && log_p.is_finite() {
+            true => logit.var + self.noise.log_p_rel_var * log_p * log_p,
+            false => logit.var,
+        }
     }
 
     /// What a gradient filter may have left out of an entry. It drops a tile where all

@@ -35,6 +35,8 @@ impl Half for f16 {
 struct Job<'a, H> {
     fixture: &'a Fixture,
     path: Path,
+    /// Whether p is made of a log p that is kept in `H`.
+    keeps_log: bool,
     tiles: Tiles,
     q: Vec<H>,
     k: Vec<H>,
@@ -43,7 +45,7 @@ struct Job<'a, H> {
 impl<'a, H: Half> Job<'a, H> {
     fn new(fixture: &'a Fixture, path: Path, tiles: Tiles) -> Self {
         let narrow = |values: &[f32]| values.iter().map(|&x| H::narrow(x)).collect();
-        Job { fixture, path, tiles, q: narrow(&fixture.q), k: narrow(&fixture.k) }
+        Job { fixture, path, keeps_log: false, tiles, q: narrow(&fixture.q), k: narrow(&fixture.k) }
     }
 
     fn policy(&self) -> Policy {
@@ -52,6 +54,7 @@ impl<'a, H: Half> Job<'a, H> {
             input: precision,
             product: precision,
             logits: precision,
+            log_p: if self.keeps_log { precision } else { Precision::F64 },
             p: precision,
             dlogits: precision,
             output: precision,
@@ -88,11 +91,15 @@ impl<'a, H: Half> Job<'a, H> {
         let row = (0..self.fixture.valid).map(|v| self.logit(token, v).wide());
         let max = row.clone().fold(f32::MIN, f32::max);
         let add = |sum: H, x: f32| H::narrow(sum.wide() + exp(x - max));
-        max + libm::log(row.fold(H::default(), add).wide().into()) as f32
+        max + self.kept(libm::log(row.fold(H::default(), add).wide().into()) as f32)
+    }
+
+    fn kept(&self, x: f32) -> f32 {
+        if self.keeps_log { H::narrow(x).wide() } else { x }
     }
 
     fn dlogit(&self, token: usize, v: usize, lse: f32) -> H {
-        let p = H::narrow(exp(self.logit(token, v).wide() - lse));
+        let p = H::narrow(exp(self.kept(self.logit(token, v).wide() - lse)));
         let g = self.fixture.g_lse[token] * p.wide();
         let hit = self.path != Path::Fused && self.label(token) == Some(v);
         H::narrow(if hit { g + self.fixture.g_label[token] } else { g })
@@ -133,7 +140,7 @@ fn exp(x: f32) -> f32 {
     libm::exp(x.into()) as f32
 }
 
-fn assert_literal<H: Half>() {
+fn assert_literal<H: Half>(keeps_log: bool) {
     let fixture = Fixture::new(7, 3, 11, 10);
     let depth = fixture.depth;
     for (path, tiles) in [
@@ -141,7 +148,7 @@ fn assert_literal<H: Half>() {
         (Path::Fused, Tiles { tokens: 3, vocab: 4 }),
         (Path::Chunked, Tiles { tokens: 3, vocab: 10 }),
     ] {
-        let job: Job<H> = Job::new(&fixture, path, tiles);
+        let job: Job<H> = Job { keeps_log, ..Job::new(&fixture, path, tiles) };
         let (forward, dq, dk, dbias) = emulated(&job.policy(), &fixture, tiles);
         for token in 0..fixture.tokens {
             let lse = forward.lse[token];
@@ -167,10 +174,12 @@ fn assert_literal<H: Half>() {
 
 #[test]
 fn a_head_all_in_bf16_has_the_bits_of_scalar_loops() {
-    assert_literal::<bf16>();
+    assert_literal::<bf16>(false);
+    assert_literal::<bf16>(true);
 }
 
 #[test]
 fn a_head_all_in_f16_has_the_bits_of_scalar_loops() {
-    assert_literal::<f16>();
+    assert_literal::<f16>(false);
+    assert_literal::<f16>(true);
 }

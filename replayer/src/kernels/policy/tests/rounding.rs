@@ -61,6 +61,13 @@ fn every_rounding_point_rounds_where_it_says() {
     (single.q, single.g_lse) = (vec![1.0; 3], vec![1.0]);
     let p = |policy| emulated(&policy, &single, &single.inputs(), SMALL_TILES).2[1].clone();
     assert!(is_bf16(&p(Policy { p: half, ..full })) && !is_bf16(&p(full)));
+    let log_is_bf16 = |p: Vec<f64>| {
+        p.iter().all(|&p| {
+            let kept = half.round64(libm::log(p));
+            (libm::exp(kept) - p).abs() <= 4.0 * Precision::F32.unit_roundoff() * p
+        })
+    };
+    assert!(log_is_bf16(p(Policy { log_p: half, ..full })) && !log_is_bf16(p(full)));
     let (_, dq, _) = run(Policy { label_grad: half, ..full });
     assert!(is_bf16(&dq.dq_label) && dq.dq_lse == plain.dq_lse);
     let (forward, ..) = run(Policy { logits: half, ..full });

@@ -149,7 +149,9 @@ pub(super) fn entries(
     let smooth = f64::from(fixture.smooth[t]);
     let c = if is_label { f64::from(fixture.g_label[t]) } else { 0.0 };
     let f = cell.slope;
+    let log_p = noise.log_p_rel_var * (cell.logit - lse[t]).powi(2);
     let entry = |[softmax, smooth, c]: [f64; 3], var: f64, slope_var: f64| {
+        let var = var + log_p;
         let by_logit = softmax + smooth;
         let rounded = (f * softmax).powi(2) * (noise.p_rel_var + var)
             + (f * smooth).powi(2) * noise.p_rel_var;
