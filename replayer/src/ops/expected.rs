@@ -194,7 +194,7 @@ impl<O: Op> Evaluation<'_, O> {
             total.add_shared(&shared);
             let [number, emulated] = self.finished(total, &sum);
             let (own, row) = number.variances();
-            let own = own + row + lost_near_zero(sum.count, &self.arithmetic);
+            let own = own + row + lost_near_zero(sum.count, 1.0, &self.arithmetic);
             Finished { value: number.value, own, row: 0.0, emulated: emulated.value }
         };
         Expected::of_sums(&(0..rows).into_par_iter().map(one).collect::<Vec<_>>())
@@ -240,7 +240,7 @@ impl<O: Op> Evaluation<'_, O> {
         total = total + roundings.with_variance(0.0, sum.variance(&self.arithmetic));
         let [number, emulated] = self.finished(total, sum);
         let (own, row) = number.variances();
-        let own = own + lost_near_zero(sum.count, &self.arithmetic);
+        let own = own + lost_near_zero(sum.count, sum.copies, &self.arithmetic);
         Finished { value: number.value, own, row, emulated: emulated.value }
     }
 
@@ -338,10 +338,11 @@ struct Summed {
 }
 
 /// Variance of what so many additions lose near 0, where an addition, and the division of an
-/// addend before it, may be off by half the smallest number of the accumulator.
-pub(super) fn lost_near_zero(count: f64, arithmetic: &Arithmetic) -> f64 {
+/// addend before it, may be off by half the smallest number of the accumulator. Addends of which
+/// there are so many copies are brought to its format by one error; adding them errs by none there.
+pub(super) fn lost_near_zero(count: f64, copies: f64, arithmetic: &Arithmetic) -> f64 {
     let half = arithmetic.sum.precision.smallest_subnormal() / 2.0;
-    2.0 * count * half * half
+    count * copies.max(2.0) * half * half
 }
 
 impl Summed {
@@ -367,5 +368,32 @@ impl Summed {
         let copies = self.copies.max(1.0);
         let alike = copies * adding(self.total() / EVENLY.sqrt());
         self.own * copies + adding(self.total()).max(alike).max(self.grouped)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+    use crate::kernels::policy::Order;
+
+    /// Goal: the same small number many times, as of microbatches that are one, is brought to f16 by
+    /// one error each time, which the sum has as often. Method: sums of copies among the smallest
+    /// numbers of f16.
+    #[test]
+    fn copies_among_the_smallest_numbers_err_by_one_error() {
+        let (mut draw, f16) = (Draw::new(67), Precision::F16);
+        let sum = Sum { precision: f16, order: Order::Sequential };
+        let arithmetic = Arithmetic { compute: Precision::F32, between: None, sum };
+        for copies in [1.0, 4.0, 16.0] {
+            let errors = (0..4000).map(|_| {
+                let x = 4e-6 * draw.normal();
+                (copies * (f16.round64(x) - x)).powi(2)
+            });
+            let found = errors.sum::<f64>() / 4000.0;
+            let allowed = lost_near_zero(copies, copies, &arithmetic);
+            assert!(found < 1.1 * allowed, "{copies} copies: {found} of {allowed}");
+            assert!(found > 0.05 * allowed, "{copies} copies: too wide, {found} of {allowed}");
+        }
     }
 }

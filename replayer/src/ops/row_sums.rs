@@ -184,7 +184,7 @@ fn expected(
     let count = rows.len() as f64;
     let of_total = arithmetic.sum.variance(count, 1.0, 0.0);
     let of_squares = arithmetic.sum.variance(count, 0.0, 1.0);
-    let near_zero = lost_near_zero(count, arithmetic);
+    let near_zero = lost_near_zero(count, 1.0, arithmetic);
     let inputs = rows.iter().map(|row| row.inputs.len()).max().unwrap_or(0);
     let mut memory = Memory {
         evaluation: Evaluation::default(),

@@ -2,7 +2,7 @@
 //! `m = β1 m + (1 - β1) g`, `u = max(β2 u, |g| + ε)`, `θ -= η m / ((1 - β1^t) u)`. The paper has no
 //! ε; torch and optax have it here.
 
-use super::formulas::{Descent, class, corrected, correction, moving};
+use super::formulas::{Descent, class, corrected, correction, moving, raised};
 use super::variation::{of_corrections, of_descent, of_step, vary};
 use super::{BETA1, BETA2, EPS, FIRST_MOMENT, LR, Names, Rule, State, Variation, WEIGHT_DECAY};
 use crate::algebra::declaration::{Hyper, Optimizer};
@@ -89,7 +89,7 @@ op! {
         exp_inf: Plane Forward Each
             |op, grad, before, exp_inf_before, beta2, eps, weight_decay| {
                 let size = op.descent.gradient(grad, before, weight_decay).abs();
-                let size = if op.eps_divides { size } else { (size + eps.scalar()).step() };
+                let size = if op.eps_divides { size } else { raised(size, eps) };
                 exp_inf_before.scaled(beta2).larger(size)
             },
             "the largest gradient";
@@ -97,7 +97,7 @@ op! {
             |op, before, exp_avg, exp_inf, lr, beta1, eps, weight_decay| {
                 let first = corrected(exp_avg, correction(beta1, op.step), op.corrections);
                 let largest = match op.eps_divides {
-                    true => (exp_inf + eps.scalar()).step(),
+                    true => raised(exp_inf, eps),
                     false => exp_inf,
                 };
                 op.descent.by_quotient((first, largest), before, weight_decay, lr)

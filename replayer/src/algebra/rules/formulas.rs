@@ -104,6 +104,12 @@ pub(crate) fn corrected<N: Number>(moment: N, correction: N, times: u32) -> N {
     (0..times).fold(moment, |moment, _| (moment / correction.clone()).step())
 }
 
+/// A number in the job's format, and ε. Where that is less than half a spacing all elements lose it.
+pub(crate) fn raised<N: Number>(x: N, eps: N) -> N {
+    let eps = eps.scalar();
+    (x + eps.clone()).changed(eps)
+}
+
 /// The root of a second moment with what keeps it from 0.
 pub(crate) fn root<N: Number>(second: N, eps: N, is_inside: bool) -> N {
     let eps = eps.scalar();

@@ -346,6 +346,59 @@ fn radam_in_f16_loses_what_is_small_before_it_divides() {
     assert!(excess(&rule, &hyper, &recorded).is_some(), "another learning rate is not seen");
 }
 
+/// Takes steps of a job with parameters and gradients as drawn, and keeps the last one.
+fn steps_of(mut job: Job, steps: u32, drawn: &mut dyn FnMut() -> [f32; 2]) -> Recorded {
+    let mut last = None;
+    for step in 1..=steps {
+        let (parameters, grad): (Vec<f32>, Vec<f32>) =
+            (0..ELEMENTS).map(|_| drawn()).map(|[parameter, grad]| (parameter, grad)).unzip();
+        (job.step, job.parameter) = (step, parameters);
+        let (before, state_before) = (job.parameter.clone(), job.state.clone());
+        job.run(&grad);
+        last = Some((grad, before, state_before));
+    }
+    let (grad, before, state_before) = last.expect("a job takes a step");
+    Recorded { job, grad, before, state_before }
+}
+
+/// Goal: an ε that is less than half a spacing of f16 is lost by all elements, to one side, and is no
+/// finding; a largest gradient that is off by a percent is one.
+#[test]
+fn adamax_in_f16_loses_an_eps_that_is_small_beside_its_gradients() {
+    let (mut draw, f16) = (Draw::new(59), Precision::F16);
+    let kind = JOBS.iter().find(|kind| kind.class == "Adamax").expect("a class of the list");
+    let hyper = [("lr", 1e-3), ("beta1", 0.5), ("beta2", 0.5), ("eps", 1e-4)];
+    let hyper = BTreeMap::from_iter(hyper.into_iter().chain([("weight_decay", 0.3)]));
+    let job = Job::new(kind, [f16; 2], hyper, BTreeSet::new(), [false; 2]);
+    let recorded = steps_of(job, 3, &mut || {
+        [f16.round(0.1 * draw.unit() as f32), f16.round(0.27 + 0.18 * draw.unit() as f32)]
+    });
+    let (rule, hyper) = rule(&recorded.job, 3);
+    assert_eq!(excess(&rule, &hyper, &recorded), None);
+    let mut wrong = recorded;
+    wrong.job.state.get_mut("exp_inf").unwrap().iter_mut().for_each(|x| *x = f16.round(*x * 1.01));
+    assert!(excess(&rule, &hyper, &wrong).is_some(), "one percent is not seen");
+}
+
+/// Goal: parameters that are all near 1, as a norm's are, and decay by the same small number lie at
+/// the same place between two numbers of f32, so their errors are one error and no finding; another
+/// decay is one.
+#[test]
+fn parameters_that_are_nearly_equal_round_alike_when_they_decay() {
+    let mut draw = Draw::new(61);
+    let kind = JOBS.iter().find(|kind| kind.class == "AdamW").expect("a class of the list");
+    let hyper = [("lr", 1.478e-4), ("beta1", 0.9), ("beta2", 0.9), ("eps", 1.0)];
+    let hyper = BTreeMap::from_iter(hyper.into_iter().chain([("weight_decay", 0.01)]));
+    let job = Job::new(kind, [Precision::F32; 2], hyper, BTreeSet::new(), [false; 2]);
+    let recorded = steps_of(job, 3, &mut || {
+        [1.0005 + 1e-4 * draw.normal() as f32, 1e-6 * draw.normal() as f32]
+    });
+    let (rule, mut hyper) = rule(&recorded.job, 3);
+    assert_eq!(excess(&rule, &hyper, &recorded), None);
+    hyper.0.insert("weight_decay".into(), json!(0.02));
+    assert!(excess(&rule, &hyper, &recorded).is_some(), "another decay is not seen");
+}
+
 #[test]
 fn unknown_modes_of_known_optimizers_are_unknown() {
     let of = |name: &str, hyper: serde_json::Value| {
