@@ -20,6 +20,7 @@ look at what passes and hand it on. No collective runs that the job does not run
     scaler.py        the loss scale
     scales.py        that of each backward pass
     own_clipping.py  clipping that nothing declares
+    own_scaling.py   other multiplications of gradients by the job
     optimizers.py    the optimizer's step
     copies.py        copies of more bits that the job keeps by hand
     outer.py         optimizers of frameworks that are around one of torch
@@ -48,6 +49,7 @@ from backtape.step_torch import (
     deepspeed,
     megatron,
     optimizers,
+    own_scaling,
     scaler,
 )
 from backtape.step_torch.capture import Capture, Said
@@ -190,7 +192,7 @@ def step_algebra(
         except CAUGHT:
             capture.is_refused = True
             raise
-        for start in (backward.start, clipping.start, scaler.start, optimizers.start):
+        for start in (backward.start, own_scaling.start, clipping.start, scaler.start, optimizers.start):
             with capture.guarded(start.__module__.rsplit(".", 1)[-1]):
                 start(capture)
         if own_clipping and "_engine_run_backward" in vars(torch.autograd):

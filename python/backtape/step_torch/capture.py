@@ -85,6 +85,7 @@ class Capture:
         self.reductions: list[tuple[list[Part], Reductions]] = []
         # What looks at the gradients before an optimizer takes them.
         self.own_clipping: Any = None
+        self.scalings: Any = None  # own_scaling.Scalings
         # Those of each parameter, as they were at the first step of an optimizer.
         self.noted_reductions: dict[str, list[dict[str, Any]]] = {}
         self.unheld: list[Part] = []  # in no optimizer, where one holds tensors that are no parameters
@@ -147,6 +148,8 @@ class Capture:
                 # A copy's gradient is made from that of the parameter, which is of its own format.
                 if stage == "reduced" and part.master is not None and part.master.follows:
                     gradient = part.own_gradient() or gradient
+                if stage == "reduced" and self.scalings is not None:
+                    self.scalings.look(part)
                 if gradient is not None:
                     self.take_gradient(stage, part, gradient)
                 if stage == "reduced":

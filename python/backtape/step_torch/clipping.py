@@ -153,12 +153,32 @@ def _by_value(capture: Capture) -> Any:
         parts = of_this_step(capture, given)
         if given and not parts:
             return
-        capture.take("reduced", parts)
+        rest = _left_of_groups(capture, parts)
+        capture.take("reduced", [*parts, *rest])
         capture.clip_value = float(clip_value)
+        for part in (*parts, *rest):
+            part.clip_value = capture.clip_value
         yield
-        capture.note_clipped(parts)
+        capture.note_clipped([*parts, *rest])
+        for part in rest:
+            part.announced = True
 
     return observe
+
+
+def _left_of_groups(capture: Capture, parts: list[Part]) -> list[Part]:
+    """The other parameters of groups of an optimizer of which more than half are clipped by value. As with those
+    that a norm counts, what the optimizer takes of them is held against it where no other call clips them. Fewer
+    than half may be all that the job means to clip."""
+    for step in capture.steps:
+        step.parts()  # notes which optimizer has which
+    given, left = {*parts}, []
+    for place in {part.place for part in parts if part.place is not None}:
+        of_place = (part for part in capture.own if part.place == place and not part.later)
+        of_place = [part for part in of_place if part.gradient() is not None]
+        if 2 * len(given & {*of_place}) > len(of_place):
+            left += [part for part in of_place if part not in given and not part.clipped]
+    return left
 
 
 def _averaged(capture: Capture) -> Any:

@@ -1,5 +1,6 @@
 """What a rank declares of a step: docs/step-format.md has the format."""
 
+import fnmatch
 import json
 from typing import Any
 
@@ -36,6 +37,9 @@ def declaration(capture: Capture) -> dict[str, Any]:
     with capture.guarded("values that became others"):
         capture.moved = moves.told(capture.own)
     steps = capture.steps
+    factors: dict[str, float] = {}
+    with capture.guarded("multiplications by the job's own code"):
+        factors = own_factors(capture)
     sampled = declared_sample(capture.sampling, capture.own)
     squares = declared_squares(capture.own)
     return {
@@ -51,6 +55,7 @@ def declaration(capture: Capture) -> dict[str, Any]:
         "clip_value": as_json(capture.clip_value),
         "parameters": {
             part.name: _parameter(capture, part, named, reductions.get(part.name, []))
+            | _multiplied(factors.get(part.same_as or part.name))
             for part in capture.parts
             if part.recorded
         },
@@ -58,6 +63,21 @@ def declaration(capture: Capture) -> dict[str, Any]:
         **({"sampled": sampled} if sampled is not None else {}),
         **({"squares": squares} if squares else {}),
     }
+
+
+def own_factors(capture: Capture) -> dict[str, float]:
+    """What the job's own code has multiplied gradients by, by names. Where the job brings them together itself,
+    its code divides them too, and `reduce=` says by what."""
+    if capture.scalings is None:
+        return {}
+    factors: dict[str, float] = capture.scalings.factors()
+    by_hand = capture.reduce or {}
+    is_by_hand = lambda name: any(fnmatch.fnmatchcase(name, glob) for glob in by_hand)
+    return {name: factor for name, factor in factors.items() if not is_by_hand(name)}
+
+
+def _multiplied(factor: float | None) -> dict[str, Any]:
+    return {} if factor is None else {"multiplied_by": as_json(factor)}
 
 
 def _accumulation(capture: Capture) -> dict[str, Any]:
@@ -109,6 +129,7 @@ def _parameter(
         **({"first_pass": first.first_pass} if first.first_pass else {}),
         **({"also_in": others} if others else {}),
         **_own_loss_scale(capture, first),
+        **({"clip_value": as_json(first.clip_value)} if first.clip_value is not None else {}),
         **({"moved": moved} if moved else {}),
         "scalars": part.scalars,
         "absent": part.absent,

@@ -77,17 +77,22 @@ def sampled(part: Part) -> torch.Tensor | None:
     """A copy of some elements of what this rank holds of a parameter; None where these cannot be told."""
     holder = part.holder()
     # The padding of a part of ZeRO stage 3 is never written.
-    here = None if holder is None else part.cut(local(holder))
-    if type(here) is not torch.Tensor or here.layout != torch.strided or here.is_meta:
+    return None if holder is None else elements_of(part.cut(local(holder)), SAMPLE)
+
+
+def elements_of(tensor: torch.Tensor, count: int) -> torch.Tensor | None:
+    """A copy of up to so many elements of a tensor, from all over it; None of one that is no plain tensor of
+    floats, or has none."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    if not here.numel() or not here.is_floating_point():
+    if not tensor.numel() or not tensor.is_floating_point():
         return None
-    order = sorted(range(here.ndim), key=here.stride, reverse=True)
-    dense = here.permute(order)
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    dense = tensor.permute(order)
     if not dense.is_contiguous():
         return None
     # An odd step goes through all columns of a matrix.
-    step = -(-here.numel() // SAMPLE) | 1
+    step = -(-tensor.numel() // count) | 1
     return dense.view(-1)[::step].clone()
 
 

@@ -108,6 +108,7 @@ class Part:
     reductions: int = 0  # communications of its gradient that were seen in this step
     partial: dict[str, str] = field(default_factory=dict)  # mesh axes of a Partial gradient
     clipped: bool = False  # something has clipped its gradient
+    clip_value: float | None = None  # what its elements are to be clipped to
     stepped: tuple[Any, ...] | None = None  # which gradient it had when an optimizer had stepped it
     announced: bool = False  # the job has said only by which norm it is going to clip it
     mark: tuple[Any, ...] | None = None  # of the gradient when it was last recorded

@@ -75,6 +75,9 @@ causes! {
     SCALED = "gradient-scaled",
         "the gradient is multiplied by a number that is no size of the job",
         "what multiplies this gradient between the backward and here; clipping by code of the job's own, and a loss scale, have to be declared";
+    TOKENS = "tokens-miscounted",
+        "gradients are divided by the tokens of one microbatch or rank, and hold those of all",
+        "where the tokens are counted that gradients are divided by: over all microbatches, and over all ranks";
     SCALE_LEFT = "loss-scale-left-in",
         "the loss scale was not taken out",
         "where the loss scale is taken out: it must happen once, before the norm";

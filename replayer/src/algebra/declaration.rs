@@ -170,6 +170,13 @@ pub(crate) struct ParameterDeclaration {
     /// What the loss was multiplied by for its gradient, where that is not the step's loss scale.
     #[serde(default, deserialize_with = "number")]
     pub loss_scale: Option<f64>,
+    /// What code of the job's own multiplied its gradient by, after the last backward pass and before
+    /// the reduced gradient was recorded; 1 where it is known not to have.
+    #[serde(default, deserialize_with = "number")]
+    pub multiplied_by: Option<f64>,
+    /// What its gradient is clipped to by value, where that is not the same for all.
+    #[serde(default, deserialize_with = "number")]
+    pub clip_value: Option<f64>,
     /// When its value changed though no optimizer stepped it.
     #[serde(default)]
     pub moved: Option<Moved>,
@@ -437,6 +444,13 @@ impl Declaration {
     pub(crate) fn scale_of(&self, parameter: &str) -> Option<f64> {
         let own = self.parameters.get(parameter).and_then(|own| own.loss_scale);
         own.or(self.loss_scale)
+    }
+
+    /// What the elements of a parameter's gradient are clipped to.
+    pub(crate) fn clip_value_of(&self, parameter: &str) -> Option<f64> {
+        let is_each = self.parameters.values().any(|own| own.clip_value.is_some());
+        let of_all = self.clip_value.filter(|_| !is_each);
+        self.parameters.get(parameter).and_then(|own| own.clip_value).or(of_all)
     }
 
     /// Every loss scale of the step.

@@ -18,6 +18,7 @@ use super::outcome::{Divergence, Energies, Judged, Outcome, Reading, Stage};
 use super::sums::SumOf;
 use crate::compare::{Bound, Tally};
 use crate::kernels::round::Precision;
+use crate::number::short;
 use crate::ops::table::op;
 
 /// A gradient times a number.
@@ -136,11 +137,16 @@ impl Judge<'_> {
                 None => self.inventory.grads_of(rank, parameter),
             };
             let result = addends.and_then(|addends| {
-                let weights = vec![1.0; addends.len()];
+                // Where nothing after it was recorded, as of one that the optimizer itself reduces, it
+                // is what the job's code has made of it.
+                let is_last = self.inventory.key(parameter, &Part::Reduced).is_none();
+                let factor = self.inventory.multiplied_by(rank, parameter).filter(|_| is_last);
+                let domain = Domain { scale: factor.unwrap_or(1.0), ..Domain::alone(rank) };
+                let weights = vec![domain.scale; addends.len()];
                 let (key, place) = (key, &piece.place);
                 let of =
                     SumOf { key, rank, place, addends: &addends, weights: &weights, sent: None };
-                self.judged_sum(&of, parameter, &Domain::alone(rank))
+                self.judged_sum(&of, parameter, &domain)
             });
             self.judged_as_sum(Stage::Accumulate, parameter, (key, piece), result)
         };
@@ -203,12 +209,19 @@ impl Judge<'_> {
     ) -> Result<(Outcome, Energies), String> {
         let (rank, place, sent) = (piece.ranks[0], &piece.place, domain.sent);
         let mut diverged = Vec::new();
-        for accumulation in self.accumulations(rank, addends) {
+        for accumulation in self.accumulations(rank, parameter, addends) {
             let scale = domain.scale * accumulation;
             let (domain, weights) =
                 (Domain { scale, ..domain.clone() }, vec![scale; addends.len()]);
             let of = SumOf { key, rank, place, addends, weights: &weights, sent };
-            let sum = self.judged_sum(&of, parameter, &domain)?;
+            let mut sum = self.judged_sum(&of, parameter, &domain)?;
+            if let Some(factor) = self.near_own(rank, parameter, &sum.0) {
+                let domain = Domain { scale: scale * factor, ..domain };
+                let weights = vec![domain.scale; addends.len()];
+                let of = SumOf { weights: &weights, ..of };
+                let near = self.judged_sum(&of, parameter, &domain)?;
+                sum = if near.0.divergence().is_none() { near } else { sum };
+            }
             if sum.0.divergence().is_none() {
                 return Ok(sum);
             }
@@ -223,9 +236,27 @@ impl Judge<'_> {
         diverged.into_iter().nth(known).ok_or_else(|| "it has no addends".into())
     }
 
+    /// By how much a sum is off that code of the job's own has multiplied, where it is as near to its number
+    /// as the sample from which that is known.
+    fn near_own(&self, rank: Rank, parameter: &str, outcome: &Outcome) -> Option<f64> {
+        self.inventory.multiplied_by(rank, parameter)?;
+        let own = self.inventory.own_scaling.as_ref()?;
+        let factor = outcome.divergence()?.factor?;
+        ((factor - 1.0).abs() <= own.tolerance).then_some(factor)
+    }
+
     /// What the sum over a rank's microbatches may be multiplied by: in torch gradients are summed;
-    /// a function of jax may average them.
-    pub(super) fn accumulations(&self, rank: Rank, addends: &[Addend]) -> Vec<f64> {
+    /// a function of jax may average them. What code of the job's own was seen to multiply it by is
+    /// all of that.
+    pub(super) fn accumulations(
+        &self,
+        rank: Rank,
+        parameter: &str,
+        addends: &[Addend],
+    ) -> Vec<f64> {
+        if let Some(factor) = self.inventory.multiplied_by(rank, parameter) {
+            return vec![factor];
+        }
         let microbatches: BTreeSet<_> = addends.iter().map(|addend| addend.microbatch).collect();
         let mean = 1.0 / microbatches.len().max(1) as f64;
         let declared = self.inventory.declared.get(&rank);
@@ -302,7 +333,7 @@ impl Judge<'_> {
     ) -> Result<Outcome, String> {
         let (inventory, rank) = (self.inventory, piece.ranks[0]);
         let declared = inventory.declared.get(&rank);
-        let value = declared.and_then(|declared| declared.clip_value);
+        let value = declared.and_then(|declared| declared.clip_value_of(parameter));
         let together = inventory.taken_out_by_clipping(rank, parameter);
         let scales = Scales {
             own: declared.and_then(|declared| declared.scale_of(parameter)),
@@ -446,7 +477,14 @@ impl Judge<'_> {
             ])
         };
         let compared = self.compare(&Scaled, &arithmetic(stored, None), &piece.place, &operands)?;
-        Ok(self.outcome(&only(compared)?, &piece.place, |_| None))
+        let mut outcome = self.outcome(&only(compared)?, &piece.place, |_| None);
+        let Outcome::Diverged(divergence) = &mut outcome else { return Ok(outcome) };
+        let unclipped = self.scaled((before, key), piece, 1.0)?;
+        if unclipped.excess(&self.bound(&piece.place)).is_none() {
+            let words = format!("the gradient is not clipped: it has elements beyond {}", short(limit));
+            divergence.readings = vec![causes::NOT_CLIPPED.reads(words)];
+        }
+        Ok(outcome)
     }
 
     pub(super) fn scaled(

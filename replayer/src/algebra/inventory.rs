@@ -11,6 +11,7 @@ use backtape::shard::TensorKey;
 use super::declaration::{Declaration, ParameterDeclaration};
 use super::domain::Addend;
 use super::elements::Elements;
+use super::own_scaling::OwnScaling;
 use crate::assemble::{assemble_box, extract};
 use crate::compare::pair::widen;
 use crate::dump::sampled::Samples;
@@ -32,6 +33,8 @@ pub(crate) struct Inventory<'a> {
     pub faults: Vec<String>,
     /// Parameters whose reduced gradient was recorded too early, and why.
     pub withdrawn: BTreeMap<String, String>,
+    /// What the job's own code has multiplied gradients by.
+    pub own_scaling: Option<OwnScaling>,
     /// What `moments_by_rank` has found.
     pub moments_of_ranks: OnceLock<[BTreeSet<Rank>; 2]>,
 }
@@ -65,6 +68,7 @@ impl<'a> Inventory<'a> {
             parameters: BTreeMap::new(),
             faults: samples.faults.clone(),
             withdrawn: BTreeMap::new(),
+            own_scaling: None,
             moments_of_ranks: OnceLock::new(),
             samples,
         };
@@ -77,6 +81,7 @@ impl<'a> Inventory<'a> {
             }
         }
         inventory.withdraw();
+        inventory.own_scaling = OwnScaling::of(&inventory, unusable);
         let is_there = !inventory.parameters.is_empty() || !inventory.declared.is_empty();
         is_there.then_some(inventory)
     }

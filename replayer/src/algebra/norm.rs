@@ -17,6 +17,9 @@ use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
 use super::void_norms;
 use crate::kernels::round::Precision;
 
+/// What stands for the tensor of a norm, before its index among those of the step.
+pub(super) const NORM: &str = "norm ";
+
 /// Roundings, in units of the format, that a norm in few bits may be off by.
 const NORM_ROUNDINGS: f64 = 8.0;
 
@@ -105,7 +108,7 @@ impl Judge<'_> {
                 false => self.norm(norm, ranks, *at).unwrap_or_else(Outcome::unchecked),
             };
             let parameter = String::new();
-            let (tensor, ranks) = (format!("norm {at}"), ranks.clone());
+            let (tensor, ranks) = (format!("{NORM}{at}"), ranks.clone());
             let (place, energies) = (IndexBox(Vec::new()), None);
             Judged { stage: Stage::Norm, parameter, tensor, ranks, place, energies, result }
         };

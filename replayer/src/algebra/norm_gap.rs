@@ -10,7 +10,8 @@ use serde::Serialize;
 use super::declaration::Norm;
 use super::inventory::Inventory;
 use super::names::pattern;
-use super::outcome::{Energies, Judged, Outcome, Reading};
+use super::norm::NORM;
+use super::outcome::{Energies, Judged, Outcome, Reading, Stage};
 
 /// The norm of the gradients as it is and as it would have been.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -25,6 +26,9 @@ pub struct NormGap {
     /// it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub estimated: bool,
+    /// No sum is wrong: the norm is not that of the captured gradients.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub of_norm: bool,
     /// How far apart rounding may bring the squares of the last two.
     pub apart: f64,
     /// Parameters with one cause, and their share of the difference of the squares. The shares add
@@ -33,8 +37,42 @@ pub struct NormGap {
 }
 
 impl NormGap {
-    /// The gap, where a sum diverges and every sum could be judged.
+    /// The gap, where a sum diverges and every sum could be judged, or a norm alone diverges.
     pub(super) fn of(
+        inventory: &Inventory<'_>,
+        judged: &[Judged],
+        names: &[&str],
+    ) -> Option<NormGap> {
+        let is_wrong_sum = |one: &Judged| {
+            matches!(one.stage, Stage::Accumulate | Stage::Reduce | Stage::Unscale)
+                && one.result.divergence().is_some()
+        };
+        match judged.iter().any(is_wrong_sum) {
+            true => NormGap::of_sums(inventory, judged, names),
+            false => judged.iter().find_map(|one| NormGap::of_wrong_norm(inventory, one)),
+        }
+    }
+
+    /// The gap of a norm that is not that of the captured gradients.
+    fn of_wrong_norm(inventory: &Inventory<'_>, one: &Judged) -> Option<NormGap> {
+        let factor = one.result.divergence()?.factor.filter(|_| one.stage == Stage::Norm)?;
+        let at: usize = one.tensor.strip_prefix(NORM)?.parse().ok()?;
+        let norm = inventory.declared.get(one.ranks.first()?)?.norms.get(at)?;
+        let value = norm.value?;
+        let captured = value / factor;
+        Some(NormGap {
+            reported: Some(value),
+            captured,
+            right: captured,
+            estimated: false,
+            of_norm: true,
+            shares: Vec::new(),
+            apart: 0.0,
+        })
+    }
+
+    /// The gap, where a sum diverges and every sum could be judged.
+    fn of_sums(
         inventory: &Inventory<'_>,
         judged: &[Judged],
         names: &[&str],
@@ -82,6 +120,7 @@ impl NormGap {
             captured: whole.captured.sqrt() / scale,
             right: whole.right.sqrt() / scale,
             estimated: !samples.is_empty(),
+            of_norm: false,
             shares: shares(parts, apart),
             apart: apart / (scale * scale),
         })

@@ -281,7 +281,7 @@ impl Judge<'_> {
         }
         let declared = inventory.declared.get(&rank)?;
         let is_lacking = declared.parameters.get(parameter)?.absent.contains_key("clipped");
-        (declared.clip_value.is_some() && is_lacking && !is_clipped).then(|| {
+        (declared.clip_value_of(parameter).is_some() && is_lacking && !is_clipped).then(|| {
             "the gradient is clipped by value, and the clipped one was not recorded: give clipped=".into()
         })
     }

@@ -13,6 +13,7 @@ use super::factor::is_near;
 use super::inventory::Inventory;
 use super::local_norms::Unit;
 use super::outcome::{Aside, Reading};
+use crate::number::short;
 
 /// A sum, solved.
 pub(crate) struct Solved<'a> {
@@ -62,6 +63,10 @@ pub(super) const WEIGHTED: &str = "ranks have other weights in it: ";
 pub(super) fn terms_of(words: &str) -> Option<&str> {
     words.strip_prefix(SUM_OF)?.strip_suffix(ONCE)
 }
+
+/// What to look at where code of the job's own multiplies gradients by several numbers.
+const ONE_NUMBER: &str = "the code that multiplies gradients after the last backward pass: one number for \
+     all parameters and ranks";
 
 /// What to look at where the sum so far is clipped with each microbatch.
 const ONCE_A_STEP: &str =
@@ -128,6 +133,9 @@ impl Solved<'_> {
         if !is_one || !self.is_of_domain_alone() || self.has_stale() {
             return None;
         }
+        if let Some(reading) = self.multiplied(factor) {
+            return Some(reading);
+        }
         let explanations = self.explanations(factor);
         let cause = self.cause_of_factor(factor);
         let equals = match explanations.is_empty() {
@@ -143,6 +151,34 @@ impl Solved<'_> {
         };
         let words = format!("captured = {factor:.7} x reference on every element{equals}{meant}");
         Some(cause.reads(words))
+    }
+
+    /// A factor that code of the job's own has brought in after the last backward pass, as was seen.
+    fn multiplied(&self, factor: f64) -> Option<Reading> {
+        let own = self.inventory.own_scaling.as_ref()?;
+        let of = |rank: Rank| self.inventory.declared_of(rank, self.parameter)?.multiplied_by;
+        let seen = of(self.rank).filter(|seen| is_near(factor, seen / own.reference))?;
+        let captured = format!("captured = {factor:.7} x reference on every element");
+        if let Some(words) = &own.miscounted {
+            return Some(causes::TOKENS.reads(format!("{captured}: {words}")));
+        }
+        let mut others = self.inventory.declared.keys().filter(|rank| **rank != self.rank);
+        let other = others.find_map(|rank| {
+            let other = of(*rank)?;
+            (!is_near(other, seen)).then(|| format!("by {} on rank {rank}", short(other)))
+        });
+        let other = other.unwrap_or_else(|| match own.reference == 1.0 {
+            true => "most others not at all".into(),
+            false => format!("most others by {}", short(own.reference)),
+        });
+        let own = match seen == 1.0 {
+            true => "did not multiply it".into(),
+            false => format!("multiplied it by {}", short(seen)),
+        };
+        let words = format!(
+            "{captured}: after the last backward pass code of the job's own {own}, and {other}"
+        );
+        Some(causes::SCALED.reads(words).looking_at(ONE_NUMBER))
     }
 
     /// The products of sizes that a factor equals.

@@ -13,6 +13,7 @@ use super::lacks::lacks;
 use super::names::pattern;
 use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
+use super::own_scaling::Multiplied;
 use super::rule_of::DeclaredRule;
 use super::sum_causes::terms_of;
 use super::table::{Row, table};
@@ -39,6 +40,9 @@ pub struct StepReport {
     /// What the norm of the gradients would have been; absent where nothing says otherwise.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub norm: Option<NormGap>,
+    /// What code of the job's own has multiplied all gradients by; absent where it is no one number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub multiplied: Option<Multiplied>,
     /// What was not judged, by reason.
     pub unchecked: Vec<Unchecked>,
     /// What keeps the step from being agreed although nothing of it diverges, in sentences.
@@ -141,6 +145,7 @@ impl StepReport {
             lacks: lacks(inventory, &stages, &judged),
             stages,
             norm: NormGap::of(inventory, &judged, &names),
+            multiplied: inventory.own_scaling.as_ref().and_then(|own| own.told.clone()),
             diverged: groups(&judged, &names),
             unchecked: unchecked(&judged, &names),
             faults: inventory.faults.clone(),

@@ -26,15 +26,19 @@ impl Judge<'_> {
             declared.parameters.get(other).is_some_and(|of| of.optimizer == own.optimizer)
         };
         let mut limits = declared.norms.iter().filter(|norm| norm.limit().is_some());
-        let clips_others = limits.any(|norm| norm.parameters.iter().any(is_of_same));
+        let by_norm = limits.any(|norm| norm.parameters.iter().any(is_of_same));
+        let mut others = declared.parameters.iter().filter(|(_, other)| other.clip_value.is_some());
+        let by_value = others.any(|(name, _)| is_of_same(name));
         let is_in = declared.norms.iter().any(|norm| norm.is_of(parameter));
-        let is_left = clips_others
+        let is_left = (by_norm || by_value)
             && !is_in
             && own.optimizer.is_some()
             && !own.absent.contains_key("clipped")
-            && declared.clip_value.is_none();
-        let why =
-            "the job clips gradients of the same optimizer by a norm that leaves this one out";
+            && (declared.clip_value.is_none() || by_value);
+        let why = match by_norm {
+            true => "the job clips gradients of the same optimizer by a norm that leaves this one out",
+            false => "the job clips gradients of the same optimizer by value and leaves this one out",
+        };
         is_left.then(|| {
             let outcome = Ok(Outcome::not_done(why.into()));
             self.judged(Stage::Clip, parameter, (key, &piece), outcome)

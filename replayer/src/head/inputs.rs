@@ -268,6 +268,20 @@ impl HeadStep<'_> {
         })
     }
 
+    /// The labels, the weights and what arrives at the loss of the tokens of a microbatch, without what their
+    /// scores are computed from.
+    pub(crate) fn tokens_of(
+        &self,
+        microbatch: Option<Microbatch>,
+    ) -> Result<MicrobatchInputs, StepError> {
+        if let Some((key, why)) = self.lacking.any_of(microbatch) {
+            return Err(StepError::Unusable { key, why });
+        }
+        let own = self.counted(self.scores(), microbatch)?;
+        let cotangent = self.cotangent(microbatch, own.tokens())?;
+        Ok(MicrobatchInputs { cotangent, ..own })
+    }
+
     /// The labels of a microbatch as they were recorded, before the head shifts them, `[T]`.
     pub(crate) fn recorded_labels(&self, inputs: &MicrobatchInputs) -> Option<Vec<u32>> {
         let key = self.recorded(Role::Labels, inputs.microbatch)?;

@@ -7,7 +7,9 @@ use backtape::manifest::Omission;
 use super::schema::{FirstDivergence, Report};
 use super::text::wrap;
 use super::verdict::{self, Reason};
-use crate::algebra::{DeclaredRule, Group, NOTHING_OF, NormGap, Sampled, StageSummary, StepReport};
+use crate::algebra::{
+    DeclaredRule, Group, Multiplied, NOTHING_OF, NormGap, Sampled, StageSummary, StepReport,
+};
 use crate::number::{count, error, plural, short};
 use crate::replay::outcome::NotChecked;
 
@@ -83,6 +85,9 @@ impl Report {
     }
 }
 
+/// How far the weights of all tokens together may be from 1.
+const WEIGHED: f64 = 1e-2;
+
 /// How many sentences of what a diverging step lacks are told.
 const LACKS: usize = 4;
 
@@ -119,6 +124,9 @@ pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
     if !algebra.rules.is_empty() {
         wrap(out, "rules     ", &declared(&algebra.rules));
     }
+    if let Some(own) = &algebra.multiplied {
+        wrap(out, "multiplied ", &multiplied(own));
+    }
     let _ = writeln!(
         out,
         "{:<13}{:>8} {:>8} {:>10}  a wrong factor is seen from",
@@ -148,6 +156,22 @@ pub(super) fn render(out: &mut String, algebra: &StepReport, label: &str) {
 pub(super) fn declared(rules: &[DeclaredRule]) -> String {
     let words = |own: &DeclaredRule| format!("{} by {}", own.optimizer, own.rule);
     rules.iter().map(words).collect::<Vec<_>>().join("; ")
+}
+
+/// What code of the job's own has multiplied all gradients by.
+pub(super) fn multiplied(own: &Multiplied) -> String {
+    let mut words = format!(
+        "after the last backward pass code of the job's own multiplied the gradients by {}: ",
+        short(own.factor)
+    );
+    words += &match own.equals.is_empty() {
+        false => own.equals.join(", or "),
+        true => "no number of the job that is known (a clipping or a loss scale has to be declared)".into(),
+    };
+    if let Some(weight) = own.weight.filter(|weight| (weight - 1.0).abs() > WEIGHED) {
+        let _ = write!(words, "; the weights of all tokens are {} together, and 1 in their mean", short(weight));
+    }
+    words
 }
 
 /// What was sampled, and what that does not see.
@@ -180,6 +204,13 @@ pub(super) fn sample(sampled: &Sampled) -> String {
 /// What the norm is and would have been, in one sentence.
 pub(super) fn gap(norm: &NormGap) -> String {
     let reported = norm.reported.map(|value| format!("{} as reported, ", short(value)));
+    if norm.of_norm {
+        return format!(
+            "{}{} of the captured gradients: the norm is not theirs, and no sum that was judged is wrong",
+            reported.unwrap_or_default(),
+            short(norm.captured)
+        );
+    }
     let share = |(what, share): &(String, f64)| format!("{:.1} % from {what}", 100.0 * share);
     let shares: Vec<String> = norm.shares.iter().map(share).collect();
     let estimated = if norm.estimated { " (by the ratios in the samples)" } else { "" };

@@ -204,7 +204,7 @@ impl<'a> Side<'a> {
             (inventory.addends(&domain, name)?, domain)
         };
         let judge = Judge { inventory, comparisons: 1, nan_is_meant: false, is_trial: false };
-        let means = judge.accumulations(rank, &addends);
+        let means = judge.accumulations(rank, name, &addends);
         let own = domain.scale / self.loss_scale();
         let (Some(key), [first, _, ..]) = (inventory.key(name, &Part::Reduced), &means[..]) else {
             return Ok((addends, own * means.first().copied().unwrap_or(1.0)));

@@ -9,7 +9,7 @@ use super::step_table::{ParameterRow, parameter_rows};
 use super::{Markup, Page, markup};
 use crate::algebra::{Group, Stage, StageSummary, StepReport};
 use crate::number::{count, error, plural, short};
-use crate::report::algebra::{declared, held, said, sample, worst};
+use crate::report::algebra::{declared, held, multiplied, said, sample, worst};
 
 #[derive(Template)]
 #[template(path = "step.html")]
@@ -20,6 +20,8 @@ struct Step<'a> {
     size: String,
     /// What was sampled, and what that does not see.
     sampled: Option<String>,
+    /// What code of the job's own has multiplied the gradients by.
+    multiplied: Option<String>,
     /// By which rules optimizers were judged, where the job declares them.
     rules: Option<String>,
     groups: Vec<GroupShown<'a>>,
@@ -86,6 +88,7 @@ impl Page<'_> {
             title,
             size: format!("{}, {elements} elements", plural(step.parameters as u64, "parameter")),
             sampled: step.sampled.as_ref().map(sample),
+            multiplied: step.multiplied.as_ref().map(multiplied),
             rules: (!step.rules.is_empty()).then(|| declared(&step.rules)),
             groups: self.shown(&step.diverged).iter().map(group).collect(),
             all_groups: step.diverged.len(),
@@ -262,6 +265,7 @@ pub(super) mod tests {
             captured: 3.0,
             right: f64::NAN,
             estimated: false,
+            of_norm: false,
             apart: 1e-6,
             shares: vec![(names[0].clone(), 1.2), ("others".into(), -0.2)],
         };
@@ -275,6 +279,7 @@ pub(super) mod tests {
             stages: vec![summary(Stage::Reduce, failing.len()), summary(Stage::Update, 0)],
             diverged: vec![group],
             norm: Some(norm),
+            multiplied: None,
             unchecked: vec![unchecked],
             lacks: Vec::new(),
             faults: vec![HOSTILE.into()],

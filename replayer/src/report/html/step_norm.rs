@@ -32,7 +32,7 @@ impl Page<'_> {
         let norms: Vec<(String, f64)> = [
             norm.reported.map(|value| known("as reported", value)),
             Some(known("of the captured gradients", norm.captured)),
-            Some(known("had every sum been right", norm.right)),
+            Some(known("had every sum been right", norm.right)).filter(|_| !norm.of_norm),
         ]
         .into_iter()
         .flatten()
