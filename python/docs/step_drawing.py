@@ -54,7 +54,7 @@ def values(raw, dtype):
     """The numbers of a shard in f64."""
     if dtype == "bf16":
         return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return np.frombuffer(raw, {"f32": "<f4", "u8": "u1"}[dtype]).astype(np.float64)
+    return np.frombuffer(raw, {"f32": "<f4", "u8": "u1", "i64": "<i8"}[dtype]).astype(np.float64)
 
 
 def addends(dump, parameter, ranks):

@@ -40,13 +40,15 @@ class Model(nn.Module):
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.reduction = "mean"
 
     def forward(self, tokens, labels, expert=None):
         x = self.embed(tokens)
         x = x if expert is None else x + x @ expert
         for layer in self.layers:
             x = x + layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+        logits = self.head(x).flatten(0, 1).float()
+        return F.cross_entropy(logits, labels.flatten(), reduction=self.reduction)
 
 
 class Expert(nn.Module):
@@ -130,6 +132,8 @@ class Job:
         self.model = Model()
         if plant.master:
             self.model.to(torch.bfloat16)
+        if plant.counted:
+            self.model.reduction = "sum"
         self.mesh = None
         if plant.mesh:
             names, shape = zip(*plant.mesh.items())
@@ -189,7 +193,10 @@ class Job:
         draw = torch.Generator().manual_seed(SEED + 100 * step + self.rank)
         size = (2, LENGTH)
         two = lambda: tuple(torch.randint(VOCABULARY, size, generator=draw) for _ in range(2))
-        return [two() for _ in range(self.plant.microbatches)]
+        batches = [two() for _ in range(self.plant.microbatches)]
+        for index, (_, labels) in enumerate(batches if self.plant.counted else ()):
+            labels[:, : 1 + index] = -100
+        return batches
 
     def declared(self):
         if self.world == 1 or self.plant.sharded:
@@ -223,7 +230,10 @@ class Job:
         self.scope["algebra"] = self.algebra
         self.run("begin")
         self.batches = self.batches_of(step)
+        hook = self.recorded_head(tape) if self.plant.counted else None
         self.run("backward")
+        if hook is not None:
+            hook.remove()
         if self.world > 1 and not self.plant.sharded:
             self.run("reduce")
         self.algebra.reduced()
@@ -233,6 +243,21 @@ class Job:
         self.record_masters(tape, "before")
         self.run("step")
         self.record_masters(tape, "after")
+
+    def recorded_head(self, tape):
+        """Records the tokens of each microbatch."""
+        tape.head(
+            loss="xent_logits", path="plain", reduction="sum", scope="microbatch",
+            microbatches=len(self.batches), microbatch_reduction="sum", ignore_label=-100,
+        )  # fmt: skip
+        left = iter(enumerate(self.batches))
+
+        def record(module, given, logits):
+            index, (_, labels) = next(left)
+            tape.record("logits", logits, microbatch=index)
+            tape.record("labels", labels, microbatch=index)
+
+        return self.model.head.register_forward_hook(record)
 
     def record_masters(self, tape, when):
         for name, p in self.model.named_parameters():

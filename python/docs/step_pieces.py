@@ -40,6 +40,14 @@ for batch in batches:
     loss = model(*batch) / len(batches)
     loss.backward()
 """
+COUNTED = """\
+count = 0
+for tokens, labels in batches:
+    model(tokens, labels).backward()
+    count += int((labels != -100).sum())
+for p in model.parameters():
+    p.grad /= count
+"""
 BUFFER = """\
 main_grad = {p: torch.zeros_like(p) for p in model.parameters()}
 for batch in batches:
@@ -239,6 +247,8 @@ class Plant:
     master: bool = False
     excludes: bool = False
     matrices: bool = False  # the optimizer holds no others
+    # Losses are sums over tokens, of which some do not count, and the head is recorded.
+    counted: bool = False
     rule: str = ""
     hyper: dict[str, Any] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)

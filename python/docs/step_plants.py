@@ -13,6 +13,7 @@ from step_pieces import (
     CENTERED,
     CLIP,
     CLIP_SHARDS,
+    COUNTED,
     EAGER,
     MASTERS,
     PIECES,
@@ -189,6 +190,16 @@ plant(
     PIECES["reduce"],
     ("    p.grad /= world\n", '    p.grad /= world\n    if "embed" in name:\n        p.grad *= 0.3\n'),
     **TWO,
+)
+plant(
+    "tokens-miscounted",
+    "Losses are sums over tokens, and gradients are divided by the number of tokens in the end: by that of the last\n"
+    "microbatch, or by that of the rank where those of all ranks are summed.",
+    "backward",
+    COUNTED,
+    ("    count += int", "    count = int"),
+    microbatches=3,
+    counted=True,
 )
 plant(
     "loss-scale-left-in",

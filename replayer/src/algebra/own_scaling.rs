@@ -32,7 +32,7 @@ pub struct Multiplied {
     pub factor: f64,
     /// What it is of the job's sizes, in words; empty where nothing that is known gives it.
     pub equals: Vec<String>,
-    /// The weights of all tokens together, where each loss is a sum over tokens: 1 in their mean.
+    /// The weights of all tokens together, where these are known: 1 in their mean.
     pub weight: Option<f64>,
 }
 
@@ -75,6 +75,15 @@ impl OwnScaling {
                 return None;
             }
             let sizes = sizes();
+            let is_one = |own: &f64| is_one(*own, factor, tolerance);
+            let is_of_tokens = || sizes.as_ref().is_some_and(|sizes| sizes.is_of_tokens(factor));
+            // Where some are multiplied by something else, the tokens say which of the two is right.
+            if !all.iter().all(is_one) && !is_of_tokens() {
+                return Some(OwnScaling { reference: 1.0, tolerance, told: None, miscounted: None });
+            }
+            if sizes.as_ref().is_some_and(|sizes| sizes.is_known_fault(factor)) {
+                return None;
+            }
             let miscounted = sizes.as_ref().and_then(|sizes| sizes.miscounted(factor));
             let reference = match (&miscounted, &sizes) {
                 (Some(_), Some(sizes)) => sizes.right(),
@@ -101,12 +110,16 @@ impl OwnScaling {
     }
 }
 
+/// Whether two factors are one number to a tolerance.
+fn is_one(a: f64, b: f64, tolerance: f64) -> bool {
+    (a - b).abs() <= 2.0 * tolerance * a.abs().max(b.abs())
+}
+
 /// The number that more than half of these are, to a tolerance.
 fn common(all: &[f64], tolerance: f64) -> Option<f64> {
     let mut sorted = all.to_vec();
     sorted.sort_by(f64::total_cmp);
-    let is_one = |a: f64, b: f64| (a - b).abs() <= 2.0 * tolerance * a.abs().max(b.abs());
-    let clusters = sorted.chunk_by(|a, b| is_one(*a, *b));
+    let clusters = sorted.chunk_by(|a, b| is_one(*a, *b, tolerance));
     let largest = clusters.max_by_key(|own| own.len())?;
     (2 * largest.len() > all.len()).then(|| largest[largest.len() / 2])
 }
@@ -174,10 +187,30 @@ impl Sizes {
         1.0 / (self.averaged * whole)
     }
 
-    /// The weights of all tokens together, where each loss is a sum.
+    /// The weights of all tokens together.
     fn weight(&self, factor: f64) -> Option<f64> {
-        let tokens = self.tokens.as_ref().filter(|own| own.are_sums)?;
-        Some(factor * self.averaged * tokens.whole())
+        Some(factor * self.averaged * self.tokens.as_ref()?.weight?)
+    }
+
+    /// Whether a factor is one over tokens of the step, or as many times that as ranks are averaged.
+    fn is_of_tokens(&self, factor: f64) -> bool {
+        let Some(tokens) = &self.tokens else { return false };
+        let numbers = [tokens.whole(), tokens.with_padding.iter().sum::<f64>()];
+        let mut numbers = numbers.into_iter().flat_map(|own| [1.0 / own, 1.0 / (own * self.averaged)]);
+        numbers.any(|number| self.is(factor, number))
+    }
+
+    /// Whether a factor is one that jobs bring in by mistake: the number of ranks that are averaged already, or that
+    /// of microbatches where the weights of tokens were right without it.
+    fn is_known_fault(&self, factor: f64) -> bool {
+        let is_size = |size: f64| size > 1.0 && [size, 1.0 / size].iter().any(|k| self.is(factor, *k));
+        let was_right = self.weight(1.0).map(|weight| is_near(weight, 1.0));
+        let is_right = self.weight(factor).is_some_and(|weight| is_near(weight, 1.0));
+        match () {
+            () if is_right => false,
+            () if is_size(1.0 / self.averaged) => was_right != Some(false),
+            () => is_size(self.microbatches) && was_right == Some(true),
+        }
     }
 
     /// Numbers of the job that a factor is, in words.

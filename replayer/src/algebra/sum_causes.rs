@@ -158,6 +158,11 @@ impl Solved<'_> {
         let own = self.inventory.own_scaling.as_ref()?;
         let of = |rank: Rank| self.inventory.declared_of(rank, self.parameter)?.multiplied_by;
         let seen = of(self.rank).filter(|seen| is_near(factor, seen / own.reference))?;
+        // Where nothing says that the job means to multiply, a factor that is a size of it says more.
+        let is_size = self.cause_of_factor(factor) != causes::SCALED;
+        if own.reference == 1.0 && own.miscounted.is_none() && is_size {
+            return None;
+        }
         let captured = format!("captured = {factor:.7} x reference on every element");
         if let Some(words) = &own.miscounted {
             return Some(causes::TOKENS.reads(format!("{captured}: {words}")));

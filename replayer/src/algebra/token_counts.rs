@@ -21,6 +21,8 @@ pub(super) struct TokenCounts {
     pub with_padding: Vec<f64>,
     /// Whether each loss is the sum of those of its tokens.
     pub are_sums: bool,
+    /// What arrives at the losses of all tokens together: 1 for the mean of them. `None` of a policy loss.
+    pub weight: Option<f64>,
 }
 
 impl TokenCounts {
@@ -33,11 +35,13 @@ impl TokenCounts {
         let step = HeadStep::new(dump, None, unusable).ok()?;
         let inputs = step.microbatches.iter().map(|microbatch| step.tokens_of(*microbatch).ok());
         let inputs: Vec<MicrobatchInputs> = inputs.collect::<Option<_>>()?;
+        let arriving = arriving(&step, &inputs);
         let mut counts = TokenCounts {
             by_rank: BTreeMap::new(),
             by_microbatch: vec![0.0; inputs.len()],
             with_padding: vec![0.0; inputs.len()],
-            are_sums: are_sums(&step, &inputs)?,
+            are_sums: arriving.as_ref().is_some_and(|own| own.are_sums),
+            weight: arriving.map(|own| own.weight),
         };
         for (at, own) in inputs.iter().enumerate() {
             for unit in step.rank_rows(own).ok()? {
@@ -71,22 +75,31 @@ impl TokenCounts {
     }
 }
 
-/// Whether what arrives at the loss of each token that counts is its weight, and no share of it.
-fn are_sums(step: &HeadStep<'_>, all: &[MicrobatchInputs]) -> Option<bool> {
-    let is_mean = step.options.microbatch_reduction == MicrobatchReduction::Mean && all.len() > 1;
-    if is_mean || step.is_policy_loss() {
-        return Some(false);
+/// What arrives at the losses of tokens.
+struct Arriving {
+    /// Of all tokens together.
+    weight: f64,
+    /// Whether it is the weight of each token that counts, and no share of it.
+    are_sums: bool,
+}
+
+/// What arrives at the losses of the tokens of all microbatches; `None` of a policy loss.
+fn arriving(step: &HeadStep<'_>, all: &[MicrobatchInputs]) -> Option<Arriving> {
+    if step.is_policy_loss() {
+        return None;
     }
+    let is_mean = step.options.microbatch_reduction == MicrobatchReduction::Mean;
+    let each = if is_mean { 1.0 / all.len() as f64 } else { 1.0 };
     let inputs: Vec<&MicrobatchInputs> = all.iter().collect();
+    let mut arriving = Arriving { weight: 0.0, are_sums: true };
     for own in all {
         for (unit, denominator) in step.denominators(&inputs, own).ok()? {
-            let counted = unit.rows.iter().filter(|row| own.labels[**row] != IGNORED);
-            let mut shares =
-                counted.map(|row| own.cotangent[*row] * step.options.cotangent / denominator);
-            if !shares.all(|share| is_near(share, 1.0)) {
-                return Some(false);
+            for row in unit.rows.iter().filter(|row| own.labels[**row] != IGNORED) {
+                let of_token = each * own.cotangent[*row] * step.options.cotangent / denominator;
+                arriving.are_sums &= is_near(of_token, 1.0);
+                arriving.weight += own.weights[*row] * of_token;
             }
         }
     }
-    Some(true)
+    Some(arriving)
 }
