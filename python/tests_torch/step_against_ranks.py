@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import clip_grad_norm_
 
 import backtape
@@ -107,11 +108,13 @@ def job(
     if grow != 1.0:
         with torch.no_grad():
             plain.out.weight.mul_(grow)
-    if wrap == "ddp":
+    if wrap in ("ddp", "zero"):
         module = nn.parallel.DistributedDataParallel(plain)
     if wrap == "fsdp2":
         fully_shard(module, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.01)
+    if wrap == "zero":
+        optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=lr, weight_decay=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     mesh = {"data": world} if world > 1 else None
     with backtape.Recorder.from_env(dir=directory / name, steps="0-9", mesh=mesh) as recorder:

@@ -350,7 +350,6 @@ UNHELD = "no optimizer that was given holds 2.* (2 parameters)"
 AGAIN = "stepped several times while the tape was open"
 EPS = "eps is 0.001000, and 1.000e-4 is declared"
 KEPT = Told("diverged", "unscale", "loss-scale-left-in", ALL, factor=SCALE)
-MEAN = 'where the job divides the gradients themselves, accumulation="mean" says so'
 HALVED = Told("diverged", "clip", None, ("2.weight",), factor=0.5)
 LATE = Told("diverged", "clip", "clip-recorded-not-applied", ALL)
 
@@ -495,7 +494,7 @@ JOBS = [
     (loss_scale, "own, left in", KEPT),
     (loss_scale, "own, divided, one of zeros", Told()),
     (gradients_divided_by_microbatches, "right", Told()),
-    (gradients_divided_by_microbatches, "undeclared", Told("diverged", "accumulate", "microbatch-scale", ALL, MEAN)),
+    (gradients_divided_by_microbatches, "undeclared", Told(words="the gradients by 0.3333: 1 / 3 microbatches")),
     (optimizer_that_does_more_in_its_step, "right", Told()),
     (optimizer_that_does_more_in_its_step, "beside another one", Told()),
     (optimizer_that_does_more_in_its_step, "clipped too late", LATE),

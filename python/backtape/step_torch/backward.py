@@ -74,6 +74,8 @@ def start(capture: Capture) -> None:
         gradient = part.gradient()
         if gradient is not None and bool(local(gradient.own()).any()):
             capture.record("stale", part, gradient.own(), addend=True, where=gradient.where)
+        elif (carried := _not_reduced(part)) is not None:
+            capture.record("stale", part, carried, addend=True, where=part.whole)
     moves.begin(capture.models, capture.own)
     passes = Passes(len(capture.models), capture.scales)
     if "_engine_run_backward" in vars(torch.autograd):
@@ -92,6 +94,14 @@ def start(capture: Capture) -> None:
     _watch_flat(capture, passes, flat)
     _watch_sharded(capture, passes)
     _watch_ddp(capture)
+
+
+def _not_reduced(part: Part) -> torch.Tensor | None:
+    """The gradient of passes before the tape that FSDP2 has kept to this rank: the next reduction takes it too."""
+    carried = getattr(part.sharded, "unsharded_accumulated_grad", None)
+    if carried is None or not bool(local(carried).any()):
+        return None
+    return _placed(part.sharded, local(carried))
 
 
 def _arrived(capture: Capture, passes: Passes, part: Part, gradient: torch.Tensor) -> None:

@@ -203,12 +203,14 @@ impl Sizes {
     /// Whether a factor is one that jobs bring in by mistake: the number of ranks that are averaged already, or that
     /// of microbatches where the weights of tokens were right without it.
     fn is_known_fault(&self, factor: f64) -> bool {
-        let is_size = |size: f64| size > 1.0 && [size, 1.0 / size].iter().any(|k| self.is(factor, *k));
+        let is = |size: f64, number: f64| size > 1.0 && self.is(factor, number);
+        let is_size = |size: f64| is(size, size) || is(size, 1.0 / size);
         let was_right = self.weight(1.0).map(|weight| is_near(weight, 1.0));
         let is_right = self.weight(factor).is_some_and(|weight| is_near(weight, 1.0));
         match () {
             () if is_right => false,
             () if is_size(1.0 / self.averaged) => was_right != Some(false),
+            () if is(self.microbatches, self.microbatches) => was_right != Some(false),
             () => is_size(self.microbatches) && was_right == Some(true),
         }
     }

@@ -267,9 +267,14 @@ impl Solved<'_> {
         let mut ratios = own.iter().filter(|(_, ratio)| *ratio != 0.0).map(|(_, ratio)| *ratio);
         let is_sum = ratios.all(|ratio| is_near(ratio, 1.0));
         let is_window = is_sum && !taken.is_empty() && !left.is_empty() && taken.is_disjoint(&left);
-        (is_window && !self.has_stale() && self.is_of_domain_alone()).then(|| {
+        let is_whole = !self.has_stale() || self.has_stale_once();
+        (is_window && is_whole && self.is_of_domain_alone()).then(|| {
+            let beside = match self.has_stale() {
+                true => " and the gradient that was there before the step",
+                false => " alone",
+            };
             causes::ACCUMULATE_WINDOW.reads(format!(
-                "it holds {} alone: {} left out",
+                "it holds {}{beside}: {} left out",
                 microbatch_words(&taken),
                 match left.len() {
                     1 => format!("{} is", microbatch_words(&left)),

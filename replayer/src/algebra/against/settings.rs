@@ -11,7 +11,7 @@ use super::align::Pair;
 use super::outcome::At;
 use super::side::Side;
 use crate::algebra::counters::counter;
-use crate::algebra::declaration::{Declaration, Hyper, Norm, Optimizer, ReduceOp};
+use crate::algebra::declaration::{Hyper, Norm, Optimizer, ReduceOp};
 use crate::algebra::names::pattern;
 use crate::algebra::rules::Rule;
 use crate::number::plural;
@@ -46,9 +46,12 @@ pub(super) fn of_pair(pair: &Pair, ours: &Side<'_>, theirs: &Side<'_>) -> Vec<Fo
     if let (Some(x), Some(y)) = (optimizer(ours, a), optimizer(theirs, b)) {
         hyper(x, y, &mut tell);
     }
+    // Of an optimizer that is sharded one rank alone has the state of a parameter.
     let count = |side: &Side<'_>, name: &str| {
-        let declared = declaring(side, name)?.parameters.get(name)?;
-        declared.scalar_before(counter(declared)?)
+        side.inventory.declared.values().find_map(|own| {
+            let declared = own.parameters.get(name)?;
+            declared.scalar_before(counter(declared)?)
+        })
     };
     // A first step has no state, and counts nothing before it.
     let (x, y) = (count(ours, a).unwrap_or(0.0), count(theirs, b).unwrap_or(0.0));
@@ -75,11 +78,6 @@ pub(super) fn grouped(found: &[(String, Vec<Found>)]) -> Vec<Setting> {
         Setting { name, this, other, what, at }
     };
     groups.into_iter().map(setting).collect()
-}
-
-fn declaring<'a>(side: &Side<'a>, name: &str) -> Option<&'a Declaration> {
-    let mut declared = side.inventory.declared.values();
-    declared.find(|own| own.parameters.contains_key(name))
 }
 
 fn optimizer<'a>(side: &Side<'a>, name: &str) -> Option<(&'a Optimizer, &'a Hyper)> {
@@ -155,11 +153,11 @@ fn clipping(
         let power = |norm: &Norm| norm.power().map_or_else(none, number);
         tell("kind of the norm", power(x), power(y), At::Clip);
     }
-    let value = |side: &Side<'_>| {
+    let value = |side: &Side<'_>, name: &str| {
         let declared = side.inventory.declared.values();
-        declared.into_iter().find_map(|own| own.clip_value).map_or_else(none, number)
+        declared.into_iter().find_map(|own| own.clip_value_of(name)).map_or_else(none, number)
     };
-    tell("value that is clipped to", value(ours), value(theirs), At::Clip);
+    tell("value that is clipped to", value(ours, a), value(theirs, b), At::Clip);
 }
 
 /// Sizes of a run: its microbatches, and the ranks of each axis over which gradients are reduced.
