@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
 
 import backtape
 import backtape.torch
@@ -62,12 +63,18 @@ class Job:
     def __init__(self, scenario):
         self.scenario = scenario
         self.module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.is_sharded = scenario.startswith("fsdp2")
+        if self.is_sharded:
+            fully_shard(self.module)
         kind = ReducesInside if scenario == "inside" else torch.optim.SGD
         self.optimizer = kind(self.module.parameters(), lr=0.1, momentum=0.9)
 
     def step(self, loss):
         self.optimizer.zero_grad()
         for index in range(MICROBATCHES):
+            if self.is_sharded:
+                first = self.scenario == "fsdp2 reduced after the first pass"
+                self.module.set_requires_gradient_sync(index == (0 if first else MICROBATCHES - 1))
             loss(self.module).backward()
             if self.scenario == "smaller each time" and index == 0:
                 for one in self.module.parameters():
@@ -78,7 +85,7 @@ class Job:
             nn.utils.get_total_norm([one.grad for one in self.module.parameters()])
         if self.scenario == "clipped first":
             nn.utils.clip_grad_norm_(self.module.parameters(), ALLOWED)
-        if self.scenario not in ("inside", "not at all"):
+        if self.scenario not in ("inside", "not at all") and not self.is_sharded:
             communicate(self.module)
         if self.scenario == "norm for the log first":
             nn.utils.clip_grad_norm_(self.module.parameters(), ALLOWED)
@@ -96,7 +103,7 @@ if __name__ == "__main__":
         draw = torch.Generator().manual_seed(1 + rank)
         loss = lambda module: (1 + rank) * module(torch.randn(16, 6, generator=draw)).square().mean()
         name = scenario.replace(" ", "-")
-        reduce = {"*": [{"axis": "data", "op": "mean"}]}
+        reduce = None if job.is_sharded else {"*": [{"axis": "data", "op": "mean"}]}
         with backtape.Recorder.from_env(dir=directory / name, mesh={"data": world}, steps="1") as recorder:
             for number in range(2):
                 with recorder.step(number) as tape:

@@ -33,6 +33,9 @@ TWO_RANKS = {
     "ddp-two-microbatches": {"wrap": "ddp", "microbatches": 2},
     "fsdp2": {"wrap": "fsdp2"},
     "reduced-twice": {"wrap": "ddp", "fault": "reduced twice"},
+    "ddp-three": {"wrap": "ddp", "steps": 3},
+    "zero-three": {"wrap": "zero", "steps": 3},
+    "zero-lr": {"wrap": "zero", "steps": 3, "lr": 2e-3},
 }
 
 
@@ -95,6 +98,15 @@ def test_the_same_step_in_another_split_or_sharding_agrees(runs, one, other):
     # Other sums of the same rows round in another way.
     if one == "plain":
         assert (found.row("grad")["equal"] == 9) == (one == other)
+
+
+def test_a_sharded_optimizer_takes_the_step_of_one_that_is_not(runs):
+    """One rank alone has the state of a parameter, and counts its steps."""
+    found = Compared(runs, "ddp-three@0:2", "zero-three@0:2")
+    assert found.code == 0 and found.entering() == [], str(found)
+    assert "both runs take the same step of 9 parameters" in found.said
+    other = Compared(runs, "zero-three@0:0", "zero-lr@0:0")
+    assert other.code == 4 and "lr 0.001 here and 0.002 there" in other.said, str(other)
 
 
 def test_products_in_bf16_show_themselves_and_explain_what_they_bring(runs):

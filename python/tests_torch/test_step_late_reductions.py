@@ -13,6 +13,7 @@ PROGRAM = Path(__file__).with_name("late_reductions.py")
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
 WEIGHTS = ("0.weight", "2.weight")
 OWN_NORM = "each gradient was clipped to 0.010"
+CARRIED = "it holds microbatch 0 and the gradient that was there before the step: microbatch 1 is left out"
 TOLD = {
     "right": Told(),
     "inside": Told(words="it was reduced within the optimizer's step"),
@@ -21,6 +22,8 @@ TOLD = {
     "clipped by hand first": Told("diverged", "reduce", "norm-local-not-global", ALL, OWN_NORM),
     "clipped first": Told("diverged", "reduce", "norm-local-not-global", ALL, "look at the order"),
     "norm for the log first": Told("incomplete", words="recorded as reduced before ranks brought it together"),
+    "fsdp2": Told(),
+    "fsdp2 reduced after the first pass": Told("diverged", "reduce", "accumulate-window", ALL, CARRIED),
     "exchanged": Told("diverged", "reduce", "update-from-other-gradient", WEIGHTS, "the gradient of another parameter"),
 }
 

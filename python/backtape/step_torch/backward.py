@@ -72,10 +72,11 @@ def start(capture: Capture) -> None:
     """Records gradients that are there already, and sets the hooks."""
     for part in capture.own:
         gradient = part.gradient()
-        if gradient is not None and bool(local(gradient.own()).any()):
-            capture.record("stale", part, gradient.own(), addend=True, where=gradient.where)
-        elif (carried := _not_reduced(part)) is not None:
+        # Nothing that a job calls clears it, as it does `.grad`.
+        if (carried := _not_reduced(part)) is not None:
             capture.record("stale", part, carried, addend=True, where=part.whole)
+        elif gradient is not None and bool(local(gradient.own()).any()):
+            capture.record("stale", part, gradient.own(), addend=True, where=gradient.where)
     moves.begin(capture.models, capture.own)
     passes = Passes(len(capture.models), capture.scales)
     if "_engine_run_backward" in vars(torch.autograd):

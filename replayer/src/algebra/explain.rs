@@ -287,8 +287,8 @@ impl Candidates {
             let values = self.addends.iter().enumerate().map(own).collect();
             all.push(Coefficients { values, left: 0.0, is_unique: true });
         };
-        let scale = domain.scale;
-        if !self.stale.is_empty() {
+        let (scale, has_stale) = (domain.scale, !self.stale.is_empty());
+        if has_stale {
             // Ranks may hold the same of it: as many of them as have it in their sums.
             let count = self.stale.len() as f64;
             let shares = (1..=self.stale.len()).map(|ranks| ranks as f64 * scale / count);
@@ -301,7 +301,12 @@ impl Candidates {
         for at in 1..microbatches.len() {
             let (before, after) = microbatches.split_at(at);
             for window in [after, before, &microbatches[at..=at], &microbatches[..1]] {
-                add(0.0, &|addend| if window.contains(&addend.microbatch) { scale } else { 0.0 });
+                // What was there before the step may have been brought together with them.
+                for of_stale in [0.0, scale].into_iter().take(1 + usize::from(has_stale)) {
+                    add(of_stale, &|addend| {
+                        if window.contains(&addend.microbatch) { scale } else { 0.0 }
+                    });
+                }
             }
         }
         for rank in ranks {
