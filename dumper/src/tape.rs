@@ -70,7 +70,7 @@ impl Tape {
         }
         let mut state = lock(&self.state);
         match &state.head {
-            Some(first) if **first != declaration => {
+            Some(first) if !first.has_same_options(&declaration) => {
                 Err(RecorderError::HeadDisagrees { step: self.step, rank: self.recording.rank() })
             }
             _ => {

@@ -14,6 +14,7 @@ from backtape import _native, frameworks
 from backtape.failopen import CAUGHT, Faults, describe, text_of
 from backtape.sampling import Region
 from backtape.shards import Key, Mesh, Placement, PlainParts, Shard, shards_of
+from backtape.sources import DECLARED, MEASURED, Sourced, of_items
 
 if TYPE_CHECKING:
     # Made by a program that imports this module.
@@ -90,7 +91,7 @@ class Tape:
         self._at_end: dict[str, Callable[[str | None], None]] = {}
 
     @fail_open
-    def head(self, **declaration: "Unpack[HeadOptions]") -> None:
+    def head(self, *, _found: Sourced | None = None, **declaration: "Unpack[HeadOptions]") -> None:
         """Declares the loss head; every option has the default that is shown, the first of several.
 
             loss="softmax_xent" | "xent_logits" | "grpo",
@@ -109,8 +110,7 @@ class Tape:
         contradict each other, refuse the whole declaration: the log line, or with `strict=True` the
         `RecorderError`, says which options and values there are.
         """
-        written = {"autocast": autocast(), **declaration}
-        self._native.head({name: plain(value) for name, value in written.items()})
+        self._native.head(*_told(_found or _by_hand(declaration)))
 
     @fail_open
     def record(
@@ -330,6 +330,23 @@ class Tape:
                 jax.wait_for_taps()
         for name, microbatch in sorted(self._expected - self._arrived, key=str):
             self.leave_out(name, microbatch, "no gradient reached its tap before the step ended")
+
+
+def _by_hand(declaration: "HeadOptions") -> Sourced:
+    """A declaration that somebody wrote, with what is measured for it."""
+    measured = {} if "autocast" in declaration else {"autocast": autocast()}
+    measured = {name: value for name, value in measured.items() if value is not None}
+    own = dict(declaration)
+    sources = {**of_items(own, DECLARED), **of_items(measured, MEASURED)}
+    return Sourced({**own, **measured}, sources)
+
+
+def _told(head: Sourced) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """A head as the recorder takes it: values of Python's own."""
+    options, by_hand = (
+        {name: plain(value) for name, value in given.items()} for given in (head.options, head.by_hand)
+    )
+    return options, head.sources, by_hand
 
 
 # Tapes in use, the innermost last: a tap inside the model finds its tape here. They are those of

@@ -4,6 +4,8 @@
 //! default would take its place, and a head that the job never declared is worse than none: the
 //! replay would blame the job for the difference.
 
+use std::collections::BTreeMap;
+
 use backtape::dtype::Dtype;
 use backtape::head::{GRPO_OPTIONS, HeadDeclaration, HeadOption, OPTIONS};
 use backtape_replayer::head::HeadOptions;
@@ -20,8 +22,33 @@ const MASK_VALUE: &str = "mask_value";
 /// The option that is a dict of options.
 const GRPO: &str = "grpo";
 
-/// Reads the keyword arguments of `tape.head`; an error names the option.
-pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
+/// Reads the keyword arguments of `tape.head`; an error names the option. `sources` says where each
+/// item is from, and `by_hand` is what was declared of options that were found otherwise.
+pub(crate) fn read(
+    options: &Bound<'_, PyDict>,
+    sources: BTreeMap<String, String>,
+    by_hand: &Bound<'_, PyDict>,
+) -> PyResult<HeadDeclaration> {
+    let mut declaration = options_of(options)?;
+    // A declaration that no replay could use is refused here, while somebody can still correct it.
+    HeadOptions::new(&declaration).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let unknown = |error: serde_json::Error| PyValueError::new_err(format!("head: {error}"));
+    for (item, source) in sources {
+        let source = serde_json::from_value(Value::String(source)).map_err(unknown)?;
+        declaration.sources.insert(item, source);
+    }
+    // Read as a declaration of its own, so that a wrong option or value is refused.
+    let own = serde_json::to_value(options_of(by_hand)?).map_err(unknown)?;
+    for name in by_hand.keys() {
+        let name: String = name.extract()?;
+        let value = own.get(&name).cloned().unwrap_or_default();
+        declaration.by_hand.insert(name, value);
+    }
+    Ok(declaration)
+}
+
+/// The options of a declaration, each checked by itself.
+fn options_of(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
     let mut all = Map::new();
     let mut masked_by_infinity = false;
     for (name, value) in options {
@@ -45,8 +72,6 @@ pub(crate) fn read(options: &Bound<'_, PyDict>) -> PyResult<HeadDeclaration> {
     if masked_by_infinity {
         declaration.mask_value = Some(f64::NEG_INFINITY);
     }
-    // A declaration that no replay could use is refused here, while somebody can still correct it.
-    HeadOptions::new(&declaration).map_err(|error| PyValueError::new_err(error.to_string()))?;
     Ok(declaration)
 }
 

@@ -1,5 +1,6 @@
 //! The tape of one step, between `with recorder.step(n)` and its end.
 
+use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use backtape_dumper::Capture;
@@ -63,9 +64,16 @@ fn closed() -> PyErr {
 
 #[pymethods]
 impl Tape {
-    /// Declares the loss head: the keyword arguments of `tape.head`.
-    fn head(&self, py: Python<'_>, options: &Bound<'_, PyDict>) -> PyResult<()> {
-        let declaration = declaration::read(options)?;
+    /// Declares the loss head: the keyword arguments of `tape.head`, where each item is from, and
+    /// what was declared by hand beside what was found.
+    fn head(
+        &self,
+        py: Python<'_>,
+        options: &Bound<'_, PyDict>,
+        sources: BTreeMap<String, String>,
+        by_hand: &Bound<'_, PyDict>,
+    ) -> PyResult<()> {
+        let declaration = declaration::read(options, sources, by_hand)?;
         self.with(py, |tape| tape.head(declaration))
     }
 

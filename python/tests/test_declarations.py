@@ -30,12 +30,13 @@ def logits_of(q, k, *, softcap=None, temperature=1.0, valid_vocab=None, **_):
     return z if valid_vocab is None else z[:, :valid_vocab]
 
 
-def loss_of(x, labels, *, z_loss=0.0, label_smoothing=0.0, ignore_label=None, divide=None, **of):
+def loss_of(x, labels, *, z_loss=0.0, label_smoothing=0.0, ignore_label=None, divide=None, mask=None, **of):
     z = logits_of(x["q"], x["k"], **of)
     lse = jax.nn.logsumexp(z, -1)
     at = jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
     nll = lse - (1 - label_smoothing) * at - label_smoothing * z.mean(-1) + z_loss * lse**2
     kept = jnp.ones(len(labels)) if ignore_label is None else labels != ignore_label
+    kept = kept if mask is None else kept * mask
     return (nll * kept).sum() / (divide or kept.sum())
 
 
@@ -95,6 +96,22 @@ def test_a_constant_that_the_job_divides_by_is_named(tmp_path):
     assert report.verdict == "misdeclared", report
     other = report.other_declaration
     assert (other.option, other.instead) == ("denominator", "1000.0")
+
+
+MASK = (np.arange(TOKENS) % 5 > 0).astype(np.float32)
+
+
+@pytest.mark.parametrize("divide", [None, float(TOKENS)], ids=["by what it leaves", "by all tokens"])
+def test_a_mask_that_was_not_recorded_is_told_with_how_many_tokens_it_leaves_out(tmp_path, divide):
+    report = job(tmp_path / "run", {"mask": MASK, "divide": divide}, {})
+    other = report.other_declaration
+    assert other.option == "weights" and f"0 for the {int(TOKENS - MASK.sum())} tokens" in other.instead, report
+    assert ('denominator="weights"' in other.instead) == (divide is None), report
+
+
+def test_tokens_that_only_the_backward_leaves_out_are_no_mask(tmp_path):
+    report = job(tmp_path / "run", {}, {}, backward={"mask": MASK})
+    assert report.verdict == "diverged" and "other_declaration" not in report.json, report
 
 
 def test_an_option_that_was_declared_and_is_not_there_may_be_the_code(tmp_path):

@@ -5,12 +5,14 @@
 
 mod options;
 mod path;
+mod source;
 mod span;
 mod values;
 mod written;
 
 pub use options::{GRPO_OPTIONS, GrpoDeclaration, HeadDeclaration, HeadOption, OPTIONS, written};
 pub use path::{DeclaredTiles, PolicyDeclaration, SumDeclaration};
+pub use source::{DTYPES, Source};
 pub use span::{Microbatches, Ranks, Sequences, Span};
 pub use values::{
     Denominator, KLayout, KlEstimator, Loss, LossAverage, LossReduction, MicrobatchReduction,

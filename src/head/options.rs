@@ -5,11 +5,12 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::path::{DeclaredTiles, PolicyDeclaration};
 use super::values::*;
 use super::written::{InPython, infinite};
-use super::{Ranks, Scope, Span};
+use super::{Ranks, Scope, Source, Span};
 
 /// An option of the declaration `Of`: what is needed to list, check and explain it.
 pub struct HeadOption<Of: 'static> {
@@ -51,7 +52,8 @@ impl<Of: Default> HeadOption<Of> {
 
 /// Defines a declaration's struct, its defaults and its list of options from one table. An entry
 /// consists of the meaning, serde attributes, `name: type = default`, the type in Python and, if
-/// the type does not exclude all wrong values, a check of the value.
+/// the type does not exclude all wrong values, a check of the value. What is said of the options
+/// follows them after `beside`, and is in no list.
 macro_rules! options {
     (
         $(#[$of:meta])*
@@ -61,6 +63,11 @@ macro_rules! options {
             $(#[$attribute:meta])*
             $name:ident: $type:ty = $default:expr, $python:literal
             $(, $wanted:literal if $good:expr)?;
+        )*
+        $(
+            beside
+            $(#[$said:meta])*
+            $beside:ident: $its_type:ty;
         )*
     ) => {
         $(#[$of])*
@@ -72,11 +79,15 @@ macro_rules! options {
                 $(#[$attribute])*
                 pub $name: $type,
             )*
+            $(
+                $(#[$said])*
+                pub $beside: $its_type,
+            )*
         }
 
         impl Default for $declaration {
             fn default() -> Self {
-                $declaration { $($name: $default,)* }
+                $declaration { $($name: $default,)* $($beside: Default::default(),)* }
             }
         }
 
@@ -249,6 +260,18 @@ options! {
 
     "The options of a policy loss, with loss=\"grpo\"; None: their defaults."
     grpo: Option<GrpoDeclaration> = None, "GrpoOptions | None";
+
+    beside
+    /// Where each item is from, by the name of its option or as `dtypes.logits`. What is not named
+    /// is assumed; where nothing is named, the dump does not say it.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    sources: BTreeMap<String, Source>;
+
+    beside
+    /// What was declared by hand of options that were seen or measured, and that stand above as
+    /// they were found.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    by_hand: BTreeMap<String, Value>;
 }
 
 options! {

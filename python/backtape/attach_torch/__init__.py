@@ -31,6 +31,7 @@ def attach(
     recorder: Recorder | None = None,
     first_step: int = 0,
     losses: Mapping[str, Mapping[str, str]] | None = None,
+    head: Mapping[str, Any] | None = None,
     head_bytes: int = 1 << 30,
     **options: Any,
 ) -> Attachment:
@@ -48,6 +49,9 @@ def attach(
     losses: losses of the job's own, by "package.module:function", each with the names of its arguments:
         {"my.losses:fused_xent": {"q": "hidden", "k": "weight", "labels": "target"}}, or `logits` in
         place of q and k.
+    head: what you know of the loss head, as options of `Tape.head`: {"label_smoothing": 0.1}. It takes the
+        place of what is only assumed. What was seen or measured in the job stays, and the report tells where
+        that contradicts what is declared here.
     head_bytes: how many bytes of unembeddings and their gradients each rank records of a step at most: a
         large head is recorded for the first calls of the loss alone.
     options: of `step_algebra`, as sample=4096; BACKTAPE_SAMPLE gives the sample where they do not. By
@@ -74,7 +78,7 @@ def attach(
         for earlier in _live:
             if earlier.is_waiting:
                 earlier.close()
-        attached = Attachment(models, owners, recorder, first_step, losses, options, head_bytes)
+        attached = Attachment(models, owners, recorder, first_step, losses, options, head_bytes, head)
         _live[:] = [attached]
         return attached
     return Attachment(is_active=False)

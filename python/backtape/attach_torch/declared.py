@@ -8,6 +8,7 @@ import torch
 
 from backtape.attach_torch.graph import Product, Unfollowed, softmax_of
 from backtape.attach_torch.losses import Call
+from backtape.sources import ASSUMED, DTYPES, MEASURED, SEEN, Sourced, of_items, options
 
 NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -19,7 +20,7 @@ UNREAD = -100
 class Said:
     """What a call says, as it was when it was made."""
 
-    options: dict[str, Any]  # of `Tape.head`
+    head: Sourced  # options of `Tape.head`, and where each is from
     labels: torch.Tensor  # [T]
     weights: torch.Tensor | None  # [T], of each token's class
     value: torch.Tensor  # the loss: one number, or [T] under reduction "none"
@@ -32,7 +33,7 @@ def of_call(call: Call, product: Product | None) -> Said:
     if call.reduction == "none":
         value = by_token(value.reshape(-1), product, 0)
     return Said(
-        options(call, product),
+        head_of(call, product),
         labels(call, product).clone(),
         None if call.class_weights is None else weights(call, product),
         -value if call.is_likelihood else value.clone(),
@@ -40,8 +41,8 @@ def of_call(call: Call, product: Product | None) -> Said:
     )
 
 
-def options(call: Call, product: Product | None) -> dict[str, Any]:
-    """The head that a call of a loss is, as options of `Tape.head`.
+def head_of(call: Call, product: Product | None) -> Sourced:
+    """The head that a call of a loss is.
 
     Each call divides by its own tokens, and what its result is then divided or multiplied by is in the
     cotangent, which is recorded.
@@ -60,7 +61,21 @@ def options(call: Call, product: Product | None) -> dict[str, Any]:
         said["dtypes"] = dtypes(call.result, product)
     if call.class_weights is not None and call.reduction == "mean":
         said["denominator"] = "weights"
-    return said
+    return Sourced(said, sources(call, product, said))
+
+
+def sources(call: Call, product: Product | None, said: dict[str, Any]) -> dict[str, str]:
+    """Where each item is from: the call and the graph have all of a loss that backtape knows, also that
+    there is no softcap. What else a loss does that the user has named is not known."""
+    seen = {"reduction", "denominator", "ignore_label", *call.head, *(product.head if product else ())}
+    if call.is_known:
+        seen |= set(options())
+    if product is None:
+        # How a fused loss adds up its gradients is not seen.
+        seen -= {"path", "tiles", "gradient_filter", "policy", "autocast"}
+    seen.discard(DTYPES)
+    measured = of_items({DTYPES: said.get(DTYPES, {}), "cotangent": None, "microbatches": None}, MEASURED)
+    return {**dict.fromkeys(sorted(seen), SEEN), **measured, "scope": ASSUMED, "microbatch_reduction": ASSUMED}
 
 
 def dtypes(result: torch.Tensor, product: Product) -> dict[str, str]:

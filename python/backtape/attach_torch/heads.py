@@ -7,6 +7,7 @@ Each call that a backward pass reaches is a microbatch of the head, as it has to
 gradients of its own: a loss that is computed chunk by chunk has as many as chunks.
 """
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -28,6 +29,7 @@ from backtape.attach_torch.graph import (
     takers,
 )
 from backtape.attach_torch.losses import Call
+from backtape.sources import DIVISION, Sourced, counts_by_microbatch, joined
 from backtape.tape import Tape
 
 FROZEN = "autograd does not keep it, as the other operand of the product takes no gradient"
@@ -46,6 +48,10 @@ AGAIN = "is reached by several backward passes, of which the first is recorded"
 MIXED = (
     "something else than the loss takes the logits too and gives them a gradient, as a z-loss or label smoothing "
     "by hand does: no head is declared"
+)
+CHUNKS = (
+    "how the loss is divided is declared by hand, and cannot be compared: the loss is computed in chunks, each of "
+    "which counts its own tokens; declare scope='global' or leave it out"
 )
 
 
@@ -98,6 +104,7 @@ class Heads:
     most: how many bytes of unembeddings and their gradients this rank records of a step; the first call
         of a loss is recorded in any case.
     named: the losses that the user has named.
+    by_hand: what the user declares of the head, as options of `Tape.head`.
     """
 
     def __init__(
@@ -107,15 +114,16 @@ class Heads:
         addends: Mapping[str, Any],
         most: int,
         named: Sequence[str] = (),
+        by_hand: Mapping[str, Any] | None = None,
     ) -> None:
         self._tape = tape
-        self._named = named
+        self._named, self._by_hand = named, by_hand or {}
         self._most = most
         self._tokens, self._addends = dict(tokens), dict(addends)
         self._lock = threading.Lock()
         self._waiting: list[Head] = []
         self._weight: Any = None  # the unembedding that is recorded
-        self._declared: dict[str, Any] | None = None
+        self._declared: Sourced | None = None
         self._heads: list[Head] = []  # those whose gradients have not come yet
         self._is_mixed = False  # something else than the loss gives gradients to the logits, too
         self._is_counted = True  # the backward pass that runs fills `.grad`
@@ -123,6 +131,7 @@ class Heads:
         self._is_given_up = False
         self._version: int | None = None  # of the unembedding
         self.count = 0  # of microbatches
+        self._passes = 0  # backward passes that have reached one
         self.reasons: list[str] = []  # why something is not recorded
 
     def seen(self, call: Call) -> None:
@@ -146,6 +155,7 @@ class Heads:
     ) -> Generator[None, Any, None]:
         """Looks at a backward pass, which begins at the roots."""
         before, self._is_counted = self._is_counted, accumulate_grad
+        counted = self.count
         for head in list(self._waiting) if accumulate_grad else ():
             taken = takers(roots, head.path) if head.path else {}
             # Of a head that this pass does not reach nothing is taken.
@@ -156,6 +166,7 @@ class Heads:
             yield
         finally:
             self._is_counted = before
+            self._passes += self.count > counted
 
     def refuse(self, reason: str) -> None:
         """Notes why a head is not recorded, or not all of it."""
@@ -178,11 +189,23 @@ class Heads:
             self.refuse(MIXED)
         is_whole = self._has_k and not self._lacks_q and not self._is_given_up
         if self._declared is not None and is_whole:
-            self._tape.head(**self._declared, microbatches=self.count)
+            self._declare(self._declared)
         elif not self.reasons:
             self.refuse(NOT_CALLED.format(", ".join(self._named)) if self._named else UNKNOWN)
         for reason in self.reasons:
             self._tape.leave_out("loss" if reason == UNKNOWN else "head", None, reason)
+
+    def _declare(self, found: Sourced) -> None:
+        """Declares the head as it was found, with what the user declares of it."""
+        found = dataclasses.replace(found, options={**found.options, "microbatches": self.count})
+        by_hand = dict(self._by_hand)
+        if self._passes < self.count:
+            # Each call of a chunk is a microbatch of the head, and not one that the user counts.
+            by_hand.pop("microbatches", None)
+            if counts_by_microbatch(by_hand):
+                by_hand = {name: value for name, value in by_hand.items() if name not in DIVISION}
+                self.refuse(CHUNKS)
+        self._tape.head(_found=joined(found, by_hand))
 
     def _reached(self, head: Head, arrived: torch.Tensor) -> None:
         """A hook of the loss: its gradient has come."""
@@ -213,7 +236,7 @@ class Heads:
     def _counted(self, head: Head) -> str | None:
         """Counts a head that a backward pass has reached, or says why it is not recorded; nothing where that
         is told at the end."""
-        options = head.said.options
+        found = head.said.head
         with self._lock:
             if head not in self._waiting:
                 return ""
@@ -227,9 +250,9 @@ class Heads:
             if self._version not in (None, head.version):
                 return "is called again after the unembedding was changed, which is not recorded"
             self._version = head.version
-            if self._declared not in (None, options):
+            if self._declared not in (None, found):
                 return "is called with other options too, and those calls are not recorded"
-            self._declared = options
+            self._declared = found
             head.microbatch, self.count = self.count, self.count + 1
             return None
 

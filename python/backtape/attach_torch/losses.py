@@ -37,6 +37,7 @@ class Call:
     ignore_label: int | None = -100
     # What else it says of the head, as options of `Tape.head`.
     head: dict[str, Any] = field(default_factory=dict)
+    is_known: bool = True  # no option but these has a part in it
 
 
 Seen = Callable[[Call], None]
@@ -161,7 +162,8 @@ def _named(path: str, names: Mapping[str, str]) -> Loss:
         if unknown:
             raise Unfollowed(f"it has no argument {', '.join(unknown)}: it has {', '.join(given)}")
         taken = {name: given[argument] for name, argument in names.items()}
-        return Call(function, result=result, **taken, **_options(given, set(names.values())))
+        said = _options(given, set(names.values()))
+        return Call(function, result=result, is_known=False, **taken, **said)
 
     return Loss(path, module, attribute, read, is_named=True)
 

@@ -35,9 +35,14 @@ class OpenStep:
         self.left_out: str | None = None  # why no optimizer steps in it
 
     def start(
-        self, options: Mapping[str, Any], head_bytes: int, named: Mapping[str, Any]
+        self,
+        options: Mapping[str, Any],
+        head_bytes: int,
+        named: Mapping[str, Any],
+        by_hand: Mapping[str, Any],
     ) -> None:
-        """Opens the tape. named: the losses that the user has named."""
+        """Opens the tape. named: the losses that the user has named; by_hand: what the user declares of the
+        head."""
         tape = self._tape.__enter__()
         if not self._owners:
             tape.leave_out("step", None, "no optimizer holds a parameter of the model")
@@ -53,7 +58,7 @@ class OpenStep:
                 tape.leave_out("head", None, "the ranks share tokens by tensor parallelism")
                 return
             tokens, addends = dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean")
-            self._heads = Heads(tape, tokens, addends, head_bytes, list(named))
+            self._heads = Heads(tape, tokens, addends, head_bytes, list(named), by_hand)
             tape.at_end("head", self._heads.finish)
             if "_engine_run_backward" in vars(torch.autograd):
                 looked_at = self._heads.backward

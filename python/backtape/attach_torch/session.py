@@ -47,13 +47,14 @@ class Attachment:
         named: Mapping[str, Mapping[str, str]] | None = None,
         options: Mapping[str, Any] | None = None,
         head_bytes: int = 0,
+        by_hand: Mapping[str, Any] | None = None,
         is_active: bool = True,
     ) -> None:
         self._given = (list(models), list(owners))
         self._recorder = recorder
         self._steps = Steps(first_step)
         self._named, self._options = named or {}, options or {}
-        self._head_bytes = head_bytes
+        self._head_bytes, self._by_hand = head_bytes, by_hand or {}
         self._process = os.getpid()
         self._handles: list[Any] = []
         self._forward: Any = None  # the hook that sees forwards
@@ -206,7 +207,7 @@ class Attachment:
         owners = self._given[1] or finding.optimizers_of(models)
         self._error = getattr(sys, "last_value", None)
         self._open = OpenStep(self._recorder.step(self._steps.current), models, owners)
-        self._open.start(self._options, self._head_bytes, self._named)
+        self._open.start(self._options, self._head_bytes, self._named, self._by_hand)
 
     def _seen(self, call: losses.Call) -> None:
         """A loss was called, which may be the first thing of the next step that is seen."""

@@ -74,6 +74,23 @@ fn shown(step: &HeadStep<'_>) -> Option<Precision> {
     Shown::ALL.iter().find_map(of_format)
 }
 
+/// The tensor that shows in which format a point rounds, and a format of fewer bits than the
+/// declared one of which all its values are numbers, if there is one.
+pub(crate) fn shown_below(step: &HeadStep<'_>, point: &str) -> Option<(Role, Precision)> {
+    let role = match point {
+        "logits" => Role::Logits,
+        "lse" => Role::Lse,
+        "dlogits" => Role::Dlogits,
+        "output" => Role::Dq,
+        _ => return None,
+    };
+    let declared = Precision::from_name(step.options.declared.dtypes.get(point)?)?;
+    let less = |shown: &&Shown| shown.precision.unit_roundoff() > declared.unit_roundoff();
+    let format =
+        Shown::ALL.iter().filter(less).find(|shown| every(step, role, shown) == Some(true))?;
+    Some((role, format.precision))
+}
+
 /// Whether every recorded value of a role is a number of a format, stored in it or widened to f32;
 /// `None` where there are too few values. Sums over microbatches are not tested, as they need more
 /// bits.

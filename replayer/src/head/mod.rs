@@ -2,6 +2,7 @@
 //! one step as the dump holds them. The arithmetic of the stages is in `kernels`.
 
 mod assembled;
+pub mod contradictions;
 mod error;
 pub mod inputs;
 mod lacking;
@@ -9,6 +10,7 @@ pub(crate) mod lowered;
 pub mod options;
 pub mod policy_file;
 pub mod roundings;
+pub mod sources;
 pub mod stage;
 pub mod step;
 pub mod units;

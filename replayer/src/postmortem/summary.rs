@@ -10,6 +10,8 @@ use crate::algebra;
 use crate::checks::{Subject, check_replayed};
 use crate::dump::StepDump;
 use crate::head::HeadStep;
+use crate::head::contradictions::{self, Contradiction};
+use crate::head::sources::items;
 use crate::head::step::StepError;
 use crate::number::plural;
 use crate::replay::outcome::{NotChecked, Outcome};
@@ -70,6 +72,7 @@ impl<'a> Opened<'a> {
         reasons.extend(verdict::of_checks(&checked));
         reasons.extend(uncommitted.map(Reason::incomplete));
         let first_divergence = step_checks::first_of(opened, &checked, replayed);
+        let contradictions = contradictions(opened, judged, &mut not_checked);
         Report {
             schema: SCHEMA,
             version: backtape::VERSION,
@@ -81,6 +84,7 @@ impl<'a> Opened<'a> {
             stages: outcome.map(StageReport::all).unwrap_or_default(),
             coverage: outcome.map(|outcome| outcome.coverage.clone()),
             algebra: None,
+            contradictions,
             other_declaration: outcome.and_then(|outcome| outcome.other_declaration.clone()),
             causes: Vec::new(),
             variants: Vec::new(),
@@ -95,6 +99,26 @@ impl<'a> Opened<'a> {
             drawings: None,
         }
     }
+}
+
+/// What the job declared by hand and does not have. What could not be compared is noted.
+fn contradictions(
+    dump: &StepDump,
+    judged: Option<(&HeadStep<'_>, &Outcome)>,
+    not_checked: &mut Vec<NotChecked>,
+) -> Vec<Contradiction> {
+    let mut all = dump.manifest.head.as_ref().map(contradictions::of_options).unwrap_or_default();
+    if let Some((step, _)) = judged {
+        all.extend(contradictions::of_step(step));
+        match contradictions::of_division(step) {
+            Ok(found) => all.extend(found),
+            Err(why) => {
+                let what = "how the loss is divided, as it is declared by hand".into();
+                not_checked.push(NotChecked { what, why });
+            }
+        }
+    }
+    all
 }
 
 /// What verification found, in sentences. That copies of a step's tensors differ is told once: one
@@ -153,6 +177,7 @@ fn summary(
         state,
         ranks: format!("{}{mesh}", plural(u64::from(manifest.world_size), "rank")),
         head,
+        head_items: manifest.head.as_ref().map(items).unwrap_or_default(),
         shards: proof.shards,
         bytes: proof.bytes,
         proved: proof.intact(),

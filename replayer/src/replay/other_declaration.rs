@@ -26,12 +26,22 @@ pub struct OtherDeclaration {
 impl OtherDeclaration {
     /// The whole in one sentence: both readings.
     pub fn sentence(&self) -> String {
+        format!("your declaration or your code: {}", self.agreement())
+    }
+
+    /// The same where the declaration is what is wrong: the verdict.
+    pub fn verdict(&self) -> String {
+        format!("the declaration does not describe this job: {}", self.agreement())
+    }
+
+    /// What makes everything agree.
+    fn agreement(&self) -> String {
         let others = match &self.others[..] {
             [] => String::new(),
             others => format!(" (or {})", others.join(", or ")),
         };
         format!(
-            "your declaration or your code: with {}={}{others} declared in place of {} everything agrees ({}, which do not as declared)",
+            "with {}={}{others} declared in place of {} everything agrees ({}, which do not as declared)",
             self.option,
             self.instead,
             self.declared,

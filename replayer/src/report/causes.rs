@@ -2,6 +2,7 @@
 
 use super::text::wrap;
 use crate::diagnose::{CauseReport, Standing, VariantStage};
+use crate::head::contradictions::Contradiction;
 use crate::number::{error, ratio};
 use crate::replay::other_declaration::OtherDeclaration;
 
@@ -25,6 +26,16 @@ pub(super) fn render(out: &mut String, causes: &[CauseReport]) {
         wrap(out, "          ", &format!("To do: {}.", cause.advice));
     }
     if !causes.is_empty() {
+        out.push('\n');
+    }
+}
+
+/// Writes what was declared by hand and is not what the job has.
+pub(super) fn contradictions(out: &mut String, all: &[Contradiction]) {
+    for contradiction in all {
+        wrap(out, "declared  ", &format!("{}.", contradiction.sentence));
+    }
+    if !all.is_empty() {
         out.push('\n');
     }
 }

@@ -11,6 +11,8 @@ use crate::compare::SeenFrom;
 use crate::compare::measures::{NORMAL_SHARES, SCORE_ENDS, Summary};
 use crate::device::Description;
 use crate::diagnose::{CauseReport, VariantStage};
+use crate::head::contradictions::Contradiction;
+use crate::head::sources::HeadItem;
 use crate::replay::against::{Difference, Likely, NamedDifference};
 use crate::replay::comparison::{Comparison, HitClass};
 use crate::replay::coverage::Coverage;
@@ -38,6 +40,9 @@ pub struct DumpSummary {
     pub ranks: String,
     /// The head, in words.
     pub head: String,
+    /// Every item of its declaration, with where it is from; empty where the dump does not say it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub head_items: Vec<HeadItem>,
     /// Number of shards.
     pub shards: u64,
     /// Bytes of all shards.
@@ -241,6 +246,8 @@ pub struct Report {
     /// for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub algebra: Option<StepReport>,
+    /// What was declared by hand and is not what was seen or measured.
+    pub contradictions: Vec<Contradiction>,
     /// Another declaration of the head with which everything agrees, where something diverged and
     /// there is one.
     #[serde(skip_serializing_if = "Option::is_none")]

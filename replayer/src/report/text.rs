@@ -10,6 +10,7 @@ use super::schema::{ComparisonReport, KernelReport, Report, StageReport, Verdict
 use super::seen;
 use super::step_against;
 use super::step_checks;
+use crate::head::sources::by_source;
 use crate::number::{bytes, count, error, plural, ratio, scale, short};
 use crate::replay::coverage::Coverage;
 use crate::replay::outcome::{NotChecked, Status};
@@ -64,6 +65,7 @@ pub fn render(report: &Report) -> String {
     unchecked(&mut out, &report.not_checked);
     out.push('\n');
     causes::variants(&mut out, &report.variants);
+    causes::contradictions(&mut out, &report.contradictions);
     causes::declaration(&mut out, report.other_declaration.as_ref());
     causes::render(&mut out, &report.causes);
     wrap(&mut out, "", &verdict(report));
@@ -109,6 +111,10 @@ fn head(out: &mut String, report: &Report) {
         wrap(out, "selection ", selection);
     }
     wrap(out, "head      ", &dump.head);
+    let sources = by_source(&dump.head_items);
+    if !sources.is_empty() && !report.stages.is_empty() {
+        wrap(out, "          ", &sources);
+    }
     if let Some(device) = &report.device {
         wrap(out, "device    ", &device.sentence());
     }
@@ -280,6 +286,9 @@ pub fn verdict(report: &Report) -> String {
             let (head, mut but) = report.coverage.as_ref().map(covered).unwrap_or_default();
             if report.not_checked.iter().any(|item| item.what == algebra::NO_HEAD) {
                 but += &format!("; {} was not judged (unchecked, above)", algebra::NO_HEAD);
+            }
+            if !report.contradictions.is_empty() {
+                but += "; what is declared by hand contradicts the job (declared, above)";
             }
             let step = report.algebra.as_ref().map(algebra::covered).unwrap_or_default();
             let both = [head, step].into_iter().filter(|much| !much.is_empty());

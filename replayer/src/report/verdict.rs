@@ -77,7 +77,7 @@ pub fn of_head(
     let Some((step, outcome)) = judged else { return Vec::new() };
     let mut reasons = Vec::new();
     let other = outcome.other_declaration.as_ref().filter(|other| other.misdeclared);
-    reasons.extend(other.map(|other| Reason::misdeclared(other.sentence())));
+    reasons.extend(other.map(|other| Reason::misdeclared(other.verdict())));
     if let Some(first) = first {
         reasons.push(Reason::diverged(format!("{}: {}", first.stage, first.reason)));
     }

@@ -237,12 +237,10 @@ impl StepState {
     pub(super) fn close(&mut self, rank: Rank, closing: Closing, weight: u64) {
         match (&self.head, &closing.head) {
             (None, Some(head)) => self.head = Some((rank, HeadDeclaration::clone(head))),
-            (Some((first, kept)), Some(head)) if *kept != **head => self.notes.push(Omission {
-                rank,
-                tensor: "head".into(),
-                microbatch: None,
-                reason: disagreement(*first, kept, head),
-            }),
+            (Some((first, kept)), Some(head)) if !kept.has_same_options(head) => {
+                let reason = disagreement(*first, kept, head);
+                self.notes.push(Omission { rank, tensor: "head".into(), microbatch: None, reason });
+            }
             _ => {}
         }
         self.counted += u64::from(closing.files);
@@ -253,11 +251,11 @@ impl StepState {
 }
 
 fn disagreement(first: Rank, kept: &HeadDeclaration, other: &HeadDeclaration) -> String {
-    let fields = |head| match serde_json::to_value(head) {
+    let fields = |head: &HeadDeclaration| match serde_json::to_value(head) {
         Ok(serde_json::Value::Object(fields)) => fields,
         _ => serde_json::Map::new(),
     };
-    let (kept, other) = (fields(kept), fields(other));
+    let (kept, other) = (fields(&kept.options_alone()), fields(&other.options_alone()));
     let differs = kept.iter().filter(|(name, value)| other.get(*name) != Some(value));
     let names: Vec<_> = differs.map(|(name, _)| name.as_str()).collect();
     format!(

@@ -14,7 +14,10 @@ mod options;
 pub(super) mod policy;
 pub(super) mod read;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use backtape::identity::Microbatch;
 
 use super::evidence::{Evidence, Key, Residuals, reject_wider_bounds};
 use super::findings::CauseReport;
@@ -54,9 +57,20 @@ struct Candidate {
     /// Where to look in the job to distinguish a wrong declaration from wrong code.
     look: &'static str,
     change: Change,
-    /// Whether the recorded weights are ignored.
-    unweighted: bool,
+    /// Weights that it has in place of the recorded ones.
+    weights: Option<Weights>,
 }
+
+/// Weights of tokens that nobody recorded.
+enum Weights {
+    /// 1 for each.
+    Ones,
+    /// 1 for the tokens that get a gradient, and 0 for the others, by microbatch.
+    Mask(Arc<Masks>),
+}
+
+/// Whether each token counts, by microbatch, `[T]`.
+type Masks = BTreeMap<Option<Microbatch>, Vec<bool>>;
 
 impl World for Candidate {
     fn options(&self, options: &mut HeadOptions) {
@@ -64,8 +78,15 @@ impl World for Candidate {
     }
 
     fn inputs(&self, _step: &HeadStep<'_>, inputs: &mut MicrobatchInputs) {
-        if self.unweighted {
-            inputs.weights.fill(1.0);
+        match &self.weights {
+            None => {}
+            Some(Weights::Ones) => inputs.weights.fill(1.0),
+            Some(Weights::Mask(masks)) => {
+                let mask = masks.get(&inputs.microbatch).into_iter().flatten();
+                for (weight, counts) in inputs.weights.iter_mut().zip(mask) {
+                    *weight = f64::from(u8::from(*counts));
+                }
+            }
         }
     }
 }

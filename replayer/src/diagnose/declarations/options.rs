@@ -2,6 +2,7 @@
 //! give.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use backtape::head::{
     Denominator, HeadDeclaration, LossReduction, MicrobatchReduction, SmoothingFormula, Span,
@@ -10,12 +11,13 @@ use backtape::head::{
 use backtape::role::Role;
 
 use super::policy;
-use super::{Candidate, Change, Kind, read};
+use super::{Candidate, Change, Kind, Weights, read};
 use crate::diagnose::causes::{softcap_mismatch, temperature_mismatch};
 use crate::diagnose::detectors::fitted_numbers::{Wanted, linear, rounded};
 use crate::diagnose::evidence::Evidence;
 use crate::diagnose::search::Search;
 use crate::diagnose::worlds::{ChangedOptions, DeclaredLse};
+use crate::head::lowered::shown_below;
 use crate::head::{HeadOptions, Stage};
 use crate::kernels::round::Precision;
 use crate::replay::world::World;
@@ -91,7 +93,7 @@ fn candidate(
         *changed = HeadOptions { lowered, ..options.clone() };
     });
     let [declared, instead] = [declared, &other].map(|head| written(head, option));
-    Some(Candidate { option, declared, instead, fitted, kind, look, change, unweighted: false })
+    Some(Candidate { option, declared, instead, fitted, kind, look, change, weights: None })
 }
 
 /// How many fitted numbers a value counts as: 1 for a round one, which somebody probably wrote,
@@ -238,7 +240,43 @@ fn labels(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
             kind: Kind::Counted,
             look: "whether the recorded weights are what the loss multiplies by",
             change: Box::new(|_| {}),
-            unweighted: true,
+            weights: Some(Weights::Ones),
+        });
+    } else {
+        masks(evidence, candidates);
+    }
+}
+
+/// A mask that was not recorded: of tokens that get no gradient, where the loss lacks them too.
+fn masks(evidence: &Evidence<'_>, candidates: &mut Vec<Candidate>) {
+    if !evidence.fails(Stage::Loss) {
+        return;
+    }
+    let Some(masks) = read::masks(evidence) else { return };
+    let left_out: usize =
+        masks.values().map(|mask| mask.iter().filter(|counts| !**counts).count()).sum();
+    let masks = Arc::new(masks);
+    let declared = &evidence.step.options.declared;
+    for denominator in [declared.denominator, Denominator::Weights] {
+        let mut other = declared.clone();
+        other.denominator = denominator;
+        let Ok(options) = HeadOptions::new(&other) else { continue };
+        let lowered = evidence.step.options.lowered;
+        let divided = match denominator {
+            _ if other == *declared => "",
+            _ => " and denominator=\"weights\"",
+        };
+        candidates.push(Candidate {
+            option: "weights",
+            declared: "none recorded".into(),
+            instead: format!("0 for the {left_out} tokens that get no gradient{divided}"),
+            fitted: 1,
+            kind: Kind::Counted,
+            look: "whether the loss is multiplied by a mask or by weights, and record them as weights",
+            change: Box::new(move |changed: &mut HeadOptions| {
+                *changed = HeadOptions { lowered, ..options.clone() };
+            }),
+            weights: Some(Weights::Mask(masks.clone())),
         });
     }
 }
@@ -296,7 +334,7 @@ fn dtypes(search: &Search<'_>, evidence: &Evidence<'_>, candidates: &mut Vec<Can
     let declared = &evidence.step.options.declared.dtypes;
     let look = "which dtype the tensor has in the job (print(tensor.dtype) where it is made), and whether a product may run in TF32 or under autocast";
     let without = |left_out: BTreeSet<String>| -> Option<Candidate> {
-        let shown = left_out.iter().any(|point| read::shows_less(evidence, point));
+        let shown = left_out.iter().any(|point| shown_below(evidence.step, point).is_some());
         let kind = if shown { Kind::Shown } else { Kind::Loosened };
         let edit = |head: &mut HeadDeclaration| {
             head.dtypes.retain(|point, _| !left_out.contains(point));

@@ -3,13 +3,12 @@
 use backtape::identity::Microbatch;
 use backtape::role::Role;
 
+use super::Masks;
 use crate::diagnose::detectors::raw_logits::RawLogits;
 use crate::diagnose::evidence::Evidence;
-use crate::head::lowered::{Shown, every};
 use crate::head::step::numbers;
 use crate::head::{MicrobatchInputs, Scores};
 use crate::kernels::matrix::IGNORED;
-use crate::kernels::round::Precision;
 
 /// How far apart, relatively, two factors, or a factor and a power of two, may be: in bf16 a mean
 /// is not known better.
@@ -106,6 +105,28 @@ pub(super) fn ignored_labels(evidence: &Evidence<'_>) -> Vec<i64> {
     if ignored.len() == 1 { ignored } else { Vec::new() }
 }
 
+/// Whether each token counts, by microbatch: of those that should, some have a gradient of zero. None
+/// where all have one, or none has.
+pub(super) fn masks(evidence: &Evidence<'_>) -> Option<Masks> {
+    let (mut masks, mut counted, mut left_out) = (Masks::new(), 0, 0);
+    for inputs in evidence.inputs {
+        let rows = rows_of_dq(evidence, inputs.microbatch, inputs.tokens())?;
+        for (label, has_gradient) in inputs.labels.iter().zip(&rows) {
+            match (*label == IGNORED, has_gradient) {
+                (true, _) => {}
+                (false, true) => counted += 1,
+                (false, false) => left_out += 1,
+            }
+        }
+        let ignored = inputs.labels.iter().map(|label| *label == IGNORED);
+        masks.insert(
+            inputs.microbatch,
+            rows.iter().zip(ignored).map(|(&row, no)| row || no).collect(),
+        );
+    }
+    (counted > 0 && left_out > 0).then_some(masks)
+}
+
 /// Whether each row of dq has a nonzero element.
 fn rows_of_dq(
     evidence: &Evidence<'_>,
@@ -119,22 +140,4 @@ fn rows_of_dq(
     let values = numbers(&evidence.step.assemble(key).ok()?)?;
     let width = values.len().checked_div(tokens).filter(|&width| width > 0)?;
     Some(values.chunks(width).map(|row| row.iter().any(|&x| x != 0.0)).collect())
-}
-
-/// Whether the recorded values of a point have fewer bits than its declared dtype.
-pub(super) fn shows_less(evidence: &Evidence<'_>, point: &str) -> bool {
-    let role = match point {
-        "logits" => Role::Logits,
-        "lse" => Role::Lse,
-        "dlogits" => Role::Dlogits,
-        "output" => Role::Dq,
-        _ => return false,
-    };
-    let declared = evidence.step.options.declared.dtypes.get(point);
-    let Some(declared) = declared.and_then(|name| Precision::from_name(name)) else { return false };
-    let less = |shown: &Shown| shown.precision.unit_roundoff() > declared.unit_roundoff();
-    Shown::ALL
-        .iter()
-        .filter(|shown| less(shown))
-        .any(|shown| every(evidence.step, role, shown) == Some(true))
 }

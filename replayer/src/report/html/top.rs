@@ -5,6 +5,7 @@ use askama::Template;
 use super::{Markup, Page, markup};
 use crate::algebra::{Group, StepReport};
 use crate::diagnose::{CauseReport, Standing};
+use crate::head::sources::by_source;
 use crate::number::{bytes, plural};
 use crate::report::Report;
 use crate::report::schema::{DumpSummary, Verdict};
@@ -38,8 +39,9 @@ struct Top<'a> {
     word: &'static str,
     glyph: &'static str,
     sentence: String,
-    /// Another declaration by which the job would be right.
-    declaration: Option<String>,
+    /// What was declared by hand and is not so, and another declaration by which the job would be
+    /// right.
+    declarations: Vec<String>,
     /// The causes in a line, with what to do: whoever is woken reads no further.
     causes: &'a [CauseReport],
     said: String,
@@ -69,15 +71,20 @@ impl Page<'_> {
         }
         parts.extend(steps.iter().filter(|_| !self.step_leads()));
         parts.extend([("ranks", "Ranks"), ("unchecked", "Not checked")]);
+        let contradictions = report.contradictions.iter();
+        let mut declarations: Vec<String> =
+            contradictions.map(|found| found.sentence.clone()).collect();
         let other = report.other_declaration.as_ref();
+        declarations.extend(
+            other.map(|other| format!("{}; to tell, look at {}", other.sentence(), other.look)),
+        );
         markup(&Top {
             report,
             id: &self.id,
             word: verdict_word(report.verdict),
             glyph: glyph(report.verdict),
             sentence: text::verdict(report),
-            declaration: other
-                .map(|other| format!("{}; to tell, look at {}", other.sentence(), other.look)),
+            declarations,
             causes: self.shown(&report.causes),
             said: summary_of(&report.causes),
             of_step: report
@@ -128,6 +135,8 @@ fn facts(label: &'static str, dump: &DumpSummary) -> Vec<(&'static str, String)>
         ("dump", format!("{}; {size}; {}{where_to_look}", dump.state, dump.proof())),
         ("head", dump.head.clone()),
     ];
+    let sources = by_source(&dump.head_items);
+    facts.extend((!sources.is_empty()).then_some(("declaration", sources)));
     facts.extend(dump.trigger.clone().map(|trigger| ("trigger", trigger)));
     facts.extend(dump.selection.clone().map(|selection| ("selection", selection)));
     facts
