@@ -50,8 +50,11 @@ pub fn by_source(items: &[HeadItem]) -> String {
     let mut groups: Vec<String> = Vec::new();
     for (source, words) in SOURCES {
         let own = || items.iter().filter(|item| item.source == source);
-        let mut told: Vec<String> =
-            own().filter(|item| !item.item.starts_with(POINT)).filter_map(one).collect();
+        let is_all_in_words = IN_WORDS.iter().all(|name| own().any(|item| item.item == **name));
+        let mut told = Vec::from_iter(is_all_in_words.then(|| THE_ABOVE.to_string()));
+        let is_named = |item: &&HeadItem| !(is_all_in_words && IN_WORDS.contains(&&item.item[..]));
+        let options = own().filter(|item| !item.item.starts_with(POINT)).filter(is_named);
+        told.extend(options.filter_map(one));
         let points = own().filter(|item| item.item.starts_with(POINT));
         told.extend(dtypes(points, source == Source::Measured));
         if source == Source::Assumed && own().any(|item| item.is_default && one(item).is_none()) {
@@ -71,6 +74,9 @@ const SOURCES: [(Source, &str); 4] = [
     (Source::Declared, "declared by hand"),
     (Source::Assumed, "assumed"),
 ];
+
+/// What the options are called that the line of the head has, where all are from one source.
+const THE_ABOVE: &str = "the above";
 
 /// What the assumed defaults are called together.
 const ALL_ELSE: &str = "all else, by default";
@@ -147,9 +153,6 @@ mod tests {
         let all: Vec<String> =
             OPTIONS.iter().map(|option| format!("\"{}\": \"seen\"", option.name)).collect();
         let text = format!("{{\"reduction\": \"sum\", \"sources\": {{{}}}}}", all.join(", "));
-        assert_eq!(
-            line(&text),
-            "seen in the job: loss, path, reduction, denominator, scope, microbatches"
-        );
+        assert_eq!(line(&text), "seen in the job: the above");
     }
 }
