@@ -35,8 +35,13 @@ class Product:
     rows: torch.Tensor | None  # the token of each row of the loss; None: they are the same rows
     head: dict[str, Any]  # what lies between it and the loss, as options of `Tape.head`
     dtype: torch.dtype  # of the product
-    saved: tuple[str, str]  # under which names autograd keeps q and k^T
+    saved: tuple[str, ...]  # under which names autograd keeps q and k^T; empty: as what a Function saves
     bias: torch.Tensor | None  # [V]
+    width: int  # D
+    is_transposed: bool = True  # the node takes k^T; otherwise k
+    # Where a rank's part of q, k, dq and dk lies, if the product says it and not the tensors.
+    places: dict[str, dict[str, int | str]] | None = None
+
 
 @dataclass
 class Rows:
@@ -60,8 +65,9 @@ def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Pr
         start = _before(start)
     chain, node = _chain(start)
     q, k, saved = PRODUCTS[kind_of(node)]
-    tokens, vocabulary = _shape(node)
-    rows = Rows(torch.arange(tokens).view(tokens, 1), 1, vocabulary)
+    *leading, vocabulary = _shape(node)
+    tokens = math.prod(leading)
+    rows = Rows(torch.arange(tokens).view(*leading, 1), len(leading), vocabulary)
     factor, cap = 1.0, None
     for step, shape in reversed(chain):
         name = kind_of(step)
@@ -99,6 +105,9 @@ def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Pr
         dtype=node._input_metadata[0].dtype,
         saved=saved,
         bias=_bias(node),
+        width=int(getattr(node, f"_saved_{saved[1]}_sym_sizes")[0]) if saved else node.saved_tensors[1].shape[1],
+        is_transposed=bool(saved),
+        places=None if saved else places_of(node),
     )
 
 
@@ -130,9 +139,9 @@ def softmax_of(result: torch.Tensor) -> Any:
     raise Unfollowed("it is computed by no softmax that autograd shows")
 
 
-def between(result: torch.Tensor, product: Product) -> list[Any]:
-    """The operations from the softmax of a loss back to the product of its logits, without the product."""
-    nodes = [softmax_of(result)]
+def between(entry: Any, product: Product) -> list[Any]:
+    """The operations from the one in which a loss takes its logits back to their product, without the product."""
+    nodes = [entry]
     while len(nodes) < LONGEST:
         node = _before(nodes[-1])
         if node is product.node:
@@ -184,6 +193,8 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 def _bias(node: Any) -> torch.Tensor | None:
     """What a product with a bias adds, where it takes a gradient."""
+    if not PRODUCTS[kind_of(node)][2] and node.use_bias:
+        raise Unfollowed("Megatron-LM's output layer has a bias")
     if kind_of(node) != "Addmm":
         return None
     if node._saved_alpha != 1 or node._saved_beta != 1:
@@ -214,6 +225,14 @@ def _reshaped(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
 
 
 def _same(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    return rows
+
+
+def _whole(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
+    """A DTensor as a tensor."""
+    length = rows.index.shape[: rows.classes] + (rows.width,) + rows.index.shape[rows.classes + 1 :]
+    if tuple(length) != shape:
+        raise Unfollowed("each rank takes its own part of the logits")
     return rows
 
 
@@ -308,6 +327,9 @@ FORWARD: dict[str, Callable[[Any, Rows, tuple[int, ...]], Rows]] = {
     "Alias": _same,
     # What DDP puts around the outputs of its model where it looks for unused parameters.
     "_DDPSink": _same,
+    # Of a DTensor, which has the shape of the whole.
+    "Redistribute": _same,
+    "_ToTorchTensor": _whole,
     "Clone": _same,
     "ToCopy": _same,
     "T": _transposed,
@@ -320,8 +342,31 @@ FORWARD: dict[str, Callable[[Any, Rows, tuple[int, ...]], Rows]] = {
 
 SCALES: dict[str, Callable[[Any], float]] = {"Mul": _factor, "Div": lambda node: 1 / _factor(node)}
 
-# Which inputs of a product's node are q and k^T, and under which names autograd keeps them.
-PRODUCTS = {"Mm": (0, 1, ("self", "mat2")), "Addmm": (1, 2, ("mat1", "mat2"))}
+# Which inputs of a product's node are q and k^T, and under which names autograd keeps them. Megatron-LM's takes k and
+# keeps both as any Function does.
+PRODUCTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "Mm": (0, 1, ("self", "mat2")),
+    "Addmm": (1, 2, ("mat1", "mat2")),
+    "LinearWithGradAccumulationAndAsyncCommunication": (0, 1, ()),
+}
+
+
+def places_of(node: Any) -> dict[str, dict[str, int | str]]:
+    """How Megatron-LM's product lies on the axis of tensor parallelism (tensor_parallel/layers.py of megatron-core
+    0.16): ranks share the rows of k, and with sequence parallelism those of q."""
+    if node.tp_group is None or node.tp_group.size() == 1:
+        return {}
+    tokens: dict[str, int | str] = {TENSOR: 0} if node.sequence_parallel else {}
+    is_summed = node.sequence_parallel or node.allreduce_dgrad
+    return {
+        "q": tokens,
+        "dq": tokens if is_summed else {TENSOR: "sum"},
+        **{name: {TENSOR: 0} for name in ("k", "dk", "bias")},
+    }
+
+
+# The axis of the mesh along which Megatron-LM's ranks share matrices.
+TENSOR = "tensor"
 
 
 def leaf_of(node: Any, at: int) -> tuple[Any, int | None]:

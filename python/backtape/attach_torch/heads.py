@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from backtape.attach_torch import declared
+from backtape.attach_torch import declared, inputs, sharing
+from backtape.attach_torch.calls import Call
 from backtape.attach_torch.declared import Said
 from backtape.attach_torch.graph import (
     Product,
@@ -25,9 +26,9 @@ from backtape.attach_torch.graph import (
     leaf_of,
     node_into,
     product_of,
+    softmax_of,
     takers,
 )
-from backtape.attach_torch.losses import Call
 from backtape.tape import Tape
 
 FROZEN = "autograd does not keep it, as the other operand of the product takes no gradient"
@@ -72,6 +73,7 @@ class Head:
     k: int
     weight: Any  # what tells its unembedding from another
     size: int  # how many logits it has
+    classes: int
     stored: int  # bytes of its unembedding, and of the gradient
     fused: Fused | None = None
     path: Sequence[Any] = ()  # the operations from the loss back to the product
@@ -80,13 +82,14 @@ class Head:
     version: int | None = None  # of its unembedding when it was called
     is_open: bool = True  # it is still to be recorded
     handles: list[Any] = field(default_factory=list)
+    ids: torch.Tensor | None = None  # what the model has read at each token
 
     def release(self) -> None:
         """Lets go of autograd's graph, once its gradients are recorded."""
         self.is_open = False
         for handle in self.handles:
             handle.remove()
-        self.handles, self.path, self.takers = [], (), {}
+        self.handles, self.path, self.takers, self.ids = [], (), {}, None
         self.node, self.product, self.fused = None, None, None
 
 
@@ -98,6 +101,7 @@ class Heads:
     most: how many bytes of unembeddings and their gradients this rank records of a step; the first call
         of a loss is recorded in any case.
     named: the losses that the user has named.
+    shared: the axes along which ranks share tokens, with their sizes.
     """
 
     def __init__(
@@ -107,8 +111,9 @@ class Heads:
         addends: Mapping[str, Any],
         most: int,
         named: Sequence[str] = (),
+        shared: Mapping[str, int] = {},
     ) -> None:
-        self._tape = tape
+        self._tape, self._shared = tape, shared
         self._named = named
         self._most = most
         self._tokens, self._addends = dict(tokens), dict(addends)
@@ -129,9 +134,15 @@ class Heads:
         """Notes a call of a loss."""
         try:
             head = _found(call)
+            if head.product is not None:
+                sharing.check(head.product, self._shared)
+            elif self._shared:
+                raise Unfollowed(sharing.NOT_SHARED)
         except Unfollowed as error:
             self.refuse(f"{call.function}: {error}")
             return
+        with self._tape.guarded("head", "input tokens"):
+            head.ids = inputs.of_head(call.reads, head.said.labels.numel(), head.classes)
         hooks = [
             (call.result.register_hook, self._reached),
             (head.node.register_prehook, self._before),
@@ -205,6 +216,9 @@ class Heads:
             )
             record("labels", said.labels)
             record("cotangent", declared.cotangents(said, product, arrived))
+            if head.ids is not None:
+                # Ranks may have sequences of unequal lengths.
+                record("input_tokens", head.ids.reshape(-1) if self._tokens else head.ids)
             if said.weights is not None:
                 record("weights", said.weights)
             where = {} if said.value.dim() else {"placement": self._addends}
@@ -246,15 +260,15 @@ class Heads:
                     if name == "q" or not self._has_k:
                         self._leave_out(name, head, value)
                 elif name == "q":
-                    self._tape.record(
-                        "q", value, microbatch=head.microbatch, placement=self._tokens
-                    )
+                    self._record("q", head, value, self._tokens)
                 elif not self._has_k:
                     self._has_k = True
-                    self._tape.record("k", value)
+                    own, words = sharing.part_of(value)
+                    self._tape.record("k", own, placement=words | _place(head, "k"))
                     bias = head.product.bias if head.product is not None else head.fused.bias  # type: ignore[union-attr]
                     if bias is not None:
-                        self._tape.record("bias", bias.detach())
+                        own, words = sharing.part_of(bias.detach())
+                        self._tape.record("bias", own, placement=words | _place(head, "bias"))
 
     def _after(self, head: Head, gradients: tuple[Any, ...], _: Any) -> None:
         """A hook of the product, after its backward: what it gives to q and k."""
@@ -266,19 +280,24 @@ class Heads:
             if dq is None:
                 self._leave_out("dq", head, "q takes no gradient")
             else:
-                own = dq.detach().reshape(-1, dq.shape[-1])
-                self._tape.record("dq", own, microbatch=head.microbatch, placement=self._tokens)
+                self._record("dq", head, dq.detach().reshape(-1, dq.shape[-1]), self._tokens)
             if dk is None:
                 self._leave_out("dk", head, "k takes no gradient")
             else:
-                own = dk.detach() if product is None else dk.detach().t()
+                is_transposed = product is not None and product.is_transposed
+                own = dk.detach().t() if is_transposed else dk.detach()
                 more: dict[str, Any] = {"when": "pre_reduce"} if self._addends else {}
-                self._tape.record(
-                    "dk", own, microbatch=head.microbatch, placement=self._addends, **more
-                )
+                self._record("dk", head, own, self._addends, **more)
         head.release()
         with self._lock:
             self._heads.remove(head)
+
+    def _record(
+        self, name: str, head: Head, value: torch.Tensor, place: Mapping[str, Any], **more: Any
+    ) -> None:
+        own, words = sharing.part_of(value)
+        placement = {**place, **words, **_place(head, name)}
+        self._tape.record(name, own, microbatch=head.microbatch, placement=placement, **more)
 
     def _leave_out(self, name: str, head: Head, reason: str) -> None:
         self._tape.leave_out(name, head.microbatch, reason)
@@ -292,9 +311,11 @@ def _found(call: Call) -> Head:
     if call.logits is None:
         return _fused(call)
     product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
-    nodes = [*between(call.result, product), product.node]
+    entry = call.entry or softmax_of(call.result)
+    nodes = [*between(entry, product), product.node]
+    if entry is call.result.grad_fn:
+        nodes.pop(0)  # It gives the loss, which a job may take as often as it likes.
     weight, version = leaf_of(product.node, product.k)
-    width = int(getattr(product.node, f"_saved_{product.saved[1]}_sym_sizes")[0])
     return Head(
         call.function,
         declared.of_call(call, product),
@@ -304,7 +325,8 @@ def _found(call: Call) -> Head:
         product.k,
         weight,
         size=product.tokens * product.vocabulary,
-        stored=product.vocabulary * width * product.dtype.itemsize,
+        classes=product.vocabulary,
+        stored=product.vocabulary * product.width * product.dtype.itemsize,
         path=nodes,
         takers=takers([call.result], nodes, is_whole=False),
         version=version,
@@ -315,7 +337,7 @@ def _fused(call: Call) -> Head:
     q, k = call.q, call.k
     assert q is not None and k is not None
     node, at_q, at_k = node_into(call.result, q, k)
-    weight, version = (id(k), k._version) if at_k < 0 else leaf_of(node, at_k)
+    weight, version = (k.data_ptr(), k._version) if at_k < 0 else leaf_of(node, at_k)
     return Head(
         call.function,
         declared.of_call(call, None),
@@ -325,14 +347,24 @@ def _fused(call: Call) -> Head:
         at_k,
         weight,
         size=q.numel() // q.shape[-1] * k.shape[0],
+        classes=k.shape[0],
         stored=k.nbytes,
         fused=Fused(q, k, call.bias, (q._version, k._version)),
         version=version,
     )
 
 
+def _place(head: Head, name: str) -> dict[str, int | str]:
+    """Where a rank's part of a tensor of the head lies, as far as the product says it."""
+    places = head.product.places if head.product is not None else None
+    return (places or {}).get(name, {})
+
+
 def _operands(head: Head) -> tuple[torch.Tensor | str, torch.Tensor | str]:
     """q, [T, D], and k, [V, D], as the product has them, or why one cannot be read."""
+    if head.product is not None and not head.product.saved:
+        q, k = (value.detach() for value in head.node.saved_tensors[:2])
+        return q.reshape(-1, q.shape[-1]), k
     if head.product is not None:
         q, k = (_saved(head.node, name) for name in head.product.saved)
         return q, k if isinstance(k, str) else k.t()

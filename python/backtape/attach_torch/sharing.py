@@ -1,0 +1,51 @@
+"""Heads of which ranks share the vocabulary: which part of q, k and their gradients a rank has.
+
+torch has them as DTensors. Megatron-LM has an operation of its own for the product (tensor_parallel/layers.py of
+megatron-core 0.16), which says the group of ranks and whether these share the sequence of the hidden states, too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from backtape.attach_torch.graph import Product, Unfollowed, is_packed
+from backtape.shards import REPLICATE
+from backtape.torch_arrays import is_dtensor, placement_of
+
+# By tensor of a head, the word that `placement` of `Tape.record` has for each axis that is not replicated.
+Words = dict[str, int | str]
+
+NOT_SHARED = "the ranks share tokens by tensor parallelism, and not the vocabulary of its logits"
+
+
+def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Words]:
+    """What this rank has of a tensor, and how it lies on the axes of its mesh; of any but a DTensor all."""
+    if not is_dtensor(tensor):
+        return tensor, {}
+    held: Any = tensor
+    words, _ = placement_of(held.device_mesh, held.placements)
+    return held.to_local(), {axis: word for axis, word in words.items() if word != REPLICATE}
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor that each rank has whole. Raises Unfollowed for one that ranks share."""
+    values, words = part_of(tensor)
+    if words:
+        raise Unfollowed("its labels or its loss are shared over ranks")
+    return values
+
+
+def check(product: Product, shared: Mapping[str, int]) -> None:
+    """Raises Unfollowed where ranks share tokens, and the product of a head does not say how it lies on them.
+
+    shared: the axes of the mesh along which ranks share tokens, with their sizes.
+    """
+    if product.places is not None or not shared:
+        return
+    if any(is_packed(getattr(product.node, f"_raw_saved_{name}")) for name in product.saved):
+        raise Unfollowed("activation checkpointing or offloading has what says how ranks share it")
+    q, k = (getattr(product.node, f"_saved_{name}") for name in product.saved)
+    known = q is not None and k is not None and is_dtensor(q) and is_dtensor(k)
+    if not known or part_of(q)[1] or set(part_of(k)[1]) != set(shared) or set(part_of(k)[1].values()) != {1}:
+        raise Unfollowed(NOT_SHARED)
