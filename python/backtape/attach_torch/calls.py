@@ -20,6 +20,7 @@ class Call:
     are_logs: bool = False  # they are log-probabilities
     # The result is the log-probability of each label, of which the loss is the negative.
     is_likelihood: bool = False
+    is_normaliser: bool = False  # no loss, but the logsumexp of logits
     problem: str | None = None  # why no head can be declared of it
     q: torch.Tensor | None = None  # a fused loss takes q and k in place of logits
     k: torch.Tensor | None = None
@@ -68,7 +69,7 @@ USUAL = {
     "reduction": ("reduction",),
     "ignore_label": ("ignore_index", "ignored_index"),
     "label_smoothing": ("label_smoothing",),
-    "softcap": ("softcap", "logit_softcapping", "logits_soft_cap"),
+    "softcap": ("softcap", "logit_softcapping", "final_logit_softcapping", "logits_soft_cap"),
     "logit_scale": ("logit_scale", "scale"),
     "z_loss": ("z_loss", "lse_square_scale"),
     "class_weights": ("weight", "ce_weight"),
@@ -76,3 +77,13 @@ USUAL = {
 
 # Those that a call has by itself; the others are options of the head.
 OF_CALL = ("reduction", "ignore_label", "class_weights")
+
+
+def divided(head: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """The options of a head whose logits are divided by a temperature after all else: z = cap tanh(z1 / cap) / t."""
+    softcap, scale = head.get("softcap"), head.get("logit_scale", 1.0)
+    return {
+        **head,
+        "softcap": None if softcap is None else softcap / temperature,
+        "logit_scale": scale / temperature,
+    }

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from backtape.attach_torch.calls import Call
-from backtape.attach_torch.graph import Product, Unfollowed, softmax_of
+from backtape.attach_torch.graph import Product, softmax_of
+from backtape.attach_torch.rows import Unfollowed
 from backtape.attach_torch.sharing import plain
 
 NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -141,6 +142,16 @@ def cotangents(said: Said, product: Product | None, arrived: torch.Tensor) -> to
     if arrived.dim() == 0:
         return arrived.detach().expand(said.labels.numel()).contiguous()
     return by_token(arrived.detach().reshape(-1), product, 0)
+
+
+def by_loss(said: Said, arrived: torch.Tensor) -> torch.Tensor:
+    """The gradient that arrives at the cross-entropy of each token, [T], for that at the loss it is in."""
+    counts = (said.labels != said.options["ignore_label"]).to(arrived.dtype)
+    if said.weights is not None:
+        counts = said.weights.to(arrived.dtype)
+    if said.options["reduction"] == "mean":
+        arrived = arrived / counts.sum()
+    return arrived * counts
 
 
 def by_token(values: torch.Tensor, product: Product | None, otherwise: float) -> torch.Tensor:

@@ -10,30 +10,17 @@ gradients of its own: a loss that is computed chunk by chunk has as many as chun
 import functools
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from backtape.attach_torch import declared, inputs, sharing
+from backtape.attach_torch import declared, inputs, sharing, z_loss
 from backtape.attach_torch.calls import Call
-from backtape.attach_torch.declared import Said
-from backtape.attach_torch.graph import (
-    Product,
-    Unfollowed,
-    between,
-    is_packed,
-    leaf_of,
-    node_into,
-    product_of,
-    softmax_of,
-    takers,
-)
+from backtape.attach_torch.graph import takers
+from backtape.attach_torch.head import Head, found, is_reached, operands, place_of
+from backtape.attach_torch.rows import Unfollowed
+from backtape.attach_torch.z_loss import Normalisers
 from backtape.tape import Tape
-
-FROZEN = "autograd does not keep it, as the other operand of the product takes no gradient"
-CHECKPOINTED = "activation checkpointing or offloading has it until the backward pass takes it"
-
 
 NOT_CALLED = (
     "losses= names {}, and no backward pass came from a call of it: is the name that of the module in which the "
@@ -45,52 +32,9 @@ UNKNOWN = (
 )
 AGAIN = "is reached by several backward passes, of which the first is recorded"
 MIXED = (
-    "something else than the loss takes the logits too and gives them a gradient, as a z-loss or label smoothing "
-    "by hand does: no head is declared"
+    "something else than the loss takes the logits too and gives them a gradient, as label smoothing by hand, an "
+    "entropy term, or a z-loss of other tokens than the loss does: no head is declared"
 )
-
-
-@dataclass
-class Fused:
-    """What a fused loss was called with."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    bias: torch.Tensor | None
-    versions: tuple[int, ...]  # of q and k then
-
-
-@dataclass(eq=False)
-class Head:
-    """One call of a loss, and where its gradients come out of autograd's graph. It keeps neither logits nor
-    loss: they would live until the step ends."""
-
-    function: str
-    said: Said
-    product: Product | None  # None: the loss is fused
-    node: Any
-    q: int  # which input of the node q is; -1 where it takes no gradient
-    k: int
-    weight: Any  # what tells its unembedding from another
-    size: int  # how many logits it has
-    classes: int
-    stored: int  # bytes of its unembedding, and of the gradient
-    fused: Fused | None = None
-    path: Sequence[Any] = ()  # the operations from the loss back to the product
-    takers: Mapping[Any, int] = field(default_factory=dict)  # how often the loss takes each result there
-    microbatch: int | None = None  # once a backward pass has reached it
-    version: int | None = None  # of its unembedding when it was called
-    is_open: bool = True  # it is still to be recorded
-    handles: list[Any] = field(default_factory=list)
-    ids: torch.Tensor | None = None  # what the model has read at each token
-
-    def release(self) -> None:
-        """Lets go of autograd's graph, once its gradients are recorded."""
-        self.is_open = False
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.path, self.takers, self.ids = [], (), {}, None
-        self.node, self.product, self.fused = None, None, None
 
 
 class Heads:
@@ -127,13 +71,19 @@ class Heads:
         self._lacks_q, self._has_k = False, False
         self._is_given_up = False
         self._version: int | None = None  # of the unembedding
+        self._normalisers = Normalisers()
+        self._z_losses: list[float] = []  # the factor of each microbatch's
         self.count = 0  # of microbatches
         self.reasons: list[str] = []  # why something is not recorded
 
     def seen(self, call: Call) -> None:
         """Notes a call of a loss."""
+        if call.is_normaliser:
+            assert call.logits is not None
+            self._normalisers.seen(call.logits, call.classes, call.result)
+            return
         try:
-            head = _found(call)
+            head = found(call)
             if head.product is not None:
                 sharing.check(head.product, self._shared)
             elif self._shared:
@@ -160,7 +110,11 @@ class Heads:
         for head in list(self._waiting) if accumulate_grad else ():
             taken = takers(roots, head.path) if head.path else {}
             # Of a head that this pass does not reach nothing is taken.
-            if any(taken.values()) and taken != head.takers:
+            if not any(taken.values()) or taken == head.takers or not is_reached(head, taken):
+                continue
+            if head.product is not None:
+                head.normaliser = self._normalisers.beside(head.product, head.path, head.takers, taken)
+            if head.normaliser is None:
                 self._waiting.remove(head)
                 self._is_mixed = True
         try:
@@ -185,10 +139,16 @@ class Heads:
             head.release()
         self._heads.clear()
         self._waiting.clear()
+        self._normalisers.clear()
+        # Each microbatch has one, or none has.
+        if len(self._z_losses) not in (0, self.count) or len(set(self._z_losses)) > 1:
+            self._is_mixed = True
         if self._is_mixed:
             self.refuse(MIXED)
-        is_whole = self._has_k and not self._lacks_q and not self._is_given_up
+        is_whole = self._has_k and not self._lacks_q and not self._is_given_up and not self._is_mixed
         if self._declared is not None and is_whole:
+            if self._z_losses:
+                self._declared |= {"z_loss": self._z_losses[0], "z_loss_in_loss": False}
             self._tape.head(**self._declared, microbatches=self.count)
         elif not self.reasons:
             self.refuse(NOT_CALLED.format(", ".join(self._named)) if self._named else UNKNOWN)
@@ -215,7 +175,8 @@ class Heads:
                 self._tape.record, microbatch=head.microbatch, placement=self._tokens
             )
             record("labels", said.labels)
-            record("cotangent", declared.cotangents(said, product, arrived))
+            head.arrived = declared.cotangents(said, product, arrived)
+            record("cotangent", head.arrived)
             if head.ids is not None:
                 # Ranks may have sequences of unequal lengths.
                 record("input_tokens", head.ids.reshape(-1) if self._tokens else head.ids)
@@ -254,7 +215,13 @@ class Heads:
         with self._tape.guarded("head", "q and k"):
             if any(gradient is not None for gradient in arrived[1:]):
                 self._is_mixed = True
-            for name, value in zip(("q", "k"), _operands(head)):
+            if head.normaliser is not None and head.arrived is not None:
+                factor = z_loss.factor(head.normaliser, declared.by_loss(head.said, head.arrived))
+                if factor is None:
+                    self._is_mixed = True
+                else:
+                    self._z_losses.append(factor)
+            for name, value in zip(("q", "k"), operands(head)):
                 if isinstance(value, str):
                     self._lacks_q = self._lacks_q or name == "q"
                     if name == "q" or not self._has_k:
@@ -264,11 +231,11 @@ class Heads:
                 elif not self._has_k:
                     self._has_k = True
                     own, words = sharing.part_of(value)
-                    self._tape.record("k", own, placement=words | _place(head, "k"))
+                    self._tape.record("k", own, placement=words | place_of(head, "k"))
                     bias = head.product.bias if head.product is not None else head.fused.bias  # type: ignore[union-attr]
                     if bias is not None:
                         own, words = sharing.part_of(bias.detach())
-                        self._tape.record("bias", own, placement=words | _place(head, "bias"))
+                        self._tape.record("bias", own, placement=words | place_of(head, "bias"))
 
     def _after(self, head: Head, gradients: tuple[Any, ...], _: Any) -> None:
         """A hook of the product, after its backward: what it gives to q and k."""
@@ -296,89 +263,9 @@ class Heads:
         self, name: str, head: Head, value: torch.Tensor, place: Mapping[str, Any], **more: Any
     ) -> None:
         own, words = sharing.part_of(value)
-        placement = {**place, **words, **_place(head, name)}
+        placement = {**place, **words, **place_of(head, name)}
         self._tape.record(name, own, microbatch=head.microbatch, placement=placement, **more)
 
     def _leave_out(self, name: str, head: Head, reason: str) -> None:
         self._tape.leave_out(name, head.microbatch, reason)
         self.refuse(f"{name} is not recorded: {reason}")
-
-
-def _found(call: Call) -> Head:
-    """Where the gradients of a call come out of the graph. Raises Unfollowed."""
-    if call.problem is not None:
-        raise Unfollowed(call.problem)
-    if call.logits is None:
-        return _fused(call)
-    product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
-    entry = call.entry or softmax_of(call.result)
-    nodes = [*between(entry, product), product.node]
-    if entry is call.result.grad_fn:
-        nodes.pop(0)  # It gives the loss, which a job may take as often as it likes.
-    weight, version = leaf_of(product.node, product.k)
-    return Head(
-        call.function,
-        declared.of_call(call, product),
-        product,
-        product.node,
-        product.q,
-        product.k,
-        weight,
-        size=product.tokens * product.vocabulary,
-        classes=product.vocabulary,
-        stored=product.vocabulary * product.width * product.dtype.itemsize,
-        path=nodes,
-        takers=takers([call.result], nodes, is_whole=False),
-        version=version,
-    )
-
-
-def _fused(call: Call) -> Head:
-    q, k = call.q, call.k
-    assert q is not None and k is not None
-    node, at_q, at_k = node_into(call.result, q, k)
-    weight, version = (k.data_ptr(), k._version) if at_k < 0 else leaf_of(node, at_k)
-    return Head(
-        call.function,
-        declared.of_call(call, None),
-        None,
-        node,
-        at_q,
-        at_k,
-        weight,
-        size=q.numel() // q.shape[-1] * k.shape[0],
-        classes=k.shape[0],
-        stored=k.nbytes,
-        fused=Fused(q, k, call.bias, (q._version, k._version)),
-        version=version,
-    )
-
-
-def _place(head: Head, name: str) -> dict[str, int | str]:
-    """Where a rank's part of a tensor of the head lies, as far as the product says it."""
-    places = head.product.places if head.product is not None else None
-    return (places or {}).get(name, {})
-
-
-def _operands(head: Head) -> tuple[torch.Tensor | str, torch.Tensor | str]:
-    """q, [T, D], and k, [V, D], as the product has them, or why one cannot be read."""
-    if head.product is not None and not head.product.saved:
-        q, k = (value.detach() for value in head.node.saved_tensors[:2])
-        return q.reshape(-1, q.shape[-1]), k
-    if head.product is not None:
-        q, k = (_saved(head.node, name) for name in head.product.saved)
-        return q, k if isinstance(k, str) else k.t()
-    fused = head.fused
-    assert fused is not None
-    if (fused.q._version, fused.k._version) != fused.versions:
-        changed = "q or k was changed between forward and backward"
-        return changed, changed
-    return fused.q.detach().reshape(-1, fused.q.shape[-1]), fused.k.detach()
-
-
-def _saved(node: Any, name: str) -> torch.Tensor | str:
-    """A tensor that autograd keeps, or why it has none."""
-    if is_packed(getattr(node, f"_raw_saved_{name}")):
-        return CHECKPOINTED
-    value = getattr(node, f"_saved_{name}")
-    return FROZEN if value is None else value.detach()

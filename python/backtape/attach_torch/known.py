@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from backtape.attach_torch.calls import Call, Loss, options_of
-from backtape.attach_torch.graph import Unfollowed, kind_of, product_of
+from backtape.attach_torch.calls import Call, Loss, divided, options_of
+from backtape.attach_torch.graph import product_of
+from backtape.attach_torch.rows import Unfollowed, kind_of
 
 
 SOFT = "its targets are probabilities and not labels, which no option of a head describes"
@@ -70,6 +71,24 @@ def _gathered(function: str, given: dict[str, Any], result: torch.Tensor) -> Cal
     )
 
 
+def _normaliser(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
+    """`logsumexp(logits)`, of which jobs make a z-loss."""
+    return Call(function, result, result, logits=given["input"], classes=_one(given["dim"]), is_normaliser=True)
+
+
+def _is_of_rows(given: dict[str, Any]) -> bool:
+    logits, dim = given.get("input"), given.get("dim")
+    has_graph = isinstance(logits, torch.Tensor) and logits.grad_fn is not None and logits.dim() > 0
+    return has_graph and _one(dim) is not None
+
+
+def _one(dim: Any) -> Any:
+    """A dimension that is alone."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        return dim[0]
+    return dim if isinstance(dim, int) else None
+
+
 def _is_of_labels(given: dict[str, Any]) -> bool:
     """Whether a gather takes one log-probability of each row."""
     logs, labels, dim = (given.get(name) for name in ("input", "index", "dim"))
@@ -100,22 +119,19 @@ def _linear_cross_entropy(function: str, given: dict[str, Any], result: torch.Te
 
 
 def _trl(function: str, given: dict[str, Any], result: torch.Tensor) -> Call:
-    """trl's log-probabilities by chunks: softcap after the scale, and the temperature after both."""
-    temperature, softcap = given["temperature"], given.get("softcap")
+    """trl's log-probabilities by chunks: the temperature is after all else."""
+    said = options_of(given, {"weight"})
     return Call(
         function,
-        given["labels"],
+        given["targets"],
         result,
-        q=given["q"],
-        k=given["k"],
+        q=given["hidden"],
+        k=given["weight"],
         bias=given["bias"],
         is_likelihood=True,
         reduction="none",
         ignore_label=None,
-        head={
-            "softcap": None if softcap is None else softcap / temperature,
-            "logit_scale": given.get("scale", 1.0) / temperature,
-        },
+        head=divided(said["head"], given["temperature"]),
     )
 
 
@@ -220,7 +236,6 @@ LOSSES = [
         "trl.kernels.chunked_logprob",
         "ChunkedLogProbFunction.apply",
         _trl,
-        "q k bias labels temperature chunk softcap scale outputs",
     ),
     Loss(
         "linear_cross_entropy",
@@ -229,6 +244,8 @@ LOSSES = [
         _linear_cross_entropy,
         applies=lambda given: given.get("options") is not None,
     ),
+    Loss("logsumexp", "torch", "logsumexp", _normaliser, "input dim keepdim", _is_of_rows),
+    Loss("logsumexp", "torch", "Tensor.logsumexp", _normaliser, "input dim keepdim", _is_of_rows),
     Loss("kl_div", "torch", "kl_div", _teacher, "input target", _is_of_softmax),
     Loss(
         "Liger-Kernel's fused cross-entropy",

@@ -12,7 +12,7 @@ import torch
 from backtape import frameworks
 from backtape.attach_torch import functions, inputs
 from backtape.attach_torch.calls import Call, Loss, Seen, options_of
-from backtape.attach_torch.graph import Unfollowed
+from backtape.attach_torch.rows import Unfollowed
 from backtape.attach_torch.inputs import Read
 from backtape.attach_torch.known import LOSSES
 from backtape.step_torch.patches import Patches
@@ -37,7 +37,8 @@ def watch(
         labels, bias and logits.
     """
     def told(call: Call) -> None:
-        call.reads, watched.reads[:] = list(watched.reads), []
+        if not call.is_normaliser:
+            call.reads, watched.reads[:] = list(watched.reads), []
         seen(call)
 
     for loss in (*LOSSES, *losses_of(named)):

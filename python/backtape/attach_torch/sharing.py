@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from backtape.attach_torch.graph import Product, Unfollowed, is_packed
+from backtape.attach_torch.graph import Product
+from backtape.attach_torch.rows import Unfollowed, is_packed
 from backtape.shards import REPLICATE
 from backtape.torch_arrays import is_dtensor, placement_of
 
