@@ -247,7 +247,11 @@ class Heads:
             if dq is None:
                 self._leave_out("dq", head, "q takes no gradient")
             else:
-                self._record("dq", head, dq.detach().reshape(-1, dq.shape[-1]), self._tokens)
+                own, place = dq.detach().reshape(-1, dq.shape[-1]), place_of(head, "dq")
+                if "sum" in {*sharing.part_of(own)[1].values(), *place.values()}:
+                    self._await_sum(head)
+                else:
+                    self._record("dq", head, own, self._tokens)
             if dk is None:
                 self._leave_out("dk", head, "k takes no gradient")
             else:
@@ -258,6 +262,27 @@ class Heads:
         head.release()
         with self._lock:
             self._heads.remove(head)
+
+    def _await_sum(self, head: Head) -> None:
+        """Has dq recorded where the job adds up what each rank has of it."""
+        summing = sharing.summing(head.node, head.q)
+        if summing is None:
+            self._leave_out("dq", head, sharing.NOT_SUMMED)
+            return
+        microbatch = head.microbatch
+
+        def came(gradients: tuple[Any, ...], _: Any) -> None:
+            with self._tape.guarded("head", "dq"):
+                handle.remove()
+                own, words = sharing.part_of(gradients[0].detach())
+                if words:
+                    self._leave_out("dq", head, sharing.SCATTERED)
+                else:
+                    self._tape.record(
+                        "dq", own.reshape(-1, own.shape[-1]), microbatch=microbatch, placement=self._tokens
+                    )
+
+        handle = summing.register_hook(came)
 
     def _record(
         self, name: str, head: Head, value: torch.Tensor, place: Mapping[str, Any], **more: Any

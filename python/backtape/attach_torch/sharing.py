@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from backtape.attach_torch.graph import Product
-from backtape.attach_torch.rows import Unfollowed, is_packed
+from backtape.attach_torch.graph import LONGEST, Product
+from backtape.attach_torch.rows import Unfollowed, is_packed, kind_of
 from backtape.shards import REPLICATE
 from backtape.torch_arrays import is_dtensor, placement_of
 
@@ -18,6 +18,9 @@ from backtape.torch_arrays import is_dtensor, placement_of
 Words = dict[str, int | str]
 
 NOT_SHARED = "the ranks share tokens by tensor parallelism, and not the vocabulary of its logits"
+
+NOT_SUMMED = "each rank has an addend of it, and what adds them up is not seen"
+SCATTERED = "what adds it up over ranks scatters it along the sequence"
 
 
 def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Words]:
@@ -50,3 +53,19 @@ def check(product: Product, shared: Mapping[str, int]) -> None:
     known = q is not None and k is not None and is_dtensor(q) and is_dtensor(k)
     if not known or part_of(q)[1] or set(part_of(k)[1]) != set(shared) or set(part_of(k)[1].values()) != {1}:
         raise Unfollowed(NOT_SHARED)
+
+
+def summing(node: Any, at: int) -> Any:
+    """The operation that adds up over ranks the gradient of an input of a product of DTensors: that which had given
+    each rank all of the input. None where there is none.
+
+    What each rank adds to dq is no tensor to be judged: of a token whose label another rank has it depends on q alone.
+    """
+    function = node.next_functions[at][0]
+    for _ in range(LONGEST):
+        if function is None or kind_of(function) in ("_FromTorchTensor", "Redistribute"):
+            return function
+        if kind_of(function) not in ("View", "UnsafeView", "ReshapeAlias", "Alias"):
+            return None
+        function = function.next_functions[0][0]
+    return None
