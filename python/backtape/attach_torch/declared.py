@@ -146,7 +146,10 @@ def cotangents(said: Said, product: Product | None, arrived: torch.Tensor) -> to
 
 def by_loss(said: Said, arrived: torch.Tensor) -> torch.Tensor:
     """The gradient that arrives at the cross-entropy of each token, [T], for that at the loss it is in."""
-    counts = (said.labels != said.options["ignore_label"]).to(arrived.dtype)
+    ignored_label = said.options["ignore_label"]
+    counts = torch.ones_like(arrived)
+    if ignored_label is not None:
+        counts = (said.labels != ignored_label).to(arrived.dtype)
     if said.weights is not None:
         counts = said.weights.to(arrived.dtype)
     if said.options["reduction"] == "mean":

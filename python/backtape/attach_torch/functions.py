@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from backtape.attach_torch.calls import Call, Seen
+from backtape.torch_arrays import PLAIN
 
 # How many logits are computed at a time, to look whether a result is what it seems to be.
 AT_ONCE = 1 << 24
@@ -56,7 +57,7 @@ Candidate = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _candidates(args: Sequence[Any]) -> Iterator[Candidate]:
     """Arguments that may be hidden states, unembedding and labels."""
-    tensors = [value for value in args if isinstance(value, torch.Tensor) and value.numel()]
+    tensors = [value for value in args if type(value) in PLAIN and value.numel()]
     floats = [value for value in tensors if value.is_floating_point() and value.dim() > 1]
     for labels in tensors:
         if labels.dtype not in (torch.int64, torch.int32):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from backtape.attach_torch.declared import by_token
-from backtape.attach_torch.graph import Product, product_of, takers
+from backtape.attach_torch.graph import Product, product_of
 from backtape.attach_torch.rows import Unfollowed, kind_of
+from backtape.torch_arrays import PLAIN
 
 # How many logsumexp of logits are kept until a backward pass.
 MOST = 64
@@ -43,7 +44,9 @@ class Normalisers:
         self._found: list[Normaliser] = []
 
     def seen(self, logits: torch.Tensor, dimension: int, result: torch.Tensor) -> None:
-        """Notes a logsumexp; of anything but logits none."""
+        """Notes a logsumexp; of anything but logits none, nor of logits that ranks share."""
+        if type(result) not in PLAIN:
+            return
         try:
             product = product_of(logits, dimension % logits.dim())
         except Unfollowed:
