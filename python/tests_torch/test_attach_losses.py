@@ -110,24 +110,32 @@ def of_probabilities(model, tokens, labels):
     return F.cross_entropy(model(tokens).view(-1, VOCAB), teacher(tokens).view(-1, VOCAB))
 
 
-class Smoothed(torch.autograd.Function):
-    """A fused loss with an option that nothing says."""
+class Eager(torch.autograd.Function):
+    """A fused loss that has its gradients from autograd, in the forward pass."""
+
+    smoothing = 0.0
+
+    @classmethod
+    def loss(cls, model, tokens, labels):
+        return cls.apply(model.hidden(tokens).view(-1, WIDTH), model.head.weight, labels.view(-1), cls.smoothing)
 
     @staticmethod
-    def forward(ctx, hidden, weight, target):
+    def forward(ctx, hidden, weight, target, smoothing):
         with torch.enable_grad():
             own = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-            loss = F.cross_entropy(own[0] @ own[1].T, target, label_smoothing=0.1)
+            loss = F.cross_entropy(own[0] @ own[1].T, target, label_smoothing=smoothing)
             ctx.save_for_backward(*torch.autograd.grad(loss, own))
         return loss.detach()
 
     @staticmethod
     def backward(ctx, arrived):
-        return *(arrived * gradient for gradient in ctx.saved_tensors), None
+        return *(arrived * gradient for gradient in ctx.saved_tensors), None, None
 
 
-def smoothed(model, tokens, labels):
-    return Smoothed.apply(model.hidden(tokens).view(-1, WIDTH), model.head.weight, labels.view(-1))
+class Smoothed(Eager):
+    """With an option that nothing says."""
+
+    smoothing = 0.1
 
 
 NAMED = {
@@ -136,7 +144,7 @@ NAMED = {
     "entropy": (entropy, "something else than the loss takes the logits"),
     "distilled": (distilled, "kl_div: its targets are probabilities and not labels"),
     "probabilities": (of_probabilities, "cross_entropy: its targets are probabilities and not labels"),
-    "a function": (smoothed, "Smoothed: it takes hidden states, a matrix and labels, and its result is not"),
+    "a function": (Smoothed.loss, "Smoothed: it takes hidden states, a matrix and labels, and its result is not"),
 }
 
 
@@ -154,6 +162,11 @@ def test_a_function_that_nobody_has_named_is_judged_where_its_result_is_a_cross_
     report = recorded(tmp_path, own_loss)
     assert report.verdict == verdict, report
     assert stages(report)["dk"] == ("pass" if factor == 1.0 else "fail"), report
+
+
+def test_a_function_that_computes_its_gradients_with_the_loss_is_judged(tmp_path):
+    report = recorded(tmp_path, Eager.loss)
+    assert report.verdict == "agreed" and stages(report)["dk"] == "pass", report
 
 
 def test_functions_of_compiled_code_stay_as_they_are(tmp_path):
