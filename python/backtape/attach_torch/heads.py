@@ -92,7 +92,9 @@ class Heads:
             self.refuse(f"{call.function}: {error}")
             return
         with self._tape.guarded("head", "input tokens"):
-            head.ids = inputs.of_head(call.reads, head.said.labels.numel(), head.classes)
+            # Megatron-LM's ranks look up ids that are masked, and its logits have the sequence first.
+            if head.product is None or head.product.places is None:
+                head.ids = inputs.of_head(call.reads, head.said.labels.numel(), head.classes)
         hooks = [
             (call.result.register_hook, self._reached),
             (head.node.register_prehook, self._before),
