@@ -52,11 +52,12 @@ $(VENV)-torch/.installed-dev: $(VENV)/.wheel-dev $(VENV)-torch/.tools
 	$(VENV)-torch/$(INSTALL) $(VENV)/wheels-dev/*.whl
 	rm -f $(@:-dev=) && touch $@
 
-# The tests of jobs of DeepSpeed and Megatron-LM, in an environment that has torch from that of test-torch.
+# The tests of jobs of DeepSpeed and Megatron-LM, and of losses of other libraries, in an environment that has torch from
+# that of test-torch.
 test-frameworks: $(VENV)-frameworks/.tools $(VENV)-torch/.installed-dev
 	$(VENV)-frameworks/bin/python -m pytest -q -n 2 --dist loadfile python/tests_frameworks
 
-TRAINERS := deepspeed==0.19.8 megatron-core==0.16.1
+TRAINERS := deepspeed==0.19.8 megatron-core==0.16.1 liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 $(VENV)-frameworks/.tools: python/requirements-frameworks.txt $(VENV)-torch/.tools
 	$(PYTHON) -m venv $(VENV)-frameworks
 	cd $(VENV)-torch/lib/python3*/site-packages && pwd > $(CURDIR)/$(VENV)-frameworks/torch.pth

@@ -1,4 +1,4 @@
-"""Tests of jobs of DeepSpeed and Megatron-LM, in an environment of their own (`make test-frameworks`)."""
+"""Tests of jobs of DeepSpeed and Megatron-LM and of losses of other libraries, in an environment of their own (`make test-frameworks`)."""
 
 import os
 import sys

@@ -2,9 +2,11 @@
 
     python megatron_ranks.py RANK WORLD PORT DIRECTORY SCENARIO ...
 
-A scenario takes two steps of two microbatches, and records the second into DIRECTORY/SCENARIO.
+A scenario takes two steps of two microbatches, and records the second into DIRECTORY/SCENARIO: by the call of the
+step's algebra, or, where it is named so, as a job that is `attached`.
 """
 
+import functools
 import logging
 import os
 import sys
@@ -35,7 +37,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.optimizer import optimizer as of_megatron  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.tensor_parallel.cross_entropy import _VocabParallelCrossEntropy  # noqa: E402
+from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication  # noqa: E402
+from megatron.core.transformer import TransformerConfig, torch_norm  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 import backtape  # noqa: E402
@@ -43,6 +47,17 @@ import backtape.torch  # noqa: E402
 
 MICROBATCHES, VOCAB, LENGTH = 2, 32, 6
 OF_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
+
+
+def norm_of_shared_sequence(_, config, hidden_size, eps=1e-5):
+    """A norm as those are that Megatron-LM has on a GPU: ranks share the sequence, and so the norm's gradient."""
+    norm = torch.nn.LayerNorm(hidden_size, eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+torch_norm.WrappedTorchNorm.__new__ = norm_of_shared_sequence
 
 
 def chunks_of(dtype, words):
@@ -55,6 +70,8 @@ def chunks_of(dtype, words):
         masked_softmax_fusion=False, persist_layer_norm=False, attention_softmax_in_fp32=True,
         calculate_per_token_loss="tokens" in words, gated_linear_unit="gated" in words,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel="sequence" in words,
+        cross_entropy_loss_fusion="fused" in words,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
     )  # fmt: skip
     model = GPTModel(
@@ -99,6 +116,30 @@ def left_alone(*_, **__):
     """In place of what a wrong job does not do."""
 
 
+def scale_gradient(product):
+    """Has the unembedding get a gradient with a factor."""
+    backward = product.backward
+
+    def scaled(context, arrived):
+        first, second, *others = backward(context, arrived)
+        is_head = arrived.shape[-1] == VOCAB // parallel_state.get_tensor_model_parallel_world_size()
+        return (first, second * 1.01 if is_head else second, *others)
+
+    product.backward = staticmethod(scaled)
+
+
+def scale_loss(loss):
+    """Has each token's loss, and its gradient, divided by too much."""
+    forward, backward = loss.forward, loss.backward
+
+    @functools.wraps(forward)
+    def divided(*args):
+        return forward(*args) / 1.25
+
+    loss.forward = staticmethod(divided)
+    loss.backward = staticmethod(lambda context, arrived: backward(context, arrived / 1.25))
+
+
 def plant(fault, chunks, optimizer):
     """Has Megatron-LM do something wrong."""
     inner = optimizer.chained_optimizers[0]
@@ -116,6 +157,10 @@ def plant(fault, chunks, optimizer):
         inner._copy_main_params_to_model_params = left_alone
     elif fault == "not-cleared":
         chunks[0].zero_grad_buffer = left_alone
+    elif fault == "head-scaled":
+        scale_gradient(LinearWithGradAccumulationAndAsyncCommunication)
+    elif fault == "loss-divided":
+        scale_loss(_VocabParallelCrossEntropy)
 
 
 def run(scenario):
@@ -138,21 +183,32 @@ def run(scenario):
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = group["max_lr"] * group["lr_mult"], 0.1 * group["wd_mult"]
     axes = {"pipe": stages, "data": world // tensor // stages, "tp": tensor}
-    recorded = "0" if "first" in words else "1"
-    with backtape.Recorder(directory / scenario, recorded, rank, world, mesh=axes, strict=True) as recorder:
-        for step in range(2):
-            if step == 1:
-                plant(fault, chunks, optimizer)
-            with recorder.step(step) as tape:
-                sample = 16 if "sampled" in words else None
-                backtape.torch.step_algebra(tape, chunks, optimizer, sample=sample)
-                chunks[0].zero_grad_buffer()
-                optimizer.zero_grad()
-                get_forward_backward_func()(
-                    forward_step_func=forward, data_iterator=batches(step), model=chunks,
-                    num_microbatches=MICROBATCHES, seq_length=LENGTH, micro_batch_size=2, forward_only=False,
-                )  # fmt: skip
-                optimizer.step()
+
+    def step(number):
+        chunks[0].zero_grad_buffer()
+        optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward, data_iterator=batches(number), model=chunks,
+            num_microbatches=MICROBATCHES, seq_length=LENGTH, micro_batch_size=2, forward_only=False,
+        )  # fmt: skip
+        optimizer.step()
+
+    if "attached" in words:
+        os.environ |= {"BACKTAPE_STEPS": "1", "BACKTAPE_DIR": str(directory / scenario), "BACKTAPE_STRICT": "1"}
+        with backtape.torch.attach(chunks, optimizer):
+            plant(fault, chunks, optimizer)
+            step(0)
+            step(1)
+    else:
+        recorded = "0" if "first" in words else "1"
+        with backtape.Recorder(directory / scenario, recorded, rank, world, mesh=axes, strict=True) as recorder:
+            for number in range(2):
+                if number == 1:
+                    plant(fault, chunks, optimizer)
+                with recorder.step(number) as tape:
+                    sample = 16 if "sampled" in words else None
+                    backtape.torch.step_algebra(tape, chunks, optimizer, sample=sample)
+                    step(number)
     parallel_state.destroy_model_parallel()
 
 

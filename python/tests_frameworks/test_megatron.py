@@ -36,6 +36,16 @@ WRONG = {
 }
 
 
+# Jobs as they stand: the loss head, and the first stage of it that is wrong.
+ATTACHED = {
+    "f32-attached": None,
+    "f32-tensor-attached": None,
+    "f32-tensor-sequence-attached": None,
+    "f32-stages-attached": None,
+    "bf16-shared-tensor-fused-attached": None,
+}
+ATTACHED_WRONG = {"f32-tensor-attached+head-scaled": "dk", "f32-tensor-attached+loss-divided": "loss"}
+
 # The same weights, whole on each rank and split over both.
 SPLIT = ("f32-gated-first", "f32-tensor-gated-first")
 
@@ -44,8 +54,8 @@ SPLIT = ("f32-gated-first", "f32-tensor-gated-first")
 def recorded(tmp_path_factory):
     """The directory of what the ranks recorded."""
     directory = tmp_path_factory.mktemp("megatron")
-    run_ranks(PROGRAM, WORLD, free_port(), directory, *RIGHT, *SPLIT)
-    for scenario in WRONG:
+    run_ranks(PROGRAM, WORLD, free_port(), directory, *RIGHT, *SPLIT, *ATTACHED)
+    for scenario in (*WRONG, *ATTACHED_WRONG):
         run_ranks(PROGRAM, WORLD, free_port(), directory, scenario)
     return directory
 
@@ -59,3 +69,14 @@ def test_parts_of_tensor_parallel_ranks_lie_where_they_do_in_the_whole_parameter
     whole, split = (recorded / name for name in SPLIT)
     report = backtape.replay(whole, step=0, against=split, compare=["step"])
     assert "before 28 0 0" in " ".join(str(report).split()), str(report)
+
+
+@pytest.mark.parametrize("scenario, first", (ATTACHED | ATTACHED_WRONG).items())
+def test_the_head_of_a_job_that_is_attached_is_judged(recorded, scenario, first):
+    report = backtape.replay(recorded / scenario, step=1)
+    told = {stage["name"]: stage["status"] for stage in report.json["stages"]}
+    if first is None:
+        assert report.verdict == "agreed", str(report)
+        assert {told["loss"], told["dq"], told["dk"]} == {"pass"}, str(report)
+    else:
+        assert report.verdict == "diverged" and report.first_divergence.stage == first, str(report)

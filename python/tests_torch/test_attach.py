@@ -251,7 +251,7 @@ def not_followed(model, tokens, labels):
 
 
 REASONS = {
-    "with z-loss": (with_z_loss, "something else than the loss", "incomplete"),
+    "z-loss of other tokens": (with_z_loss, "something else than the loss", "incomplete"),
     "mean square": (mean_square, "no backward pass came from a loss", "agreed"),
     "not followed": (not_followed, "Sigmoid lies between", "incomplete"),
 }

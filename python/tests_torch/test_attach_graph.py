@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from backtape.attach_torch.graph import Unfollowed, product_of
+from backtape.attach_torch.graph import product_of
+from backtape.attach_torch.rows import Unfollowed
 
 BATCH, LENGTH, WIDTH, VOCAB = 3, 5, 4, 7
 

@@ -4,10 +4,18 @@
 
     session.py    where steps begin and end
     finding.py    models and optimizers that were not given, and the mesh
-    losses.py     the losses that are found when the job calls them
+    losses.py     sees the calls of losses
+    known.py      the losses that are found, and how a call of each is read
+    calls.py      a call of a loss, and what its arguments of the usual names say
+    functions.py  an autograd.Function that nobody has named
+    inputs.py     the ids that the model reads
     graph.py      from logits back to hidden states and unembedding
-    heads.py      what is recorded of a loss head
-    declared.py   what is declared of it
+    rows.py       operations between the two, and which token each row is of
+    head.py       one call of a loss in that graph
+    heads.py      what is recorded of the heads of a step
+    declared.py   what is declared of them
+    sharing.py    heads of which ranks share the vocabulary
+    z_loss.py     a z-loss that a job adds by hand
 """
 
 import os

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from backtape.attach_torch.graph import Product, Unfollowed, softmax_of
-from backtape.attach_torch.losses import Call
+from backtape.attach_torch.calls import Call
+from backtape.attach_torch.graph import Product, softmax_of
+from backtape.attach_torch.sharing import plain
 from backtape.sources import ASSUMED, DTYPES, MEASURED, SEEN, Sourced, of_items, options
 
 NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -29,7 +30,7 @@ class Said:
 
 def of_call(call: Call, product: Product | None) -> Said:
     """What a call says of its head. The job may write into labels and loss afterwards: they are copied."""
-    value = call.result.detach()
+    value = plain(call.result.detach())
     if call.reduction == "none":
         value = by_token(value.reshape(-1), product, 0)
     return Said(
@@ -52,13 +53,13 @@ def head_of(call: Call, product: Product | None) -> Sourced:
         "reduction": call.reduction,
         "scope": "rank",
         "microbatch_reduction": "sum",
-        "autocast": None,
+        "autocast": autocast(call, product),
         "ignore_label": ignored(call, product),
         **call.head,
         **({} if product is None else product.head),
     }
     if product is not None:
-        said["dtypes"] = dtypes(call.result, product)
+        said["dtypes"] = dtypes(call, product)
     if call.class_weights is not None and call.reduction == "mean":
         said["denominator"] = "weights"
     return Sourced(said, sources(call, product, said))
@@ -78,17 +79,28 @@ def sources(call: Call, product: Product | None, said: dict[str, Any]) -> dict[s
     return {**dict.fromkeys(sorted(seen), SEEN), **measured, "scope": ASSUMED, "microbatch_reduction": ASSUMED}
 
 
-def dtypes(result: torch.Tensor, product: Product) -> dict[str, str]:
+def autocast(call: Call, product: Product | None) -> str | None:
+    """The format that a fused loss narrows its products to; those of a graph say it by themselves."""
+    kind = call.result.device.type
+    is_narrowed = product is None and torch.is_autocast_enabled(kind)
+    return NAMES.get(torch.get_autocast_dtype(kind)) if is_narrowed else None
+
+
+def dtypes(call: Call, product: Product) -> dict[str, str]:
     """The points at which eager torch rounds, as docs/dtypes.md has them."""
     own = NAMES.get(product.dtype)
-    # Under autocast the softmax has another dtype than the logits.
-    softmax = NAMES.get(softmax_of(result)._input_metadata[0].dtype)
-    if own is None or softmax is None:
+    if own is None:
         return {}
     narrow = is_narrowed(product)
     said = {"input": narrow or own, "logits": own, "output": own}
     if sums_in_f32(product):
         said["accumulate"] = "f64" if own == "f64" else "f32"
+    if call.entry is not None:
+        return said  # Where a kernel rounds is not told.
+    # Under autocast the softmax has another dtype than the logits.
+    softmax = NAMES.get(softmax_of(call.result)._input_metadata[0].dtype)
+    if softmax is None:
+        return {}
     if softmax not in ("f32", "f64"):
         # log_softmax of few bits hands its result to the backward pass, which makes p of it in f32.
         return said | {"lse": "f32", "log_p": softmax, "p": "f32", "dlogits": own}
@@ -124,7 +136,7 @@ def ignored(call: Call, product: Product | None) -> int | None:
 def labels(call: Call, product: Product | None) -> torch.Tensor:
     """The label of each token, [T]."""
     fill = ignored(call, product)
-    return by_token(call.labels.detach().reshape(-1), product, UNREAD if fill is None else fill)
+    return by_token(plain(call.labels.detach()).reshape(-1), product, UNREAD if fill is None else fill)
 
 
 def weights(call: Call, product: Product | None) -> torch.Tensor:
@@ -132,16 +144,30 @@ def weights(call: Call, product: Product | None) -> torch.Tensor:
     assert call.class_weights is not None
     own = labels(call, product)
     counts = own != ignored(call, product)
-    return torch.where(counts, call.class_weights.detach()[own.clamp(min=0)], 0.0)
+    return torch.where(counts, plain(call.class_weights.detach())[own.clamp(min=0)], 0.0)
 
 
 def cotangents(said: Said, product: Product | None, arrived: torch.Tensor) -> torch.Tensor:
     """What arrived at the loss of each token, [T]."""
+    arrived = plain(arrived)
     if said.is_likelihood:
         arrived = -arrived
     if arrived.dim() == 0:
         return arrived.detach().expand(said.labels.numel()).contiguous()
     return by_token(arrived.detach().reshape(-1), product, 0)
+
+
+def by_loss(said: Said, arrived: torch.Tensor) -> torch.Tensor:
+    """The gradient that arrives at the cross-entropy of each token, [T], for that at the loss it is in."""
+    ignored_label = said.options["ignore_label"]
+    counts = torch.ones_like(arrived)
+    if ignored_label is not None:
+        counts = (said.labels != ignored_label).to(arrived.dtype)
+    if said.weights is not None:
+        counts = said.weights.to(arrived.dtype)
+    if said.options["reduction"] == "mean":
+        arrived = arrived / counts.sum()
+    return arrived * counts
 
 
 def by_token(values: torch.Tensor, product: Product | None, otherwise: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from backtape import frameworks
+from backtape.attach_torch.graph import TENSOR
 from backtape.step_torch.parts import parameter_groups
 from backtape.torch_arrays import is_dtensor
 
@@ -65,6 +66,9 @@ def mesh_of(models: Sequence[torch.nn.Module]) -> Any:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     ranks = distributed.get_world_size()
+    of_megatron = _mesh_of_megatron(distributed)
+    if of_megatron:
+        return of_megatron
     for model in models:
         for parameter in model.parameters():
             if is_dtensor(parameter):
@@ -74,13 +78,49 @@ def mesh_of(models: Sequence[torch.nn.Module]) -> Any:
     return {"data": ranks} if ranks > 1 else None
 
 
-def data_axes(models: Sequence[torch.nn.Module], mesh: Any) -> list[str] | None:
-    """The axes of the mesh along which ranks have tokens of their own; None where ranks share tokens or that
-    is not known, as in tensor parallelism."""
+def has_loss() -> bool:
+    """Whether this rank computes a loss: of Megatron-LM's pipelines the last stage does."""
+    state = frameworks.imported("megatron.core.parallel_state")
+    is_pipeline = state is not None and state.model_parallel_is_initialized()
+    return not is_pipeline or state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def _mesh_of_megatron(distributed: Any) -> dict[str, int]:
+    """The axes of a job of Megatron-LM, outermost first, without those of one rank; empty in any other job, and
+    where its ranks lie in another order than the usual one."""
+    state = frameworks.imported("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return {}
+    groups = {
+        "pipe": state.get_pipeline_model_parallel_group(),
+        "data": state.get_data_parallel_group(),
+        "context": state.get_context_parallel_group(),
+        TENSOR: state.get_tensor_model_parallel_group(),
+    }
+    sizes = {name: group.size() for name, group in groups.items() if group.size() > 1}
+    stride = 1
+    for name, size in reversed(sizes.items()):
+        ranks = distributed.get_process_group_ranks(groups[name])
+        if any(after - before != stride for before, after in zip(ranks, ranks[1:])):
+            return {}
+        stride *= size
+    return sizes
+
+
+def axes_of(models: Sequence[torch.nn.Module], mesh: Any) -> tuple[list[str], dict[str, int]]:
+    """The axes of the mesh along which ranks have tokens of their own, and those along which they share them, as
+    in tensor parallelism, with their sizes."""
     if mesh is None or isinstance(mesh, dict):
-        return list(mesh or ())
+        axes = dict(mesh or {})
+        shared = {TENSOR: axes.pop(TENSOR)} if TENSOR in axes else {}
+        axes.pop("pipe", None)  # The stage that has the head has all of it.
+        return list(axes), shared
     names: tuple[str, ...] = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
     # FSDP reduces gradients over the axes of its own mesh, so their ranks have other tokens.
     sharded = [group.mesh_info.mesh for model in models for group in parameter_groups(model)]
-    reduced = {mesh.size() for mesh in sharded}
-    return list(names) if reduced == {mesh.size()} else None
+    if {own.size() for own in sharded} == {mesh.size()}:
+        return list(names), {}
+    own = {name for one in sharded for name in one.mesh_dim_names or ()}
+    return [name for name in names if name in own], {
+        name: size for name, size in zip(names, mesh.shape) if name not in own
+    }

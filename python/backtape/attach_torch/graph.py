@@ -1,4 +1,5 @@
-"""From the logits that a loss reads back to the product of hidden states and unembedding that they come from.
+"""From the logits that a loss reads back to the product of hidden states and unembedding that they come from, by the
+operations of `rows.py`.
 
 Autograd's graph says how logits were made whatever the code looks like that made them: which matrix
 product they are of, and which rows, columns and factors lie between. Nothing here computes with the
@@ -6,21 +7,19 @@ job's values, and saved tensors are read only when the backward pass reaches the
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from backtape.attach_torch.rows import FORWARD, SCALES, Rows, Unfollowed, kind_of, number_of
+
 # How many operations may lie between a loss and its product.
 LONGEST = 64
 # How many operations of a backward pass are looked at.
 MOST_NODES = 1_000_000
-
-
-class Unfollowed(Exception):
-    """Why the graph cannot be followed, as the end of a sentence."""
 
 
 @dataclass
@@ -35,16 +34,12 @@ class Product:
     rows: torch.Tensor | None  # the token of each row of the loss; None: they are the same rows
     head: dict[str, Any]  # what lies between it and the loss, as options of `Tape.head`
     dtype: torch.dtype  # of the product
-    saved: tuple[str, str]  # under which names autograd keeps q and k^T
+    saved: tuple[str, ...]  # under which names autograd keeps q and k^T; empty: as what a Function saves
     bias: torch.Tensor | None  # [V]
-
-@dataclass
-class Rows:
-    """Which token each row of a tensor is of, while operations between product and loss are followed."""
-
-    index: torch.Tensor  # has the tensor's shape, but 1 in the dimension of the classes
-    classes: int  # that dimension
-    width: int  # its length
+    width: int  # D
+    is_transposed: bool = True  # the node takes k^T; otherwise k
+    # Where a rank's part of q, k, dq and dk lies, if the product says it and not the tensors.
+    places: dict[str, dict[str, int | str]] | None = None
 
 
 def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Product:
@@ -55,13 +50,14 @@ def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Pr
     """
     start = logits.grad_fn
     if are_logs:
-        if start is None or kind_of(start) != "LogSoftmax" or _index(start._saved_dim, logits.dim()) != classes:
+        if start is None or kind_of(start) != "LogSoftmax" or number_of(start._saved_dim, logits.dim()) != classes:
             raise Unfollowed("they do not come from log_softmax over the classes")
         start = _before(start)
     chain, node = _chain(start)
     q, k, saved = PRODUCTS[kind_of(node)]
-    tokens, vocabulary = _shape(node)
-    rows = Rows(torch.arange(tokens).view(tokens, 1), 1, vocabulary)
+    *leading, vocabulary = _shape(node)
+    tokens = math.prod(leading)
+    rows = Rows(torch.arange(tokens).view(*leading, 1), len(leading), vocabulary)
     factor, cap = 1.0, None
     for step, shape in reversed(chain):
         name = kind_of(step)
@@ -99,6 +95,9 @@ def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Pr
         dtype=node._input_metadata[0].dtype,
         saved=saved,
         bias=_bias(node),
+        width=int(getattr(node, f"_saved_{saved[1]}_sym_sizes")[0]) if saved else node.saved_tensors[1].shape[1],
+        is_transposed=bool(saved),
+        places=None if saved else places_of(node),
     )
 
 
@@ -130,9 +129,9 @@ def softmax_of(result: torch.Tensor) -> Any:
     raise Unfollowed("it is computed by no softmax that autograd shows")
 
 
-def between(result: torch.Tensor, product: Product) -> list[Any]:
-    """The operations from the softmax of a loss back to the product of its logits, without the product."""
-    nodes = [softmax_of(result)]
+def between(entry: Any, product: Product) -> list[Any]:
+    """The operations from the one in which a loss takes its logits back to their product, without the product."""
+    nodes = [entry]
     while len(nodes) < LONGEST:
         node = _before(nodes[-1])
         if node is product.node:
@@ -173,17 +172,14 @@ def _before(node: Any) -> Any:
     return found[0]
 
 
-def kind_of(node: Any) -> str:
-    """The operation of a node: "Mm" of MmBackward0."""
-    return str(node.name()).rsplit("::", 1)[-1].split("Backward")[0]
-
-
 def _shape(node: Any) -> tuple[int, ...]:
     return tuple(map(int, node._input_metadata[0].shape))
 
 
 def _bias(node: Any) -> torch.Tensor | None:
     """What a product with a bias adds, where it takes a gradient."""
+    if not PRODUCTS[kind_of(node)][2] and node.use_bias:
+        raise Unfollowed("Megatron-LM's output layer has a bias")
     if kind_of(node) != "Addmm":
         return None
     if node._saved_alpha != 1 or node._saved_beta != 1:
@@ -203,125 +199,31 @@ def _plain(value: float) -> float:
     return rounded if math.isclose(rounded, value, rel_tol=1e-12) else value
 
 
-def _reshaped(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
-    """A view that keeps the classes in one dimension."""
-    before = math.prod(rows.index.shape[: rows.classes])
-    for dimension, length in enumerate(shape):
-        if length == rows.width and math.prod(shape[:dimension]) == before:
-            kept = (*shape[:dimension], 1, *shape[dimension + 1 :])
-            return Rows(rows.index.reshape(kept), dimension, rows.width)
-    raise Unfollowed("a view takes the classes apart")
-
-
-def _same(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
-    return rows
-
-
-def _transposed(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
-    count = rows.index.dim()
-    if kind_of(node) == "T":
-        first, second = 0, count - 1
-    else:
-        first, second = (_index(d, count) for d in (node._saved_dim0, node._saved_dim1))
-    moved = {first: second, second: first}
-    classes = moved.get(rows.classes, rows.classes)
-    return Rows(rows.index.transpose(first, second), classes, rows.width)
-
-
-def _permuted(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
-    order = [_index(d, rows.index.dim()) for d in node._saved_dims]
-    return Rows(rows.index.permute(order), order.index(rows.classes), rows.width)
-
-
-def _sliced(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
-    dimension = _index(node._saved_dim, rows.index.dim())
-    start, end, step = (_signed(getattr(node, f"_saved_{name}")) for name in ("start", "end", "step"))
-    if dimension != rows.classes:
-        taken = rows.index.movedim(dimension, 0)[start:end:step].movedim(0, dimension)
-        return Rows(taken, rows.classes, rows.width)
-    if start not in (0, -rows.width) or step != 1:
-        raise Unfollowed("the loss does not read the classes from the first one on")
-    return Rows(rows.index, rows.classes, shape[dimension])
-
-
-def _selected(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
-    dimension = _index(node._saved_dim, rows.index.dim())
-    if dimension == rows.classes:
-        raise Unfollowed("one class alone is read")
-    classes = rows.classes - (dimension < rows.classes)
-    return Rows(rows.index.select(dimension, int(node._saved_index)), classes, rows.width)
-
-
-def _indexed(node: Any, rows: Rows, shape: tuple[int, ...]) -> Rows:
-    """`logits[mask]`, or rows by their numbers: indices of leading dimensions only."""
-    if any(is_packed(raw) for raw in node._raw_saved_indices if raw is not None):
-        raise Unfollowed("a hook for saved tensors has the index that chooses rows")
-    given = [index.cpu() if index is not None else None for index in node._saved_indices]
-    while given and given[-1] is None:
-        given.pop()
-    taken = sum(1 if index is None or index.dtype != torch.bool else index.dim() for index in given)
-    if any(index is None for index in given) or taken > rows.classes:
-        raise Unfollowed("the classes are read by an index")
-    index = rows.index[tuple(given)]
-    return Rows(index, index.dim() - (rows.index.dim() - rows.classes), rows.width)
-
-
-def _index(dimension: Any, count: int) -> int:
-    """A dimension, counted from the first one."""
-    return _signed(dimension) % count
-
-
-def _signed(value: Any) -> int:
-    """A number of autograd, which gives a negative one as an unsigned one."""
-    number = int(value)
-    return number - 2**64 if number >= 2**63 else number
-
-
-def _factor(node: Any) -> float:
-    """The number that an operation multiplies by."""
-    for name in ("other", "self"):
-        if is_packed(getattr(node, f"_raw_saved_{name}", None)):
-            continue
-        value = getattr(node, f"_saved_{name}", None)
-        if value is None or isinstance(value, (int, float)):
-            number = value
-        else:
-            number = float(value) if value.dim() == 0 and not value.requires_grad else None
-        if number is not None:
-            return float(number)
-    raise Unfollowed("they are multiplied by a tensor")
-
-
-def is_packed(raw: Any) -> bool:
-    """Whether a tensor that autograd saves is in the hands of a hook, which is to be asked once only: that of
-    activation checkpointing or offloading."""
-    return getattr(raw, "unpack_hook", None) is not None
-
-
-# Operations after which a row is still the logits of one token.
-FORWARD: dict[str, Callable[[Any, Rows, tuple[int, ...]], Rows]] = {
-    "View": _reshaped,
-    "UnsafeView": _reshaped,
-    "ReshapeAlias": _reshaped,
-    "Unsqueeze": _reshaped,
-    "Squeeze": _reshaped,
-    "Alias": _same,
-    # What DDP puts around the outputs of its model where it looks for unused parameters.
-    "_DDPSink": _same,
-    "Clone": _same,
-    "ToCopy": _same,
-    "T": _transposed,
-    "Transpose": _transposed,
-    "Permute": _permuted,
-    "Slice": _sliced,
-    "Select": _selected,
-    "Index": _indexed,
+# Which inputs of a product's node are q and k^T, and under which names autograd keeps them. Megatron-LM's takes k and
+# keeps both as any Function does.
+PRODUCTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "Mm": (0, 1, ("self", "mat2")),
+    "Addmm": (1, 2, ("mat1", "mat2")),
+    "LinearWithGradAccumulationAndAsyncCommunication": (0, 1, ()),
 }
 
-SCALES: dict[str, Callable[[Any], float]] = {"Mul": _factor, "Div": lambda node: 1 / _factor(node)}
 
-# Which inputs of a product's node are q and k^T, and under which names autograd keeps them.
-PRODUCTS = {"Mm": (0, 1, ("self", "mat2")), "Addmm": (1, 2, ("mat1", "mat2"))}
+def places_of(node: Any) -> dict[str, dict[str, int | str]]:
+    """How Megatron-LM's product lies on the axis of tensor parallelism (tensor_parallel/layers.py of megatron-core
+    0.16): ranks share the rows of k, and with sequence parallelism those of q."""
+    if node.tp_group is None or node.tp_group.size() == 1:
+        return {}
+    tokens: dict[str, int | str] = {TENSOR: 0} if node.sequence_parallel else {}
+    is_summed = node.sequence_parallel or node.allreduce_dgrad
+    return {
+        "q": tokens,
+        "dq": tokens if is_summed else {TENSOR: "sum"},
+        **{name: {TENSOR: 0} for name in ("k", "dk", "bias")},
+    }
+
+
+# The axis of the mesh along which Megatron-LM's ranks share matrices.
+TENSOR = "tensor"
 
 
 def leaf_of(node: Any, at: int) -> tuple[Any, int | None]:

@@ -11,30 +11,18 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from backtape.attach_torch import declared
-from backtape.attach_torch.declared import Said
-from backtape.attach_torch.graph import (
-    Product,
-    Unfollowed,
-    between,
-    is_packed,
-    leaf_of,
-    node_into,
-    product_of,
-    takers,
-)
-from backtape.attach_torch.losses import Call
-from backtape.sources import DIVISION, Sourced, counts_by_microbatch, joined
+from backtape.attach_torch import declared, inputs, sharing, z_loss
+from backtape.attach_torch.calls import Call
+from backtape.attach_torch.graph import takers
+from backtape.attach_torch.head import Head, found, is_reached, operands, place_of
+from backtape.attach_torch.rows import Unfollowed
+from backtape.attach_torch.z_loss import Normalisers
+from backtape.sources import DIVISION, MEASURED, Sourced, counts_by_microbatch, joined
 from backtape.tape import Tape
-
-FROZEN = "autograd does not keep it, as the other operand of the product takes no gradient"
-CHECKPOINTED = "activation checkpointing or offloading has it until the backward pass takes it"
-
 
 NOT_CALLED = (
     "losses= names {}, and no backward pass came from a call of it: is the name that of the module in which the "
@@ -46,54 +34,13 @@ UNKNOWN = (
 )
 AGAIN = "is reached by several backward passes, of which the first is recorded"
 MIXED = (
-    "something else than the loss takes the logits too and gives them a gradient, as a z-loss or label smoothing "
-    "by hand does: no head is declared"
+    "something else than the loss takes the logits too and gives them a gradient, as label smoothing by hand, an "
+    "entropy term, or a z-loss of other tokens than the loss does: no head is declared"
 )
 CHUNKS = (
     "how the loss is divided is declared by hand, and cannot be compared: the loss is computed in chunks, each of "
     "which counts its own tokens; declare scope='global' or leave it out"
 )
-
-
-@dataclass
-class Fused:
-    """What a fused loss was called with."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    bias: torch.Tensor | None
-    versions: tuple[int, ...]  # of q and k then
-
-
-@dataclass(eq=False)
-class Head:
-    """One call of a loss, and where its gradients come out of autograd's graph. It keeps neither logits nor
-    loss: they would live until the step ends."""
-
-    function: str
-    said: Said
-    product: Product | None  # None: the loss is fused
-    node: Any
-    q: int  # which input of the node q is; -1 where it takes no gradient
-    k: int
-    weight: Any  # what tells its unembedding from another
-    size: int  # how many logits it has
-    stored: int  # bytes of its unembedding, and of the gradient
-    fused: Fused | None = None
-    path: Sequence[Any] = ()  # the operations from the loss back to the product
-    takers: Mapping[Any, int] = field(default_factory=dict)  # how often the loss takes each result there
-    microbatch: int | None = None  # once a backward pass has reached it
-    version: int | None = None  # of its unembedding when it was called
-    is_open: bool = True  # it is still to be recorded
-    handles: list[Any] = field(default_factory=list)
-
-    def release(self) -> None:
-        """Lets go of autograd's graph, once its gradients are recorded."""
-        self.is_open = False
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.path, self.takers = [], (), {}
-        self.node, self.product, self.fused = None, None, None
 
 
 class Heads:
@@ -105,6 +52,7 @@ class Heads:
         of a loss is recorded in any case.
     named: the losses that the user has named.
     by_hand: what the user declares of the head, as options of `Tape.head`.
+    shared: the axes along which ranks share tokens, with their sizes.
     """
 
     def __init__(
@@ -115,8 +63,9 @@ class Heads:
         most: int,
         named: Sequence[str] = (),
         by_hand: Mapping[str, Any] | None = None,
+        shared: Mapping[str, int] | None = None,
     ) -> None:
-        self._tape = tape
+        self._tape, self._shared = tape, shared or {}
         self._named, self._by_hand = named, by_hand or {}
         self._most = most
         self._tokens, self._addends = dict(tokens), dict(addends)
@@ -130,17 +79,31 @@ class Heads:
         self._lacks_q, self._has_k = False, False
         self._is_given_up = False
         self._version: int | None = None  # of the unembedding
+        self._normalisers = Normalisers()
+        self._z_losses: list[float] = []  # the factor of each microbatch's
         self.count = 0  # of microbatches
         self._passes = 0  # backward passes that have reached one
         self.reasons: list[str] = []  # why something is not recorded
 
     def seen(self, call: Call) -> None:
         """Notes a call of a loss."""
+        if call.is_normaliser:
+            assert call.logits is not None
+            self._normalisers.seen(call.logits, call.classes, call.result)
+            return
         try:
-            head = _found(call)
+            head = found(call)
+            if head.product is not None:
+                sharing.check(head.product, self._shared)
+            elif self._shared:
+                raise Unfollowed(sharing.NOT_SHARED)
         except Unfollowed as error:
             self.refuse(f"{call.function}: {error}")
             return
+        with self._tape.guarded("head", "input tokens"):
+            # Megatron-LM's ranks look up ids that are masked, and its logits have the sequence first.
+            if head.product is None or head.product.places is None:
+                head.ids = inputs.of_head(call.reads, head.said.labels.numel(), head.classes)
         hooks = [
             (call.result.register_hook, self._reached),
             (head.node.register_prehook, self._before),
@@ -159,7 +122,11 @@ class Heads:
         for head in list(self._waiting) if accumulate_grad else ():
             taken = takers(roots, head.path) if head.path else {}
             # Of a head that this pass does not reach nothing is taken.
-            if any(taken.values()) and taken != head.takers:
+            if not any(taken.values()) or taken == head.takers or not is_reached(head, taken):
+                continue
+            if head.product is not None:
+                head.normaliser = self._normalisers.beside(head.product, head.path, head.takers, taken)
+            if head.normaliser is None:
                 self._waiting.remove(head)
                 self._is_mixed = True
         try:
@@ -185,9 +152,13 @@ class Heads:
             head.release()
         self._heads.clear()
         self._waiting.clear()
+        self._normalisers.clear()
+        # Each microbatch has one, or none has.
+        if len(self._z_losses) not in (0, self.count) or len(set(self._z_losses)) > 1:
+            self._is_mixed = True
         if self._is_mixed:
             self.refuse(MIXED)
-        is_whole = self._has_k and not self._lacks_q and not self._is_given_up
+        is_whole = self._has_k and not self._lacks_q and not self._is_given_up and not self._is_mixed
         if self._declared is not None and is_whole:
             self._declare(self._declared)
         elif not self.reasons:
@@ -197,7 +168,11 @@ class Heads:
 
     def _declare(self, found: Sourced) -> None:
         """Declares the head as it was found, with what the user declares of it."""
-        found = dataclasses.replace(found, options={**found.options, "microbatches": self.count})
+        own: dict[str, Any] = {"microbatches": self.count}
+        if self._z_losses:
+            own |= {"z_loss": self._z_losses[0], "z_loss_in_loss": False}
+        sources = {**found.sources, **dict.fromkeys(own, MEASURED)}
+        found = dataclasses.replace(found, options={**found.options, **own}, sources=sources)
         by_hand = dict(self._by_hand)
         if self._passes < self.count:
             # Each call of a chunk is a microbatch of the head, and not one that the user counts.
@@ -227,7 +202,11 @@ class Heads:
                 self._tape.record, microbatch=head.microbatch, placement=self._tokens
             )
             record("labels", said.labels)
-            record("cotangent", declared.cotangents(said, product, arrived))
+            head.arrived = declared.cotangents(said, product, arrived)
+            record("cotangent", head.arrived)
+            if head.ids is not None:
+                # Ranks may have sequences of unequal lengths.
+                record("input_tokens", head.ids.reshape(-1) if self._tokens else head.ids)
             if said.weights is not None:
                 record("weights", said.weights)
             where = {} if said.value.dim() else {"placement": self._addends}
@@ -263,21 +242,27 @@ class Heads:
         with self._tape.guarded("head", "q and k"):
             if any(gradient is not None for gradient in arrived[1:]):
                 self._is_mixed = True
-            for name, value in zip(("q", "k"), _operands(head)):
+            if head.normaliser is not None and head.arrived is not None:
+                factor = z_loss.factor(head.normaliser, declared.by_loss(head.said, head.arrived))
+                if factor is None:
+                    self._is_mixed = True
+                else:
+                    self._z_losses.append(factor)
+            for name, value in zip(("q", "k"), operands(head)):
                 if isinstance(value, str):
                     self._lacks_q = self._lacks_q or name == "q"
                     if name == "q" or not self._has_k:
                         self._leave_out(name, head, value)
                 elif name == "q":
-                    self._tape.record(
-                        "q", value, microbatch=head.microbatch, placement=self._tokens
-                    )
+                    self._record("q", head, value, self._tokens)
                 elif not self._has_k:
                     self._has_k = True
-                    self._tape.record("k", value)
+                    own, words = sharing.part_of(value)
+                    self._tape.record("k", own, placement=words | place_of(head, "k"))
                     bias = head.product.bias if head.product is not None else head.fused.bias  # type: ignore[union-attr]
                     if bias is not None:
-                        self._tape.record("bias", bias.detach())
+                        own, words = sharing.part_of(bias.detach())
+                        self._tape.record("bias", own, placement=words | place_of(head, "bias"))
 
     def _after(self, head: Head, gradients: tuple[Any, ...], _: Any) -> None:
         """A hook of the product, after its backward: what it gives to q and k."""
@@ -289,87 +274,50 @@ class Heads:
             if dq is None:
                 self._leave_out("dq", head, "q takes no gradient")
             else:
-                own = dq.detach().reshape(-1, dq.shape[-1])
-                self._tape.record("dq", own, microbatch=head.microbatch, placement=self._tokens)
+                own, place = dq.detach().reshape(-1, dq.shape[-1]), place_of(head, "dq")
+                if "sum" in {*sharing.part_of(own)[1].values(), *place.values()}:
+                    self._await_sum(head)
+                else:
+                    self._record("dq", head, own, self._tokens)
             if dk is None:
                 self._leave_out("dk", head, "k takes no gradient")
             else:
-                own = dk.detach() if product is None else dk.detach().t()
+                is_transposed = product is not None and product.is_transposed
+                own = dk.detach().t() if is_transposed else dk.detach()
                 more: dict[str, Any] = {"when": "pre_reduce"} if self._addends else {}
-                self._tape.record(
-                    "dk", own, microbatch=head.microbatch, placement=self._addends, **more
-                )
+                self._record("dk", head, own, self._addends, **more)
         head.release()
         with self._lock:
             self._heads.remove(head)
 
+    def _await_sum(self, head: Head) -> None:
+        """Has dq recorded where the job adds up what each rank has of it."""
+        summing = sharing.summing(head.node, head.q)
+        if summing is None:
+            self._leave_out("dq", head, sharing.NOT_SUMMED)
+            return
+        microbatch = head.microbatch
+
+        def came(gradients: tuple[Any, ...], _: Any) -> None:
+            with self._tape.guarded("head", "dq"):
+                handle.remove()
+                own, words = sharing.part_of(gradients[0].detach())
+                if words:
+                    self._leave_out("dq", head, sharing.SCATTERED)
+                else:
+                    self._tape.record(
+                        "dq", own.reshape(-1, own.shape[-1]), microbatch=microbatch, placement=self._tokens
+                    )
+
+        handle = summing.register_hook(came)
+
+    def _record(
+        self, name: str, head: Head, value: torch.Tensor, place: Mapping[str, Any], **more: Any
+    ) -> None:
+        own, words = sharing.part_of(value)
+        placement = {**place, **words, **place_of(head, name)}
+        self._tape.record(name, own, microbatch=head.microbatch, placement=placement, **more)
+
     def _leave_out(self, name: str, head: Head, reason: str) -> None:
         self._tape.leave_out(name, head.microbatch, reason)
         self.refuse(f"{name} is not recorded: {reason}")
-
-
-def _found(call: Call) -> Head:
-    """Where the gradients of a call come out of the graph. Raises Unfollowed."""
-    if call.problem is not None:
-        raise Unfollowed(call.problem)
-    if call.logits is None:
-        return _fused(call)
-    product = product_of(call.logits, call.classes % call.logits.dim(), call.are_logs)
-    nodes = [*between(call.result, product), product.node]
-    weight, version = leaf_of(product.node, product.k)
-    width = int(getattr(product.node, f"_saved_{product.saved[1]}_sym_sizes")[0])
-    return Head(
-        call.function,
-        declared.of_call(call, product),
-        product,
-        product.node,
-        product.q,
-        product.k,
-        weight,
-        size=product.tokens * product.vocabulary,
-        stored=product.vocabulary * width * product.dtype.itemsize,
-        path=nodes,
-        takers=takers([call.result], nodes, is_whole=False),
-        version=version,
-    )
-
-
-def _fused(call: Call) -> Head:
-    q, k = call.q, call.k
-    assert q is not None and k is not None
-    node, at_q, at_k = node_into(call.result, q, k)
-    weight, version = (id(k), k._version) if at_k < 0 else leaf_of(node, at_k)
-    return Head(
-        call.function,
-        declared.of_call(call, None),
-        None,
-        node,
-        at_q,
-        at_k,
-        weight,
-        size=q.numel() // q.shape[-1] * k.shape[0],
-        stored=k.nbytes,
-        fused=Fused(q, k, call.bias, (q._version, k._version)),
-        version=version,
-    )
-
-
-def _operands(head: Head) -> tuple[torch.Tensor | str, torch.Tensor | str]:
-    """q, [T, D], and k, [V, D], as the product has them, or why one cannot be read."""
-    if head.product is not None:
-        q, k = (_saved(head.node, name) for name in head.product.saved)
-        return q, k if isinstance(k, str) else k.t()
-    fused = head.fused
-    assert fused is not None
-    if (fused.q._version, fused.k._version) != fused.versions:
-        changed = "q or k was changed between forward and backward"
-        return changed, changed
-    return fused.q.detach().reshape(-1, fused.q.shape[-1]), fused.k.detach()
-
-
-def _saved(node: Any, name: str) -> torch.Tensor | str:
-    """A tensor that autograd keeps, or why it has none."""
-    if is_packed(getattr(node, f"_raw_saved_{name}")):
-        return CHECKPOINTED
-    value = getattr(node, f"_saved_{name}")
-    return FROZEN if value is None else value.detach()

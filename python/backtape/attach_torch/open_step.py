@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from backtape.attach_torch import finding
-from backtape.attach_torch.losses import Call
+from backtape.attach_torch.calls import Call
 from backtape.attach_torch.heads import Heads
 from backtape.step_torch import StepAlgebra, optimizers, step_algebra
 from backtape.step_torch.patches import Patches
@@ -53,12 +53,11 @@ class OpenStep:
             given = {**usual, **options}
             self._algebra = step_algebra(tape, self.models, self._owners, **given)
         with tape.guarded("head", ""):
-            axes = finding.data_axes(self.models, finding.mesh_of(self.models))
-            if axes is None:
-                tape.leave_out("head", None, "the ranks share tokens by tensor parallelism")
+            if not finding.has_loss():
                 return
+            axes, shared = finding.axes_of(self.models, finding.mesh_of(self.models))
             tokens, addends = dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean")
-            self._heads = Heads(tape, tokens, addends, head_bytes, list(named), by_hand)
+            self._heads = Heads(tape, tokens, addends, head_bytes, list(named), by_hand, shared)
             tape.at_end("head", self._heads.finish)
             if "_engine_run_backward" in vars(torch.autograd):
                 looked_at = self._heads.backward

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from backtape.attach_torch import finding, losses
+from backtape.attach_torch.calls import Call
 from backtape.attach_torch.open_step import CLEARED, SKIPPED, OpenStep
 from backtape.attach_torch.steps import Steps
 from backtape.failopen import CAUGHT, Faults, describe
@@ -209,9 +210,9 @@ class Attachment:
         self._open = OpenStep(self._recorder.step(self._steps.current), models, owners)
         self._open.start(self._options, self._head_bytes, self._named, self._by_hand)
 
-    def _seen(self, call: losses.Call) -> None:
+    def _seen(self, call: Call) -> None:
         """A loss was called, which may be the first thing of the next step that is seen."""
-        if not self._steps.is_inside:
+        if not self._steps.is_inside and not call.is_normaliser:
             self._next()
         if self._open is not None and not self._steps.has_begun:
             self._open.seen(call)

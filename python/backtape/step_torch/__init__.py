@@ -81,7 +81,8 @@ class StepAlgebra:
         if self._capture is None or any(step.count for step in self._capture.steps):
             return False
         parts = [part for part in self._capture.own if part.passes]
-        whole = all(part.sharded is None and part.flat is None and part.master is None for part in parts)
+        elsewhere = ("sharded", "flat", "master", "summed")
+        whole = all(getattr(part, name) is None for part in parts for name in elsewhere)
         holders = [part.holder() for part in parts]
         return bool(parts) and whole and all(held is None or held.grad is None for held in holders)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,7 +27,16 @@ class Patches:
         that inherits it."""
         is_own = name in vars(owner)
         original = vars(owner)[name] if is_own else getattr(owner, name)
-        replacement = self._observed(original, observer)
+        replacement: Any
+        if isinstance(original, (classmethod, types.ClassMethodDescriptorType)):
+
+            def of_class(called: type, *args: Any, **options: Any) -> Any:
+                return original.__get__(None, called)(*args, **options)
+
+            # The observer gets the class as the first argument.
+            replacement = classmethod(self._observed(of_class, observer))
+        else:
+            replacement = self._observed(original, observer)
         setattr(owner, name, replacement)
 
         def undo() -> None:
