@@ -24,7 +24,8 @@ def of_transformers():
 
     tokens = tiny.tokenizer()
     rows = tiny.sentences({"text": (12, 13)})
-    rows = rows.map(lambda row: {"input_ids": tokens(row["text"])["input_ids"], "labels": tokens(row["text"])["input_ids"]})
+    rows = rows.map(lambda row: {"input_ids": tokens(row["text"])["input_ids"]})
+    rows = rows.map(lambda row: {"labels": row["input_ids"]})
     return transformers.Trainer(
         tiny.model(), transformers.TrainingArguments(**tiny.arguments(f"{directory}.out")),
         train_dataset=rows.select_columns(["input_ids", "labels"]),
