@@ -1,5 +1,6 @@
-"""Trainings with a callback of backtape: `callback_jobs.py TRAINER DIRECTORY STEPS [raises]`. STEPS may be "none", for
-a callback that is given none. The last word has the training raise in its third step."""
+"""Trainings with a callback of backtape: `callback_jobs.py TRAINER DIRECTORY STEPS [raises|second]`. STEPS may be
+"none", for a callback that is given none. `raises` has the training raise in its third step; `second` has it follow
+another training of two steps, without a trainer."""
 
 import sys
 import warnings
@@ -29,7 +30,7 @@ def of_transformers():
     return transformers.Trainer(
         tiny.model(), transformers.TrainingArguments(**tiny.arguments(f"{directory}.out")),
         train_dataset=rows.select_columns(["input_ids", "labels"]),
-        data_collator=failing if more else transformers.default_data_collator, callbacks=[BacktapeCallback(**given)],
+        data_collator=failing if "raises" in more else transformers.default_data_collator, callbacks=[BacktapeCallback(**given)],
     ).train()  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def of_lightning():
             self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64, bias=False)
 
         def training_step(self, batch, index):
-            if more and index == 5:
+            if "raises" in more and index == 5:
                 raise Fault
             logits = self.head(torch.tanh(self.embed(batch[:, :-1])))
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -87,6 +88,17 @@ def of_lightning():
     ).fit(Model(), torch.utils.data.DataLoader(rows, batch_size=4))  # fmt: skip
 
 
+def without_trainer():
+    model = torch.nn.Linear(8, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(model(torch.randn(4, 8)), torch.randint(64, (4,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if "second" in more:
+    without_trainer()
 train = {"transformers": of_transformers, "trl": of_trl, "lightning": of_lightning}[trainer]
 try:
     train()

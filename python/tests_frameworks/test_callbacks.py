@@ -48,6 +48,15 @@ def test_under_backtape_run_the_steps_are_those_of_the_command_and_recorded_once
     assert_whole(tmp_path / "asked", 2)
 
 
+def test_a_training_that_follows_another_one_is_recorded_once(tmp_path):
+    options = ["--steps", "2", "--dir", tmp_path / "asked", "--"]
+    trained("lightning", tmp_path / "own", "0", "second", before=[*RUN, *map(str, options)])
+    (recorded,) = (tmp_path / "asked").glob("**/step-*")
+    assert recorded.parent.name == "attempt-0001", recorded
+    report = backtape.replay(tmp_path / "asked", step=2, attempt=1)
+    assert report.verdict == "agreed", report
+
+
 @pytest.mark.parametrize("trainer", ["transformers", "lightning"])
 def test_a_training_that_raises_is_closed_before_the_job_goes_on(tmp_path, trainer):
     done = trained(trainer, tmp_path / "run", "0-2", "raises")
