@@ -30,7 +30,8 @@ def of_transformers():
     return transformers.Trainer(
         tiny.model(), transformers.TrainingArguments(**tiny.arguments(f"{directory}.out")),
         train_dataset=rows.select_columns(["input_ids", "labels"]),
-        data_collator=failing if "raises" in more else transformers.default_data_collator, callbacks=[BacktapeCallback(**given)],
+        data_collator=failing if "raises" in more else transformers.default_data_collator,
+        callbacks=[BacktapeCallback(**given)],
     ).train()  # fmt: skip
 
 
