@@ -1,5 +1,5 @@
 """Trainings that launchers of other libraries start, and that know nothing of backtape: `launched_job.py accelerate`
-or `launched_job.py deepspeed STAGE`."""
+or `launched_job.py deepspeed STAGE`. With `attach` as the last word they have the one line of docs/attach.md."""
 
 import sys
 
@@ -9,7 +9,15 @@ import torch.nn.functional as F
 
 VOCABULARY, WIDTH, LENGTH = 64, 16, 8
 # The launcher of DeepSpeed adds a word of its own.
-library, *more = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+library, *more = [word for word in sys.argv[1:] if not word.startswith("--local_rank") and word != "attach"]
+
+
+def attach(*given):
+    """The one line, where it is asked for."""
+    if sys.argv[-1] == "attach":
+        import backtape.torch
+
+        backtape.torch.attach(*given)
 
 
 class Model(nn.Module):
@@ -35,6 +43,7 @@ def by_accelerate():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = torch.utils.data.DataLoader(torch.randint(VOCABULARY, (48, LENGTH + 1)), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    attach(model, optimizer)
     for rows in loader:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, rows))
@@ -58,6 +67,7 @@ def by_deepspeed(stage):
     module = Model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    attach(engine)
     torch.manual_seed(1 + torch.distributed.get_rank())
     for _ in range(6):
         engine.backward(loss_of(engine, torch.randint(VOCABULARY, (4, LENGTH + 1))))

@@ -29,11 +29,25 @@ def test_both_ranks_that_a_launcher_starts_are_recorded_and_agree(tmp_path, comm
         [sys.executable, "-m", "backtape", "run", *options, *command], capture_output=True, text=True, timeout=300,
         env=os.environ | {"DS_ACCELERATOR": "cpu"},
     )  # fmt: skip
+    assert_whole(done, tmp_path / "run")
+
+
+@pytest.mark.parametrize("words", [["accelerate"], ["deepspeed", "1"]], ids=["accelerate", "zero1"])
+def test_the_one_line_records_what_a_library_has_wrapped(tmp_path, words):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    asked = {"BACKTAPE_STEPS": "0-2", "BACKTAPE_DIR": str(tmp_path / "run"), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [*torchrun, JOB, *words, "attach"], capture_output=True, text=True, timeout=300, env=os.environ | asked
+    )
+    assert_whole(done, tmp_path / "run")
+
+
+def assert_whole(done, directory):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained on 2 ranks") == 2
     assert "backtape: recorded step 0, 1, 2" in done.stderr
     for step in range(3):
-        report = backtape.replay(tmp_path / "run", step=step)
+        report = backtape.replay(directory, step=step)
         assert report.verdict == "agreed", report
         told = {stage["name"]: stage["status"] for stage in report.json["stages"]}
         assert {told["loss"], told["dq"], told["dk"]} == {"pass"}, report
