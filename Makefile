@@ -10,7 +10,7 @@ SOURCES := $(shell find proto src dumper replayer/src python/src python/backtape
 
 .PHONY: demo test test-rust test-python test-deploy test-torch test-frameworks test-ray test-gpu bench bench-loss-head bench-replay bench-compare \
 	bench-algebra bench-inactive bench-attached bench-blocking bench-step bench-scalars bench-reports bench-false-alarms bench-causes bench-foreign \
-	bench-step-causes bench-step-threads bench-step-false-alarms bench-step-cost \
+	bench-trainers bench-step-causes bench-step-threads bench-step-false-alarms bench-step-cost \
 	bench-durable bench-small bench-stream bench-gpu bench-search \
 	soak soak-kill soak-launches soak-powercut soak-seeded soak-rot soak-scale soak-simulation \
 	soak-network soak-bucket soak-flips soak-heads soak-marathon wheel pictures step-causes api clean
@@ -52,8 +52,8 @@ $(VENV)-torch/.installed-dev: $(VENV)/.wheel-dev $(VENV)-torch/.tools
 	$(VENV)-torch/$(INSTALL) $(VENV)/wheels-dev/*.whl
 	rm -f $(@:-dev=) && touch $@
 
-# The tests of jobs of DeepSpeed and Megatron-LM, and of losses of other libraries, in an environment that has torch from
-# that of test-torch.
+# The tests of jobs of other libraries (DeepSpeed, Megatron-LM, transformers, trl, Accelerate, Lightning) and of losses of others, in an environment
+# that has torch from that of test-torch.
 test-frameworks: $(VENV)-frameworks/.tools $(VENV)-torch/.installed-dev
 	$(VENV)-frameworks/bin/python -m pytest -q -n 2 --dist loadfile python/tests_frameworks
 
@@ -65,6 +65,22 @@ $(VENV)-frameworks/.tools: python/requirements-frameworks.txt $(VENV)-torch/.too
 	$(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps --no-build-isolation $(TRAINERS)
+	touch $@
+
+# The table of docs/trainers.md: trainers of other people, as they are and with a planted fault. TRAINERS_FROM names a
+# directory with the sources of those that no package has (tests/trainers/run.py says which).
+bench-trainers: $(VENV)-trainers/.tools $(VENV)-torch/.installed-dev
+	$(VENV)-trainers/bin/python tests/trainers/run.py $(if $(TRAINERS_FROM),--sources $(TRAINERS_FROM))
+	PYTHONPATH=$(VENV)-trainers/torchao $(VENV)-trainers/bin/python tests/trainers/run.py torchtune
+
+# torchtune takes an older torchao than peft does, so that this one is where only torchtune looks.
+$(VENV)-trainers/.tools: python/requirements-trainers.txt $(VENV)-frameworks/.tools
+	$(PYTHON) -m venv $(VENV)-trainers
+	for one in torch frameworks; do (cd $(VENV)-$$one/lib/python3*/site-packages && pwd); done > $(VENV)-trainers/others.pth
+	mv $(VENV)-trainers/others.pth $(VENV)-trainers/lib/python3*/site-packages/
+	$(VENV)-trainers/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(VENV)-trainers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)-trainers/torchao torchao==0.11.0
 	touch $@
 
 # The tests that need Ray: three nodes of it on loopback, and workers that are killed.

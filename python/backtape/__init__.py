@@ -39,7 +39,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """`backtape.jax` and `backtape.torch` import their framework: once somebody names them."""
-        if name in ("jax", "torch"):
+        """Modules that import a framework are imported once somebody names them."""
+        if name in ("jax", "torch", "transformers", "lightning"):
             return frameworks.load(f"backtape.{name}")
         raise AttributeError(f"module 'backtape' has no attribute {name!r}")

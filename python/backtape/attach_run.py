@@ -9,15 +9,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from backtape import _native
+from backtape.settings import Settings
 
 STARTUP = Path(__file__).with_name("startup")
 # What is handed on to the command: what ends a job, and what launchers tell it by.
 HANDED_ON = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGINT", "SIGQUIT", "SIGHUP")
 # What a terminal sends to the command by itself, as it is of the same group.
 FROM_TERMINAL = ("SIGINT", "SIGQUIT", "SIGHUP")
+# The steps that are recorded where nobody says which.
+FIRST = "0"
 
 
 def main(arguments: list[str]) -> int:
@@ -75,7 +81,25 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(own)
     if not command:
         parser.error("no command: write it after --, as in: backtape run -- torchrun train.py")
+    steps, named = options.steps, "--steps"
+    if steps is None:
+        steps, named = os.environ.get("BACKTAPE_STEPS") or FIRST, "BACKTAPE_STEPS"
+    if reason := unreadable(steps):
+        parser.error(f"{named}: {reason}")
     return options, command
+
+
+def unreadable(steps: str) -> str | None:
+    """Why no recorder can read these steps; None where one can. A recorder itself is asked: it is started and
+    closed in a directory of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            _native.Recorder(Settings(directory, steps, 0, 1)).close()
+        except ValueError as error:
+            return str(error).removeprefix("steps: ")
+        except _native.RecorderError:
+            pass  # It has read them: what else is wrong here, the job's own recorder says.
+    return None
 
 
 def variables(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
@@ -83,7 +107,7 @@ def variables(options: argparse.Namespace, environment: Mapping[str, str]) -> di
     path = environment.get("PYTHONPATH")
     place = options.dir or environment.get("BACKTAPE_DIR") or "dumps"
     added = {
-        "BACKTAPE_STEPS": options.steps or environment.get("BACKTAPE_STEPS") or "0",
+        "BACKTAPE_STEPS": options.steps or environment.get("BACKTAPE_STEPS") or FIRST,
         "BACKTAPE_DIR": place if "://" in place else os.path.abspath(place),
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *([path] if path else [])]),
     }

@@ -30,6 +30,8 @@ PARTS = [
     ("", "backtape.torch", "attach_torch/__init__.py", ["attach"], False),
     ("", "backtape.torch", "attach_torch/session.py", ["Attachment"], False),
     ("", "backtape.torch", "step_torch/__init__.py", ["step_algebra", "StepAlgebra"], False),
+    ("Callbacks for trainers", "backtape.transformers", "transformers.py", ["BacktapeCallback"], False),
+    ("", "backtape.lightning", "lightning.py", ["BacktapeCallback"], False),
     ("A rule of your own", "backtape.rule", "rule.py",
      ["sqrt", "abs", "sign", "exp", "log", "tanh", "maximum", "minimum", "where"], True),
     ("Scalars", "backtape.scalars", "scalars.py", ["of_torch", "of_jax"], True),
@@ -49,6 +51,7 @@ classes of the vocabulary, padding included.
 INTERNAL = {
     "record_plain", "record_shards", "record_compiled", "leave_out", "expect", "arrived", "guarded",
     "keys_of", "at_end", "rank", "mesh",
+    "on_train_begin", "on_train_start", "on_train_end", "on_train_failed", "on_exception",
 }  # fmt: skip
 
 # Marks a call that only its owner makes: what `open` gives is made by it.

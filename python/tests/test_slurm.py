@@ -150,3 +150,20 @@ def test_a_coordinator_that_cannot_start_starts_no_rank(slurm, tmp_path):
     (tmp_path / "file").touch()
     code, log = submit(slurm, tmp_path, "record", BACKTAPE_STORE=str(tmp_path / "file"))
     assert code == 2 and "no coordinator answers" in log and "] up\n" not in log, log
+
+
+def test_every_task_that_srun_starts_under_backtape_run_is_attached(slurm, tmp_path):
+    script = (
+        "import os, sys, sitecustomize; "
+        "print(os.environ['SLURM_PROCID'], os.environ['BACKTAPE_STEPS'], os.environ['BACKTAPE_DIR'], sitecustomize.__file__)"
+    )
+    options = ["--steps", "3", "--dir", str(tmp_path / "dumps")]
+    srun = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "-c", script]
+    done = subprocess.run(
+        [sys.executable, "-m", "backtape", "run", *options, "--", *srun], env=slurm, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = sorted(line.split(" ", 3) for line in done.stdout.splitlines())
+    assert [task[:3] for task in told] == [[rank, "3", str(tmp_path / "dumps")] for rank in ("0", "1")]
+    assert all(task[3].endswith("backtape/startup/sitecustomize.py") for task in told), told

@@ -68,6 +68,24 @@ def penalised():
     trained(model := Model(), adam(model), loss)
 
 
+class Several(torch.optim.Optimizer):
+    """An optimizer that has others step for it, and holds what they hold, as that of torchtitan."""
+
+    def __init__(self, model):
+        parts = [list(model.embed.parameters()), [*model.mix.parameters(), *model.norm.parameters()]]
+        self.optimizers = [torch.optim.AdamW(part) for part in (*parts, list(model.head.parameters()))]
+        super().__init__(list(model.parameters()), {})
+
+    def step(self, closure=None):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def several():
+    model = Model()
+    trained(model, Several(model), usual)
+
+
 def sharpness_aware():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,6 +171,7 @@ LOOPS = {
     "scripted": (scripted, "agreed", ""),
     "transformed": (transformed, "agreed", ""),
     "penalised": (penalised, "incomplete", BOTH),
+    "several optimizers in one": (several, "agreed", ""),
     "sharpness aware": (sharpness_aware, "agreed", "after the unembedding was changed"),
     "with closure": (with_closure, "incomplete", "no rule is known of the optimizer LBFGS"),
     "in eval": (in_eval, "agreed", "the loss head was not judged"),
@@ -229,3 +248,20 @@ def test_the_trainings_of_one_process_are_counted_on(tmp_path):
             trained(model, optimizer, usual)
     for step in (0, 1, 2, 5):
         assert backtape.replay(tmp_path, step=step).verdict == "agreed", step
+
+
+def test_a_job_that_fails_after_a_step_has_that_step_whole(tmp_path):
+    with pytest.raises(ZeroDivisionError), attached(tmp_path, "0-1"):
+        trained(model := Model(), adam(model), usual, steps=2)
+        raise ZeroDivisionError
+    assert backtape.replay(tmp_path, step=1).verdict == "agreed"
+
+
+def test_a_job_that_fails_within_a_step_has_that_step_in_part(tmp_path):
+    def failing(model):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), attached(tmp_path, "0"):
+        trained(model := Model(), adam(model), usual, between=failing)
+    report = backtape.replay(tmp_path, step=0)
+    assert report.verdict == "incomplete" and "ZeroDivisionError" in str(report), report

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from first_jobs import assert_runs_and_agrees
 
 import backtape
 
@@ -75,7 +76,7 @@ def test_a_job_with_a_start_up_of_its_own_that_looks_for_torch_first_is_attached
     assert "Error in sitecustomize" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--sample", "lots"], ["--nothing"], []])
+@pytest.mark.parametrize("words", [["--sample", "lots"], ["--steps", "first"], ["--steps", ""], ["--nothing"], []])
 def test_what_cannot_be_run_is_refused_before_the_job_starts(tmp_path, words):
     command = [sys.executable, "-m", "backtape", "run", "--dir", str(tmp_path / "run"), *words]
     done = subprocess.run([*command, *(["--", "true"] if words else [])], capture_output=True, text=True, timeout=60)
@@ -93,3 +94,7 @@ def test_a_command_that_is_no_torch_job_runs_and_is_told(tmp_path):
     assert "nothing was recorded" in done.stderr
     done = subprocess.run([*command, "no-such-command"], capture_output=True, text=True)
     assert done.returncode == 127 and "no-such-command" in done.stderr
+
+
+def test_the_job_that_backtape_init_prints_for_torch_agrees(tmp_path):
+    assert_runs_and_agrees("torch", tmp_path)

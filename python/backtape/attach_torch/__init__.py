@@ -96,6 +96,13 @@ def attach(
 _live: list[Attachment] = []
 
 
+def detach() -> None:
+    """Closes what is attached to this process, so that no step is recorded twice."""
+    for attached in _live:
+        attached.close()
+    _live.clear()
+
+
 def _listed(given: Any, kind: type) -> list[Any]:
     """One object or several, as a list."""
     if given is None or isinstance(given, (list, tuple)):

@@ -21,17 +21,38 @@ def optimizers_of(models: Sequence[torch.nn.Module]) -> list[Any]:
         # A wrapper hands on the groups of the one that it wraps.
         if "param_groups" in vars(optimizer) and held & _parameters_of(optimizer)
     ]
-    # ZeroRedundancyOptimizer has one of its own that steps for it.
+    of_engines = [model.optimizer for model in models if is_engine(model)]
+    found += [own for own in of_engines if own is not None and all(own is not one for one in found)]
+    # ZeroRedundancyOptimizer has one of its own that steps for it, and so have those of DeepSpeed.
     inner = {id(own) for optimizer in found for own in vars(optimizer).values()}
-    return [optimizer for optimizer in found if id(optimizer) not in inner]
+    return [optimizer for optimizer in found if id(optimizer) not in inner and not is_list(optimizer)]
+
+
+def is_list(optimizer: Any) -> bool:
+    """Whether an optimizer has several that step for it, in a list, as that of torchtitan has."""
+    held = [own for own in vars(optimizer).values() if isinstance(own, (list, tuple)) and own]
+    return any(all(isinstance(one, torch.optim.Optimizer) for one in own) for own in held)
 
 
 def with_wrappers(models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The models, or what a job has wrapped them in since it has handed them over: DDP holds its model and not
-    the other way round."""
-    parallel = torch.nn.parallel.DistributedDataParallel
-    around = {id(wrapper.module): wrapper for wrapper in _living(parallel) if "_modules" in vars(wrapper)}
+    """The models, or what a job has wrapped them in since it has handed them over: DDP and an engine of DeepSpeed
+    hold their model and not the other way round."""
+    kinds = [torch.nn.parallel.DistributedDataParallel, *_engine_kinds()]
+    wrappers = [wrapper for kind in kinds for wrapper in _living(kind) if "_modules" in vars(wrapper)]
+    around = {id(wrapper.module): wrapper for wrapper in wrappers}
     return [around.get(id(model), model) for model in models]
+
+
+def is_engine(model: Any) -> bool:
+    """Whether a model is an engine of DeepSpeed, which has the optimizer of its model: what that holds may be
+    buffers in place of parameters."""
+    return isinstance(model, tuple(_engine_kinds()))
+
+
+def _engine_kinds() -> list[type]:
+    """The class of DeepSpeed's engines, where the job has imported it."""
+    kind = getattr(frameworks.imported("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+    return [] if kind is None else [kind]
 
 
 def models_of_optimizers() -> list[torch.nn.Module]:
@@ -45,7 +66,8 @@ def models_of_optimizers() -> list[torch.nn.Module]:
     return [
         module
         for module in modules
-        if id(module) not in children and any(id(p) in held for p in module.parameters())
+        if id(module) not in children
+        and (is_engine(module) or any(id(p) in held for p in module.parameters()))
     ]
 
 

@@ -84,15 +84,17 @@ class Attachment:
         """The recorder, once the first step has begun: for `scalars` and `watch`."""
         return self._recorder
 
-    def close(self) -> None:
+    def close(self, raised: type[BaseException] | None = None) -> None:
         """Ends the step that is open, waits until what was recorded is durable, and says on rank 0 what that
-        is. It is called when the process ends; calling it again does nothing."""
+        is. It is called when the process ends; calling it again does nothing.
+
+        raised: the class of the exception that has ended the training, if one has."""
         if self._closed or self._process != os.getpid():
             return
         self._closed = True
         self._strangers.clear()
         last = getattr(sys, "last_value", None)
-        self._end(None if last is self._error else type(last))
+        self._end(raised or (None if last is self._error else type(last)))
         self._unwatch()
         for handle in self._handles:
             handle.remove()
@@ -108,8 +110,8 @@ class Attachment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        self.close(raised)
 
     def _watch(self) -> None:
         """Has forwards seen, backward passes, and losses: a job may look one up before it calls its model."""
@@ -266,10 +268,11 @@ class Attachment:
             self._faults.tell("close", "", error, describe(error))
 
     def _end(self, raised: type[BaseException] | None) -> None:
-        """Ends the recording of the step that is open. raised: what has ended the job."""
+        """Ends the recording of the step that is open. raised: what has ended the job, which may have been after
+        the optimizers' steps: then all of the step was recorded."""
         step, self._open = self._open, None
         if step is not None:
-            step.end(raised)
+            step.end(None if self._steps.is_over(step.due()) else raised)
 
 
 def _said(summary: Any, last: int) -> str:

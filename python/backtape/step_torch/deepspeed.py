@@ -44,6 +44,17 @@ def attach(capture: Capture) -> None:
         own = [by_id.get(id(parameter)) for parameter in engine.module.parameters()]
         parts = [part for part in own if part is not None and part.master is None]
         capture.reductions.append((parts, functools.partial(_of_engine, engine, parts)))
+    # They are told at the end of the tape, when a job may have destroyed its process groups.
+    for group in filter(None, (group for given in (engine, *found) for group in _groups(given))):
+        ranks_of(group)
+
+
+def _groups(given: Any) -> list[Any]:
+    """The process groups over which an engine, or an optimizer of DeepSpeed, reduces gradients."""
+    own = getattr(given, "real_dp_process_group", None)
+    several = own.values() if isinstance(own, dict) else own if isinstance(own, list) else []
+    names = ("seq_data_parallel_group", "dp_process_group")
+    return [*(getattr(given, name, None) for name in names), *several]
 
 
 def _attach(
@@ -294,7 +305,6 @@ def _of_optimizer(
     reductions: dict[str, list[Entry]],
 ) -> None:
     """What is reduced of the parameters that an optimizer of DeepSpeed has."""
-    distributed = frameworks.used("torch.distributed")
     whole = getattr(optimizer, "dp_process_group", None) or getattr(
         engine, "seq_data_parallel_group", None
     )
@@ -307,7 +317,7 @@ def _of_optimizer(
             part.leave_out("reduce", "hand over the engine of DeepSpeed as the model")
             continue
         ranks = ranks_of(group)
-        told = _operation(engine or optimizer, len(ranks), distributed.get_world_size(whole), optimizer)
+        told = _operation(engine or optimizer, len(ranks), len(ranks_of(whole)), optimizer)
         axis = axis_of(capture.tape.mesh, ranks, "data")
         dtype = None if sent is None else name_of(sent)
         reductions[part.name] += _of_tied(capture, engine, part)

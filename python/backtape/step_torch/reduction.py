@@ -62,10 +62,17 @@ def name_of(dtype: Any) -> str:
 
 
 def ranks_of(group: Any) -> list[int]:
-    """The ranks of a process group, or of a mesh of one dimension."""
-    distributed = frameworks.used("torch.distributed")
+    """The ranks of a process group, or of a mesh of one dimension. Of a group that was asked for before they are
+    known when the job has destroyed it."""
     group = group.get_group() if hasattr(group, "get_group") else group
-    return [int(rank) for rank in distributed.get_process_group_ranks(group)]
+    if id(group) not in _ranks:
+        distributed = frameworks.used("torch.distributed")
+        _ranks[id(group)] = group, [int(rank) for rank in distributed.get_process_group_ranks(group)]
+    return list(_ranks[id(group)][1])
+
+
+# By id, the groups that were asked for, which are kept so that no other has their id, and their ranks.
+_ranks: dict[int, tuple[Any, list[int]]] = {}
 
 
 def along(mesh: Mesh | None, axis: str) -> list[int] | None:
