@@ -1,0 +1,167 @@
+"""The copy of a loss in which its heads are heard.
+
+The program of the loss is computed again, equation by equation, with the functions of `sites.py` where a head
+is. The job's own loss stays as it is: the copy stands beside it in the same compiled program, takes the same
+inputs behind a barrier, and gets in its backward pass what arrives at the job's. Only what the records need of
+it is left by the compiler: a forward pass up to the head, and the gradients of the head alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from backtape.attach_jax import sites
+from backtape.attach_jax.finding import Found
+from backtape.attach_jax.graph import CALLS, CLOSED, LOOPS, Place, Program, sub_jaxpr
+from backtape.attach_jax.sites import Site
+
+
+class Copy:
+    """The program of a loss with its heads."""
+
+    def __init__(self, closed: Any, program: Program, heads: Sequence[Site]) -> None:
+        self._closed, self._program = closed, program
+        self._products = {site.found.product.place: site for site in heads}
+        self._losses = {id(site.found.loss): site for site in heads if site.found.summed is None}
+        self._sums = {site.found.summed.place: site for site in heads if site.found.summed is not None}
+        # What is to be kept, by id: labels and biases.
+        self._wanted: set[int] = set()
+        self._held: dict[int, Any] = {}
+        places = [*self._products, *self._sums]
+        for site in heads:
+            values = [site.found.loss, *(value for value in _extras(site.found) if value is not None)]
+            self._wanted |= {id(value) for value in values[1:]}
+            places += [value.maker.place for value in values if value.maker is not None]
+        self._inside = {place[:n] for place in places for n in range(1, len(place))}
+
+    def __call__(self, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The results of the program, as those of the loss itself, of its constants and inputs."""
+        self._held.clear()
+        return self._run(self._closed.jaxpr, consts, inputs, ())
+
+    def _run(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], place: Place, is_plain: bool = False
+    ) -> list[Any]:
+        """Computes a program. is_plain: only to keep what is wanted of it."""
+        held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
+        self._keep(self._program.entries[place], inputs)
+        for number, equation in enumerate(jaxpr.eqns):
+            own = (*place, number)
+            taken = [a.val if isinstance(a, core.Literal) else held[a] for a in equation.invars]
+            with equation.ctx.manager:
+                made = self._equation(equation, own, taken, is_plain)
+            self._keep(self._program.made[own], made)
+            held |= dict(zip(equation.outvars, made))
+        return [a.val if isinstance(a, core.Literal) else held[a] for a in jaxpr.outvars]
+
+    def _keep(self, values: Sequence[Any], made: Sequence[Any]) -> None:
+        for value, own in zip(values, made):
+            if id(value) in self._wanted:
+                self._held[id(value)] = own
+
+    def _equation(self, equation: Any, place: Place, taken: list[Any], is_plain: bool) -> list[Any]:
+        name = equation.primitive.name
+        called = sub_jaxpr(equation) if place in self._inside else None
+        if called is not None and (name in CALLS or is_plain and name not in LOOPS):
+            return self._run(*called, taken, place, is_plain)
+        if is_plain:
+            return _bound(equation, taken)
+        if place in self._products:
+            return [self._product(self._products[place], equation, taken)]
+        if place in self._sums:
+            return [self._sum(self._sums[place], equation, taken[0])]
+        if called is not None and name not in CLOSED:
+            return self._again(equation, called, taken, place)
+        made = _bound(equation, taken)
+        if called is not None:
+            self._run(*called, [lax.stop_gradient(value) for value in taken], place, is_plain=True)
+        for at, value in enumerate(self._program.made[place]):
+            if id(value) in self._losses:
+                made[at] = self._loss(self._losses[id(value)], made[at])
+        return made
+
+    def _product(self, site: Site, equation: Any, taken: list[Any]) -> Any:
+        is_first = site.found.q == 0
+
+        def multiply(q: Any, k: Any) -> Any:
+            return _bound(equation, [q, k] if is_first else [k, q])[0]
+
+        q, k = taken if is_first else taken[::-1]
+        return sites.product(site, multiply, q, k)
+
+    def _loss(self, site: Site, rows: Any) -> Any:
+        labels, bias = (
+            None if value is None else self._held.get(id(value), value.known) for value in _extras(site.found)
+        )
+        if labels is None:
+            raise ValueError("its labels are computed in another part of the program than its loss")
+        labels = lax.stop_gradient(jnp.asarray(labels))
+        bias = None if bias is None else lax.stop_gradient(jnp.asarray(bias))
+        return sites.loss(site, rows, labels, bias)
+
+    def _sum(self, site: Site, equation: Any, taken: Any) -> Any:
+        """A sum over classes and tokens at once, one after the other."""
+        axes = [int(axis) for axis in equation.params["axes"]]
+        classes = _classes_in(site.found)
+        rows = jnp.sum(taken, classes)
+        rows = self._loss(site, rows)
+        return jnp.sum(rows, tuple(axis - (axis > classes) for axis in axes if axis != classes))
+
+    def _again(self, equation: Any, called: Any, taken: list[Any], place: Place) -> list[Any]:
+        """A loop, a checkpoint or a shard_map, with heads inside."""
+        jaxpr, consts = called
+        params = equation.params
+
+        def inside(*inputs: Any) -> list[Any]:
+            return self._run(jaxpr, consts, inputs, place)
+
+        if equation.primitive.name in LOOPS:
+            return _looped(inside, params, taken)
+        if equation.primitive.name == "shard_map":
+            mapped = jax.shard_map(
+                inside,
+                mesh=params["mesh"],
+                in_specs=tuple(params["in_specs"]),
+                out_specs=list(params["out_specs"]),
+                axis_names=set(params["manual_axes"]),
+                check_vma=params["check_vma"],
+            )
+            return list(mapped(*taken))
+        remade = jax.checkpoint(inside, policy=params["policy"], prevent_cse=params["prevent_cse"])
+        return list(remade(*taken))
+
+
+def _bound(equation: Any, taken: Sequence[Any]) -> list[Any]:
+    """The results of an equation as it is."""
+    made = equation.primitive.bind(*taken, **equation.primitive.get_bind_params(equation.params))
+    return list(made) if equation.primitive.multiple_results else [made]
+
+
+def _looped(inside: Callable[..., list[Any]], params: Any, taken: list[Any]) -> list[Any]:
+    fixed, carried = params["num_consts"], params["num_carry"]
+    consts, first, given = taken[:fixed], taken[fixed : fixed + carried], taken[fixed + carried :]
+
+    def body(carry: list[Any], some: list[Any]) -> tuple[list[Any], list[Any]]:
+        made = inside(*consts, *carry, *some)
+        return made[:carried], made[carried:]
+
+    last, made = lax.scan(
+        body, first, given, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+    )
+    return [*last, *made]
+
+
+def _extras(found: Found) -> tuple[Any, Any]:
+    """The values that a loss is heard with: labels and bias."""
+    assert found.row.given is not None
+    return found.row.given.value, found.row.form.bias
+
+
+def _classes_in(found: Found) -> int:
+    """The dimension of the classes in what is summed over classes and tokens at once."""
+    assert found.classes is not None
+    return found.classes

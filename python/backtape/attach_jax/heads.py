@@ -1,0 +1,215 @@
+"""What is heard of the loss heads of a step, and what is recorded and declared of them.
+
+A callback says of which head in the program it is and from which device, and not the how-manieth run of a loop
+or of a compiled function it belongs to. On each device the runs come one after the other, so they are counted
+as they arrive. What has arrived is kept until the step ends: then it is known how many runs there were, and they
+become the microbatches of the head, in the order of the program.
+"""
+
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from backtape.attach_jax.declared import options_of
+from backtape.attach_jax.sites import NO_CLASS, Site
+from backtape.shards import Key, Shard
+from backtape.tape import Tape, open_tape
+
+UNKNOWN = (
+    "no gradient came from a softmax cross-entropy that backtape finds in the functions that were differentiated; "
+    "give yours a name: backtape.jax.losses.head(function, q=..., k=..., labels=...)"
+)
+NO_GRADIENT = "no gradient was taken with jax.grad, jax.value_and_grad or jax.vjp while the step was recorded"
+LARGE = "the loss is recorded {} times, as its unembedding is large (head_bytes=)"
+CHANGED = "the loss is computed again after the unembedding was changed, which is not recorded"
+ANOTHER = "the loss is computed with another unembedding too, which is not recorded"
+OTHERWISE = "the loss is computed in another way too, which is not recorded"
+TARGETS = "its targets are probabilities and not labels"
+PARTLY = "{} of the loss did not arrive"
+
+NEEDED = ("q", "k", "labels", "loss", "cotangent", "dq", "dk")
+
+# One run of a head: its number, and which run of it that is.
+Run = tuple[int, int]
+
+
+@dataclass(eq=False)
+class Trace:
+    """What was found in the program of one function that is differentiated."""
+
+    sites: list[Site] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # why heads are not recorded, or not all of them
+
+
+@dataclass
+class Taken:
+    """What has arrived of one run."""
+
+    site: Site
+    shards: dict[str, list[Shard]] = field(default_factory=dict)
+    sums: dict[Any, int] = field(default_factory=dict)  # of the unembedding's bytes, by device
+    is_kept: bool = True
+
+
+class Heads:
+    """The heads of one step, as they arrive."""
+
+    def __init__(self, tape: Tape, most: int) -> None:
+        self.tape = tape
+        self._most = most
+        self._lock = threading.Lock()
+        self._arrived: Counter[Any] = Counter()
+        self._runs: dict[Run, Taken] = {}
+        self.is_traced = False  # a function was differentiated
+
+    def take(self, site: Site, name: str, device: Any, shard: Callable[[], Shard]) -> None:
+        """Takes a shard of a run; called from the callbacks' threads, in which nothing may raise."""
+        with self.tape.guarded("tap", name, lambda reason: self.tape.leave_out(name, None, reason)):
+            with self._lock:
+                which = self._arrived[site, name, device]
+                self._arrived[site, name, device] += 1
+                run = self._runs.get((site.number, which))
+                if run is None:
+                    run = Taken(site, is_kept=self._has_room(site))
+                    self._runs[site.number, which] = run
+                is_first = not any(one.shards.get("k") for one in self._runs.values() if one is not run)
+            if not run.is_kept:
+                return
+            made = shard()
+            with self._lock:
+                if name == "k":
+                    run.sums[device] = zlib.crc32(made.data)
+                if name != "k" or is_first:
+                    run.shards.setdefault(name, []).append(made)
+                else:
+                    run.shards.setdefault(name, [])
+
+    def _has_room(self, site: Site) -> bool:
+        """Whether a further run is kept: its unembedding's gradient is as large as the unembedding."""
+        count, k = len(self._runs), site.found.product.inputs[1 - site.found.q]
+        size = k.dtype.itemsize
+        for length in k.shape:
+            size *= length
+        return count == 0 or 2 * size * count <= self._most
+
+    def finish(self) -> None:
+        """Records the runs and declares the head."""
+        kept, reasons = self._kept()
+        for index, run in enumerate(kept):
+            for name, shards in run.shards.items():
+                if name in ("k", "bias"):
+                    continue
+                for shard in shards:
+                    self.tape.record_shards(Key(name, None, index, None), lambda shard=shard: shard)
+        if kept:
+            for name in ("k", "bias"):
+                for shard in next((run.shards[name] for run in kept if run.shards.get(name)), []):
+                    self.tape.record_shards(Key(name, None, None, None), lambda shard=shard: shard)
+            self.tape.head(**options_of(kept[0].site.found), microbatches=len(kept))
+        for reason in reasons:
+            name = "loss" if reason in (UNKNOWN, NO_GRADIENT) else "head"
+            self.tape.leave_out(name, None, reason)
+
+    def _kept(self) -> tuple[list[Taken], list[str]]:
+        """The runs that are recorded, in order, and why others are not."""
+        runs = [self._runs[key] for key in sorted(self._runs)]
+        reasons = _reasons_of({id(run.site) for run in runs})
+        whole = [run for run in runs if run.is_kept]
+        kept: list[Taken] = []
+        if whole:
+            most = max(whole, key=lambda run: run.site.size)
+            main = most if most.sums else whole[0]
+            for run in whole:
+                refused = _refused(run, main)
+                if refused is None:
+                    kept.append(run)
+                elif refused not in reasons:
+                    reasons.append(refused)
+            if any(_has_targets(run) for run in kept):
+                kept, reasons = [], [*reasons, TARGETS]
+        if len(whole) < len(runs):
+            reasons.append(LARGE.format(len(whole)))
+        if not runs and not reasons:
+            reasons.append(UNKNOWN if self.is_traced else NO_GRADIENT)
+        return kept, reasons
+
+
+def _refused(run: Taken, main: Taken) -> str | None:
+    """Why a run is not recorded beside the main one."""
+    missing = [name for name in NEEDED if name not in run.shards]
+    if missing:
+        return PARTLY.format(", ".join(missing))
+    if run.sums != main.sums:
+        same = run.site.found.weight is main.site.found.weight
+        return CHANGED if same else ANOTHER
+    return None if options_of(run.site.found) == options_of(main.site.found) else OTHERWISE
+
+
+def _has_targets(run: Taken) -> bool:
+    """Whether a target is no class."""
+    import numpy as np
+
+    return any((np.frombuffer(shard.data, np.int32) == NO_CLASS).any() for shard in run.shards["labels"])
+
+
+def _reasons_of(heard: set[int]) -> list[str]:
+    """The reasons of the programs of which something was heard, or where nothing was those of all."""
+    some = [trace for trace in _traces if any(id(site) in heard for site in trace.sites)]
+    return list(dict.fromkeys(reason for trace in some or _traces for reason in trace.reasons))
+
+
+# What was found in the programs of this process, and the heads of the step that is open.
+_traces: list[Trace] = []
+_open: list[Heads] = []
+_lock = threading.Lock()
+DEFAULT_BYTES = 1 << 30
+
+
+def begin(tape: Tape, most: int) -> Heads:
+    """The heads of a step that an attachment records."""
+    with _lock:
+        _open[:] = [Heads(tape, most)]
+        return _open[0]
+
+
+def traced(trace: Trace) -> None:
+    """Notes what was found in the program of a function."""
+    _traces.append(trace)
+    heads = of_step()
+    if heads is not None:
+        heads.is_traced = True
+
+
+def number_of_sites() -> int:
+    """How many heads have been found."""
+    return sum(len(trace.sites) for trace in _traces)
+
+
+def of_step() -> Heads | None:
+    """The heads of the step that is open; None where none is."""
+    tape = open_tape()
+    if tape is None:
+        return None
+    with _lock:
+        if not _open or _open[0].tape is not tape:
+            _open[:] = [Heads(tape, DEFAULT_BYTES)]
+        return _open[0]
+
+
+def heard(site: Site, name: str, device: Any, shard: Callable[[], Shard]) -> None:
+    """The sink of all sites."""
+    heads = of_step()
+    if heads is not None:
+        heads.take(site, name, device, shard)
+
+
+def finish(tape: Tape) -> None:
+    """Records what was heard in a step, once all of it has arrived."""
+    with _lock:
+        heads = _open.pop() if _open and _open[0].tape is tape else None
+    if heads is not None:
+        with tape.guarded("head", ""):
+            heads.finish()

@@ -1,0 +1,153 @@
+"""What is put into the copy of a loss: functions that hand on what they get, and in whose backward pass what is
+recorded of the head is at hand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from backtape.attach_jax.finding import Found
+from backtape.shards import Key, Shard
+from backtape.taps_jax import NO_MICROBATCH, Tap, listen
+
+# The label of a token that the loss does not read, and that of one whose target is no class.
+UNREAD, NO_CLASS = -100, -1000
+
+
+@dataclass(eq=False)
+class Site:
+    """A head in a program, and where what is heard of it goes."""
+
+    found: Found
+    number: int  # the heads of a process are counted in the order in which they are traced
+    sink: Callable[["Site", str, Any, Callable[[], Shard]], None]
+
+    def take(self, tap: Tap, device: Any, shard: Callable[[], Shard]) -> None:
+        """Takes a shard of what is heard, from the callback's thread."""
+        self.sink(self, tap.key.name, device, shard)
+
+    def listen(self, name: str, value: jax.Array, axes: Sequence[str] | None = None) -> None:
+        """Has a value recorded. axes: inside shard_map, the axes of the mesh that split its tokens."""
+        spec = None
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            spec = PartitionSpec(tuple(axes)) if axes else PartitionSpec()
+        tap = Tap(Key(name, None, None, None), None, spec, self)
+        listen(tap, lax.optimization_barrier(value), jnp.int32(NO_MICROBATCH))
+
+    @property
+    def size(self) -> int:
+        """How many logits it has."""
+        return int(np.prod(self.found.product.outputs[0].shape, dtype=np.int64))
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """The shape of tokens as they are recorded: [T], or [B, S]."""
+        tokens = self.found.tokens
+        return tokens if 1 <= len(tokens) <= 2 else (-1,)
+
+    def placed(self, rows: jax.Array, fill: Any) -> jax.Array:
+        """Values of the loss's rows, put to the tokens whose rows they are."""
+        index = self.found.row.index.reshape(-1)
+        count = int(np.prod(self.found.tokens, dtype=np.int64))
+        flat = rows.reshape(-1)
+        if len(index) != count or not (index == np.arange(count)).all():
+            flat = jnp.full(count, fill, flat.dtype).at[index].set(flat)
+        return flat.reshape(self.rows_shape)
+
+
+def varying(value: Any) -> list[str]:
+    """Inside shard_map, the axes of the mesh along which devices have other values."""
+    names = getattr(jax.typeof(value), "vma", frozenset())
+    mesh = jax.sharding.get_abstract_mesh()
+    return [name for name in mesh.axis_names if name in names]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def product(site: Site, multiply: Callable[..., Any], q: Any, k: Any) -> Any:
+    """The product of hidden states and unembedding, in whose backward pass both are heard, and what they get.
+    multiply: the product of the two, in the order that it takes them."""
+    return multiply(q, k)
+
+
+def _forward(site: Site, multiply: Callable[..., Any], q: Any, k: Any) -> Any:
+    return multiply(q, k), (q, k)
+
+
+def _backward(site: Site, multiply: Callable[..., Any], held: Any, arrived: Any) -> Any:
+    gradients = jax.vjp(multiply, *held)[1](arrived)
+    heard(site, held, gradients)
+    return gradients
+
+
+product.defvjp(_forward, _backward)
+
+
+def heard(site: Site, held: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """Has q, k and their gradients recorded."""
+    (q, k), (dq, dk) = held, gradients
+    operation, at = site.found.product, site.found.q
+    (contracted, _) = operation.params["dimension_numbers"]
+    axes = varying(q)
+    for name, value in (("q", q), ("dq", dq)):
+        moved = jnp.moveaxis(value, int(contracted[at][0]), -1)
+        site.listen(name, moved.reshape(*site.rows_shape, moved.shape[-1]), axes)
+    if jax.sharding.get_abstract_mesh().manual_axes and set(varying(k)) - set(axes):
+        raise ValueError("inside shard_map its unembedding is cut over devices")
+    site.listen("k", k)
+    if own := varying(dk):
+        dk = lax.psum(dk, tuple(own))
+    site.listen("dk", dk)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def loss(site: Site, rows: Any, labels: Any, bias: Any) -> Any:
+    """The loss of each row, in whose backward pass it is heard, and what arrives at it."""
+    return rows
+
+
+def _loss_forward(site: Site, rows: Any, labels: Any, bias: Any) -> Any:
+    return rows, (rows, labels, bias)
+
+
+def _loss_backward(site: Site, held: Any, arrived: Any) -> Any:
+    rows, given, bias = held
+    found = site.found
+    shift, valid = found.options["shift"], found.options["valid_vocab"]
+    classes = valid or found.product.outputs[0].shape[found.row.source.classes]
+    labels = _labels(found, given).reshape(rows.shape)
+    is_outside = (labels < 0) | (labels >= classes)
+    is_unread = is_outside & ((arrived == 0) | (rows == 0))
+    nll = rows / found.factor - shift
+    axes = varying(arrived)
+    site.listen("labels", site.placed(jnp.where(is_unread, UNREAD, labels), UNREAD), axes)
+    site.listen("loss", site.placed(jnp.where(is_unread, 0, nll), 0), axes)
+    site.listen("cotangent", site.placed(arrived * found.factor, 0), axes)
+    if bias is not None:
+        site.listen("bias", bias.reshape(-1))
+    return arrived, None, None
+
+
+loss.defvjp(_loss_forward, _loss_backward)
+
+
+def _labels(found: Found, given: Any) -> jax.Array:
+    """The label of each row of the loss."""
+    form = found.row.given
+    assert form is not None and found.row.label_index is not None
+    if form.are_targets:
+        largest = jnp.argmax(given, form.dim, keepdims=True)
+        top, total = jnp.max(given, form.dim, keepdims=True), jnp.sum(given, form.dim, keepdims=True)
+        taken = jnp.where((top == 1) & (total == 1), largest, jnp.where(total == 0, -1, NO_CLASS))
+    else:
+        taken = lax.index_in_dim(given, -1, form.dim)
+    labels = jnp.broadcast_to(taken, form.shape).reshape(-1).astype(jnp.int32)
+    index = found.row.label_index.reshape(-1)
+    if len(index) != labels.size or not (index == np.arange(labels.size)).all():
+        labels = labels[index]
+    return labels
