@@ -1,9 +1,7 @@
-"""The copy of a loss in which its heads are heard.
+"""Programs that are computed again, equation by equation, with something else in some places.
 
-The program of the loss is computed again, equation by equation, with the functions of `sites.py` where a head
-is. The job's own loss stays as it is: the copy stands beside it in the same compiled program, takes the same
-inputs behind a barrier, and gets in its backward pass what arrives at the job's. Only what the records need of
-it is left by the compiler: a forward pass up to the head, and the gradients of the head alone.
+`Walk` does so for a program whatever it is made of. `Copy` is the copy of a function that is differentiated,
+with the functions of `sites.py` where a head is.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.sharding import NamedSharding
 
 from backtape.attach_jax import sites
 from backtape.attach_jax.finding import Found
@@ -20,17 +19,70 @@ from backtape.attach_jax.graph import CALLS, CLOSED, LOOPS, Place, Program, sub_
 from backtape.attach_jax.sites import Site
 
 
-class Copy:
+class Walk:
+    """Computes a program equation by equation."""
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], place: Place) -> list[Any]:
+        """The results of a program that stands at this place."""
+        held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
+        self.entered(place, inputs)
+        for number, equation in enumerate(jaxpr.eqns):
+            own = (*place, number)
+            taken = [a.val if isinstance(a, core.Literal) else held[a] for a in equation.invars]
+            with equation.ctx.manager:
+                made = self.equation(equation, own, taken, (jaxpr, number, held))
+            self.left(own, made)
+            held |= dict(zip(equation.outvars, made))
+        return [a.val if isinstance(a, core.Literal) else held[a] for a in jaxpr.outvars]
+
+    def entered(self, place: Place, inputs: Sequence[Any]) -> None:
+        """What goes into the program at a place is known."""
+
+    def left(self, place: Place, made: Sequence[Any]) -> None:
+        """The results of the equation at a place are known."""
+
+    def equation(self, equation: Any, place: Place, taken: list[Any], around: Any) -> list[Any]:
+        """The results of an equation. around: the program that it is in, its number, and the values so far."""
+        raise NotImplementedError
+
+    def again(self, equation: Any, called: Any, taken: list[Any], place: Place) -> list[Any]:
+        """The results of an equation that calls a program, with something else inside of that."""
+        (jaxpr, consts), params, name = called, equation.params, equation.primitive.name
+
+        def inside(*inputs: Any) -> list[Any]:
+            return self.run(jaxpr, consts, inputs, place)
+
+        if name in CALLS:
+            return self.run(jaxpr, consts, _laid(taken, params), place)
+        if name in LOOPS:
+            return _looped(inside, params, taken)
+        if name == "shard_map":
+            mapped = jax.shard_map(
+                inside,
+                mesh=params["mesh"],
+                in_specs=tuple(params["in_specs"]),
+                out_specs=list(params["out_specs"]),
+                axis_names=set(params["manual_axes"]),
+                check_vma=params["check_vma"],
+            )
+            return list(mapped(*taken))
+        remade = jax.checkpoint(inside, policy=params["policy"], prevent_cse=params["prevent_cse"])
+        return list(remade(*taken))
+
+
+
+class Copy(Walk):
     """The program of a loss with its heads."""
 
-    def __init__(self, closed: Any, program: Program, heads: Sequence[Site]) -> None:
-        self._closed, self._program = closed, program
+    def __init__(self, program: Program, heads: Sequence[Site]) -> None:
+        self._program = program
         self._products = {site.found.product.place: site for site in heads}
         self._losses = {id(site.found.loss): site for site in heads if site.found.summed is None}
         self._sums = {site.found.summed.place: site for site in heads if site.found.summed is not None}
         # What is to be kept, by id: labels and biases.
         self._wanted: set[int] = set()
         self._held: dict[int, Any] = {}
+        self._is_plain = False  # it is computed only to keep what is wanted
         places = [*self._products, *self._sums]
         for site in heads:
             values = [site.found.loss, *(value for value in _extras(site.found) if value is not None)]
@@ -38,47 +90,43 @@ class Copy:
             places += [value.maker.place for value in values if value.maker is not None]
         self._inside = {place[:n] for place in places for n in range(1, len(place))}
 
-    def __call__(self, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """The results of the program, as those of the loss itself, of its constants and inputs."""
+    def compute(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The results of the program, as the function itself has them."""
         self._held.clear()
-        return self._run(self._closed.jaxpr, consts, inputs, ())
+        return self.run(jaxpr, consts, inputs, ())
 
-    def _run(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], place: Place, is_plain: bool = False
-    ) -> list[Any]:
-        """Computes a program. is_plain: only to keep what is wanted of it."""
-        held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
+    def entered(self, place: Place, inputs: Sequence[Any]) -> None:
+        """Keeps what is wanted."""
         self._keep(self._program.entries[place], inputs)
-        for number, equation in enumerate(jaxpr.eqns):
-            own = (*place, number)
-            taken = [a.val if isinstance(a, core.Literal) else held[a] for a in equation.invars]
-            with equation.ctx.manager:
-                made = self._equation(equation, own, taken, is_plain)
-            self._keep(self._program.made[own], made)
-            held |= dict(zip(equation.outvars, made))
-        return [a.val if isinstance(a, core.Literal) else held[a] for a in jaxpr.outvars]
+
+    def left(self, place: Place, made: Sequence[Any]) -> None:
+        """Keeps what is wanted."""
+        self._keep(self._program.made[place], made)
 
     def _keep(self, values: Sequence[Any], made: Sequence[Any]) -> None:
         for value, own in zip(values, made):
             if id(value) in self._wanted:
                 self._held[id(value)] = own
 
-    def _equation(self, equation: Any, place: Place, taken: list[Any], is_plain: bool) -> list[Any]:
+    def equation(self, equation: Any, place: Place, taken: list[Any], around: Any) -> list[Any]:
+        """The results of an equation, heard where it is a head's."""
         name = equation.primitive.name
         called = sub_jaxpr(equation) if place in self._inside else None
-        if called is not None and (name in CALLS or is_plain and name not in LOOPS):
-            return self._run(*called, taken, place, is_plain)
-        if is_plain:
-            return _bound(equation, taken)
+        if called is not None and (name in CALLS or self._is_plain and name not in LOOPS):
+            return self.run(*called, _laid(taken, equation.params), place)
+        if self._is_plain:
+            return bound(equation, taken)
         if place in self._products:
             return [self._product(self._products[place], equation, taken)]
         if place in self._sums:
             return [self._sum(self._sums[place], equation, taken[0])]
         if called is not None and name not in CLOSED:
-            return self._again(equation, called, taken, place)
-        made = _bound(equation, taken)
+            return self.again(equation, called, taken, place)
+        made = bound(equation, taken)
         if called is not None:
-            self._run(*called, [lax.stop_gradient(value) for value in taken], place, is_plain=True)
+            self._is_plain = True
+            self.run(*called, [lax.stop_gradient(value) for value in taken], place)
+            self._is_plain = False
         for at, value in enumerate(self._program.made[place]):
             if id(value) in self._losses:
                 made[at] = self._loss(self._losses[id(value)], made[at])
@@ -88,7 +136,7 @@ class Copy:
         is_first = site.found.q == 0
 
         def multiply(q: Any, k: Any) -> Any:
-            return _bound(equation, [q, k] if is_first else [k, q])[0]
+            return bound(equation, [q, k] if is_first else [k, q])[0]
 
         q, k = taken if is_first else taken[::-1]
         return sites.product(site, multiply, q, k)
@@ -111,34 +159,20 @@ class Copy:
         rows = self._loss(site, rows)
         return jnp.sum(rows, tuple(axis - (axis > classes) for axis in axes if axis != classes))
 
-    def _again(self, equation: Any, called: Any, taken: list[Any], place: Place) -> list[Any]:
-        """A loop, a checkpoint or a shard_map, with heads inside."""
-        jaxpr, consts = called
-        params = equation.params
 
-        def inside(*inputs: Any) -> list[Any]:
-            return self._run(jaxpr, consts, inputs, place)
-
-        if equation.primitive.name in LOOPS:
-            return _looped(inside, params, taken)
-        if equation.primitive.name == "shard_map":
-            mapped = jax.shard_map(
-                inside,
-                mesh=params["mesh"],
-                in_specs=tuple(params["in_specs"]),
-                out_specs=list(params["out_specs"]),
-                axis_names=set(params["manual_axes"]),
-                check_vma=params["check_vma"],
-            )
-            return list(mapped(*taken))
-        remade = jax.checkpoint(inside, policy=params["policy"], prevent_cse=params["prevent_cse"])
-        return list(remade(*taken))
-
-
-def _bound(equation: Any, taken: Sequence[Any]) -> list[Any]:
+def bound(equation: Any, taken: Sequence[Any]) -> list[Any]:
     """The results of an equation as it is."""
     made = equation.primitive.bind(*taken, **equation.primitive.get_bind_params(equation.params))
     return list(made) if equation.primitive.multiple_results else [made]
+
+
+def _laid(taken: Sequence[Any], params: Any) -> list[Any]:
+    """What goes into a call, laid on devices as that asks for it."""
+    wanted = params.get("in_shardings") or [None] * len(taken)
+    return [
+        lax.with_sharding_constraint(value, one) if isinstance(one, NamedSharding) else value
+        for value, one in zip(taken, wanted)
+    ]
 
 
 def _looped(inside: Callable[..., list[Any]], params: Any, taken: list[Any]) -> list[Any]:

@@ -43,6 +43,11 @@ class Trace:
     sites: list[Site] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)  # why heads are not recorded, or not all of them
 
+    def add(self, reason: str) -> None:
+        """Notes why a head is not recorded, or not all of it."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
 
 @dataclass
 class Taken:
@@ -63,7 +68,7 @@ class Heads:
         self._lock = threading.Lock()
         self._arrived: Counter[Any] = Counter()
         self._runs: dict[Run, Taken] = {}
-        self.is_traced = False  # a function was differentiated
+        self.traces: list[Trace] = []  # of the programs that ran
 
     def take(self, site: Site, name: str, device: Any, shard: Callable[[], Shard]) -> None:
         """Takes a shard of a run; called from the callbacks' threads, in which nothing may raise."""
@@ -86,6 +91,12 @@ class Heads:
                     run.shards.setdefault(name, []).append(made)
                 else:
                     run.shards.setdefault(name, [])
+
+    def refuse(self, reason: str) -> None:
+        """Notes why a head is not recorded."""
+        trace = Trace()
+        trace.add(reason)
+        self.traces.append(trace)
 
     def _has_room(self, site: Site) -> bool:
         """Whether a further run is kept: its unembedding's gradient is as large as the unembedding."""
@@ -116,7 +127,7 @@ class Heads:
     def _kept(self) -> tuple[list[Taken], list[str]]:
         """The runs that are recorded, in order, and why others are not."""
         runs = [self._runs[key] for key in sorted(self._runs)]
-        reasons = _reasons_of({id(run.site) for run in runs})
+        reasons = list(dict.fromkeys(reason for trace in self.traces for reason in trace.reasons))
         whole = [run for run in runs if run.is_kept]
         kept: list[Taken] = []
         if whole:
@@ -133,7 +144,7 @@ class Heads:
         if len(whole) < len(runs):
             reasons.append(LARGE.format(len(whole)))
         if not runs and not reasons:
-            reasons.append(UNKNOWN if self.is_traced else NO_GRADIENT)
+            reasons.append(UNKNOWN if self.traces else NO_GRADIENT)
         return kept, reasons
 
 
@@ -155,14 +166,7 @@ def _has_targets(run: Taken) -> bool:
     return any((np.frombuffer(shard.data, np.int32) == NO_CLASS).any() for shard in run.shards["labels"])
 
 
-def _reasons_of(heard: set[int]) -> list[str]:
-    """The reasons of the programs of which something was heard, or where nothing was those of all."""
-    some = [trace for trace in _traces if any(id(site) in heard for site in trace.sites)]
-    return list(dict.fromkeys(reason for trace in some or _traces for reason in trace.reasons))
-
-
-# What was found in the programs of this process, and the heads of the step that is open.
-_traces: list[Trace] = []
+# The heads of the step that is open.
 _open: list[Heads] = []
 _lock = threading.Lock()
 DEFAULT_BYTES = 1 << 30
@@ -173,19 +177,6 @@ def begin(tape: Tape, most: int) -> Heads:
     with _lock:
         _open[:] = [Heads(tape, most)]
         return _open[0]
-
-
-def traced(trace: Trace) -> None:
-    """Notes what was found in the program of a function."""
-    _traces.append(trace)
-    heads = of_step()
-    if heads is not None:
-        heads.is_traced = True
-
-
-def number_of_sites() -> int:
-    """How many heads have been found."""
-    return sum(len(trace.sites) for trace in _traces)
 
 
 def of_step() -> Heads | None:

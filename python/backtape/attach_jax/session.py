@@ -9,16 +9,14 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 
 from backtape.attach_jax import heads
-from backtape.attach_jax.watching import watched
+from backtape.attach_jax.doors import is_outside, mesh_of, opened
 from backtape.attach_said import said
 from backtape.failopen import CAUGHT, Faults, describe
 from backtape.recorder import Recorder
 from backtape.settings import rank_and_world_size
 from backtape.tape import Tape
-from backtape.taps_jax import lying_on, taping
 
 HIDDEN = "a step is a call of the function that was attached, from outside of jit"
 INSIDE = (
@@ -26,7 +24,6 @@ INSIDE = (
     "function that makes a step, or put `with attached.step():` around its call"
 )
 COMPILED = "the attached function is compiled already, and nothing can be put into it: attach it before it is compiled"
-NO_DOOR = "jax.grad of this jax cannot be watched: losses are found only where the loss itself is attached"
 
 
 class Attached:
@@ -42,9 +39,9 @@ class Attached:
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
-        self._watched = watched(function, None)
         self._recorder, self._head_bytes = recorder, head_bytes
         self._next = first_step
+        self._shadows: dict[Any, Any] = {}  # of the programs that have run in a recorded step
         self._is_open, self._was_inside = False, False
         self._closed = not is_active
         self._faults = Faults(False, rank_and_world_size(os.environ)[0])
@@ -65,9 +62,9 @@ class Attached:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self._closed:
             return self._function(*args, **options)
-        if self._is_open or not _is_outside():
+        if self._is_open or not is_outside():
             self._was_inside = self._was_inside or not self._is_open
-            return self._watched(*args, **options) if taping.value else self._function(*args, **options)
+            return self._function(*args, **options)
         with self._counted((args, options)):
             return self._function(*args, **options)
 
@@ -89,21 +86,18 @@ class Attached:
             yield
             return
         self._is_open = True
-        token = lying_on.set(_mesh_of(given))
         try:
             with tape:
-                heads.begin(tape, self._head_bytes)
-                with differentiated(self._faults):
+                with opened(heads.begin(tape, self._head_bytes), self._shadows, self._faults):
                     yield
         finally:
-            lying_on.reset(token)
             self._is_open = False
 
     def _tape(self, number: int, given: Any) -> Tape | None:
         """The tape of a step; None where it is not recorded."""
         with self._faults.guard("attach"):
             if self._recorder is None:
-                self._recorder = Recorder.from_env(mesh=_mesh_of(given))
+                self._recorder = Recorder.from_env(mesh=mesh_of(given))
                 # What is registered last runs first: this line comes before the recorder closes itself.
                 atexit.register(self._close_at_exit)
             if self._recorder.wants(number):
@@ -129,53 +123,3 @@ class Attached:
             self.close()
         except CAUGHT as error:
             self._faults.tell("close", "", error, describe(error))
-
-
-def _is_outside() -> bool:
-    """Whether nothing is being traced."""
-    try:
-        return bool(jax.core.trace_state_clean())
-    except AttributeError:
-        from jax._src import core
-
-        return bool(core.trace_state_clean())
-
-
-@contextlib.contextmanager
-def differentiated(faults: Faults) -> Iterator[None]:
-    """Has every function watched of which a gradient is taken: `grad` and `value_and_grad` call `vjp`, whatever
-    name the job imported them by."""
-    holders = [jax]
-    try:
-        from jax._src import api
-
-        holders.append(api)
-    except ImportError:
-        pass
-    kept = [(holder, vars(holder).get("vjp")) for holder in holders]
-    own = kept[-1][1]
-    if len(holders) < 2 or own is None:
-        faults.say(30, "%s", NO_DOOR)
-        yield
-        return
-
-    @functools.wraps(own)
-    def vjp(function: Any, *primals: Any, has_aux: bool = False, **options: Any) -> Any:
-        return own(watched(function, has_aux), *primals, has_aux=has_aux, **options)
-
-    try:
-        for holder, _ in kept:
-            holder.vjp = vjp
-        yield
-    finally:
-        for holder, was in kept:
-            holder.vjp = was
-
-
-def _mesh_of(given: Any) -> Mesh | None:
-    """The mesh of several devices that arrays lie on; None where there is none."""
-    for leaf in jax.tree.leaves(given):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
-            return sharding.mesh
-    return None

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from backtape.attach_jax.finding import Found
+from backtape.failopen import CAUGHT, text_of
 from backtape.shards import Key, Shard
 from backtape.taps_jax import NO_MICROBATCH, Tap, listen
 
@@ -27,6 +28,7 @@ class Site:
     found: Found
     number: int  # the heads of a process are counted in the order in which they are traced
     sink: Callable[["Site", str, Any, Callable[[], Shard]], None]
+    trace: Any  # of `heads.py`, in which it was found
 
     def take(self, tap: Tap, device: Any, shard: Callable[[], Shard]) -> None:
         """Takes a shard of what is heard, from the callback's thread."""
@@ -38,7 +40,10 @@ class Site:
         if jax.sharding.get_abstract_mesh().manual_axes:
             spec = PartitionSpec(tuple(axes)) if axes else PartitionSpec()
         tap = Tap(Key(name, None, None, None), None, spec, self)
-        listen(tap, lax.optimization_barrier(value), jnp.int32(NO_MICROBATCH))
+        try:
+            listen(tap, lax.optimization_barrier(value), jnp.int32(NO_MICROBATCH))
+        except CAUGHT as error:
+            self.trace.add(f"its {name} cannot be recorded: {text_of(error)}")
 
     @property
     def size(self) -> int:
