@@ -83,6 +83,8 @@ class Copy(Walk):
         self._wanted: set[int] = set()
         self._held: dict[int, Any] = {}
         self._is_plain = False  # it is computed only to keep what is wanted
+        self._fused = {site.found.fused.place: site for site in heads if site.found.fused is not None}
+        self._nothing: Any = None  # inside of a fused head, what makes its loss depend on something
         places = [*self._products, *self._sums]
         for site in heads:
             values = [site.found.loss, *(value for value in _extras(site.found) if value is not None)]
@@ -112,18 +114,21 @@ class Copy(Walk):
         """The results of an equation, heard where it is a head's."""
         name = equation.primitive.name
         called = sub_jaxpr(equation) if place in self._inside else None
-        if called is not None and (name in CALLS or self._is_plain and name not in LOOPS):
+        is_within = self._is_plain or self._nothing is not None
+        if called is not None and (name in CALLS or is_within and name not in LOOPS):
             return self.run(*called, _laid(taken, equation.params), place)
         if self._is_plain:
             return bound(equation, taken)
-        if place in self._products:
+        if place in self._fused:
+            return self._whole(self._fused[place], equation, called, taken, place)
+        if place in self._products and self._nothing is None:
             return [self._product(self._products[place], equation, taken)]
         if place in self._sums:
             return [self._sum(self._sums[place], equation, taken[0])]
-        if called is not None and name not in CLOSED:
+        if called is not None and (name not in CLOSED):
             return self.again(equation, called, taken, place)
         made = bound(equation, taken)
-        if called is not None:
+        if called is not None and name in CLOSED:
             self._is_plain = True
             self.run(*called, [lax.stop_gradient(value) for value in taken], place)
             self._is_plain = False
@@ -141,7 +146,26 @@ class Copy(Walk):
         q, k = taken if is_first else taken[::-1]
         return sites.product(site, multiply, q, k)
 
+    def _whole(self, site: Site, equation: Any, called: Any, taken: list[Any], place: Place) -> list[Any]:
+        """A call with a derivative of its own in which there is a head. It is heard from outside what hidden states
+        and unembedding get; what arrives at the loss of each token, by what the call computes forward."""
+        fused = site.found.fused
+        assert fused is not None
+        given = list(taken)
+        for name, leaf in (("q", fused.q), ("k", fused.k)):
+            given[leaf.number] = sites.operand(site, name, leaf.is_transposed, given[leaf.number])
+        made = bound(equation, given)
+        self._nothing = sites.nothing(given[fused.q.number])
+        inside = self.run(*called, [lax.stop_gradient(value) for value in taken], place)
+        self._nothing = None
+        wide = [at for at, value in enumerate(made) if jnp.issubdtype(value.dtype, jnp.inexact)]
+        for at, value in zip(wide, sites.linked([made[n] for n in wide], [inside[n] for n in wide])):
+            made[at] = value
+        return made
+
     def _loss(self, site: Site, rows: Any) -> Any:
+        if self._nothing is not None:
+            rows = lax.stop_gradient(rows) + self._nothing.astype(rows.dtype)
         labels, bias = (
             None if value is None else self._held.get(id(value), value.known) for value in _extras(site.found)
         )

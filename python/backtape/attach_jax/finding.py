@@ -20,7 +20,7 @@ from backtape.attach_jax.facts import (
     Source,
     Vector,
 )
-from backtape.attach_jax.graph import CLOSED, LOOPS, Operation, Place, Program, Value, reaching, takers
+from backtape.attach_jax.graph import CLOSED, LOOPS, Operation, Place, Program, Value, depending, reaching, takers
 from backtape.attach_jax.rules import Facts
 from backtape.attach_jax.shapes import MOVES, SAME
 
@@ -38,6 +38,23 @@ class Unfollowed(Exception):
     """Why a head cannot be recorded, as the end of a sentence."""
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """One of the inputs of a program, of which a product's operand is made by casts and transpositions."""
+
+    number: int
+    is_transposed: bool
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A call with a derivative of its own that takes q and k, and in which the loss is computed."""
+
+    place: Place
+    q: Leaf  # among the inputs of the call
+    k: Leaf
+
+
 @dataclass(eq=False)
 class Found:
     """A head: z0 = q k^T, and what the loss of each token is made of it."""
@@ -51,7 +68,9 @@ class Found:
     options: dict[str, Any]
     weight: Value  # what tells its unembedding from another
     classes: int | None = None  # the dimension of the classes in what it sums
-    fused: Place | None = None  # the call with a derivative of its own that all of it is in
+    frozen: tuple[str, ...] = ()  # of q and k, those that take no gradient
+    leaf: "Leaf | None" = None  # what is differentiated, where the unembedding is that and nothing else takes it
+    fused: "Fused | None" = None  # the call with a derivative of its own that all of it is in
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -152,8 +171,60 @@ def _found(
         options,
         _leaf(product.inputs[source.k]),
         classes=None if held is None else (held.vector if isinstance(held, Chosen) else held).dim,
-        fused=_closed(program, product.place),
+        frozen=_frozen(program, product, source),
+        leaf=_differentiated(program, product, source.k, reached),
+        fused=_fused(program, product, source),
     )
+
+
+def _frozen(program: Program, product: Operation, source: Source) -> tuple[str, ...]:
+    """Which of q and k take no gradient."""
+    takes = depending(program)
+    operands = (("q", product.inputs[source.q]), ("k", product.inputs[source.k]))
+    return tuple(name for name, value in operands if id(value) not in takes)
+
+
+def _differentiated(program: Program, product: Operation, at: int, reached: set[int]) -> Leaf | None:
+    """The input that an unembedding is, where it is one that nothing else takes."""
+    if _loop(program, product.place):
+        return None
+    leaf = _among(program.inputs, product.inputs[at], ("transpose",))
+    if leaf is None:
+        return None
+    value, taken = product.inputs[at], takers(program)
+    while True:
+        after = [one for one in taken.get(id(value), ()) if _is_reached(one, reached)]
+        if len(after) != 1:
+            return None
+        if value.maker is None:
+            return leaf
+        value = value.maker.inputs[0]
+
+
+def _fused(program: Program, product: Operation, source: Source) -> Fused | None:
+    """The call that hides a product. Raises Unfollowed where q and k do not go into it."""
+    place = _closed(program, product.place)
+    if place is None:
+        return None
+    inputs = program.entries[place]
+    q = _among(inputs, product.inputs[source.q], ("reshape",))
+    k = _among(inputs, product.inputs[source.k], ("transpose",))
+    if q is None or k is None or _loop(program, product.place) != _loop(program, place):
+        raise Unfollowed("its hidden states or its unembedding are made inside of a function with a custom_vjp")
+    return Fused(place, q, k)
+
+
+def _among(inputs: Sequence[Value], value: Value, moves: Sequence[str]) -> Leaf | None:
+    """Which of these inputs a value is, but for casts and some moves of its elements; None where it is none."""
+    is_transposed = False
+    while True:
+        found = [number for number, one in enumerate(inputs) if one is value]
+        if found:
+            return Leaf(found[0], is_transposed)
+        if value.maker is None or value.maker.name not in (*SAME, *moves) or value.maker.name == "stop_gradient":
+            return None
+        is_transposed ^= value.maker.name == "transpose"
+        value = value.maker.inputs[0]
 
 
 def _place_of(value: Value) -> Place:
@@ -244,6 +315,6 @@ def _plain(value: float) -> float:
     """A number without the rounding of the few operations in f32 that it was made by."""
     for digits in (6, 7):
         rounded = float(f"{value:.{digits}g}")
-        if math.isclose(rounded, value, rel_tol=2e-7):
+        if math.isclose(rounded, value, rel_tol=6e-8):
             return rounded
     return float(value) + 0.0

@@ -177,6 +177,21 @@ def reaching(program: Program, outputs: Sequence[Value]) -> set[int]:
     return reached
 
 
+def depending(program: Program) -> set[int]:
+    """The values, by id, that have a gradient by the program's inputs."""
+    found = {id(value) for value in program.inputs if value.is_float}
+    while True:
+        before = len(found)
+        for operation in program.operations:
+            if operation.name == "stop_gradient" or not any(id(value) in found for value in operation.inputs):
+                continue
+            found |= {id(value) for value in operation.outputs if value.is_float}
+            # What goes into a loop comes before it in the list.
+            found |= {id(value) for value in program.entries.get(operation.place, ()) if value.is_float}
+        if len(found) == before:
+            return found
+
+
 def takers(program: Program) -> dict[int, list[Operation]]:
     """The operations that take each value, by its id."""
     found: dict[int, list[Operation]] = {}

@@ -30,6 +30,11 @@ OTHERWISE = "the loss is computed in another way too, which is not recorded"
 TARGETS = "its targets are probabilities and not labels"
 PARTLY = "{} of the loss did not arrive"
 
+FROZEN = {
+    "q": "the hidden states take no gradient, by lax.stop_gradient or as nothing is differentiated that they depend on",
+    "k": "the unembedding takes no gradient, by lax.stop_gradient or as it is not differentiated",
+}
+
 NEEDED = ("q", "k", "labels", "loss", "cotangent", "dq", "dk")
 
 # One run of a head: its number, and which run of it that is.
@@ -116,6 +121,9 @@ class Heads:
                 for shard in shards:
                     self.tape.record_shards(Key(name, None, index, None), lambda shard=shard: shard)
         if kept:
+            for name in kept[0].site.found.frozen:
+                self.tape.leave_out(f"d{name}", None, FROZEN[name])
+                reasons.append(f"d{name} is not recorded: {FROZEN[name]}")
             for name in ("k", "bias"):
                 for shard in next((run.shards[name] for run in kept if run.shards.get(name)), []):
                     self.tape.record_shards(Key(name, None, None, None), lambda shard=shard: shard)
@@ -150,7 +158,8 @@ class Heads:
 
 def _refused(run: Taken, main: Taken) -> str | None:
     """Why a run is not recorded beside the main one."""
-    missing = [name for name in NEEDED if name not in run.shards]
+    frozen = [f"d{name}" for name in run.site.found.frozen]
+    missing = [name for name in NEEDED if name not in run.shards and name not in frozen]
     if missing:
         return PARTLY.format(", ".join(missing))
     if run.sums != main.sums:

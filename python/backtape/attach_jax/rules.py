@@ -143,9 +143,9 @@ def _product(facts: Facts, operation: Operation) -> Any:
     """A product of matrices: that of hidden states and unembedding, or one that picks a label's entry."""
     first, second = (facts.get(value) for value in operation.inputs)
     (taken, batched) = operation.params["dimension_numbers"]
-    if isinstance(first, (Labels, Vector)) and isinstance(second, (Labels, Vector)):
+    if isinstance(first, Labels) or isinstance(second, Labels):
         return _picked(facts, operation, first, second, taken, batched)
-    if any(batched[0]) or any(batched[1]) or batched[0] or batched[1]:
+    if batched[0] or batched[1]:
         return None
     can_be = [
         at for at in (1, 0) if len(operation.inputs[at].shape) == 2 and len(taken[at]) == 1

@@ -17,7 +17,7 @@ from backtape.attach_jax.finding import heads_of
 from backtape.attach_jax.graph import CALLS, LOOPS, Place, program_of, sub_jaxpr
 from backtape.attach_jax.heads import Trace
 from backtape.attach_jax.marks import MARKS, gradient_p, start_p
-from backtape.attach_jax.sites import Site
+from backtape.attach_jax.sites import Site, heard_leaf
 from backtape.failopen import CAUGHT, describe
 
 HIDDEN = "a gradient is taken inside of {}, where its head is not looked for"
@@ -88,8 +88,11 @@ class Shadow(Walk):
             return walk.compute(function, values, mixed)
 
         pull = jax.vjp(again, *(value for is_wide, value in zip(wide, given) if is_wide))[1]
-        gradients = iter(pull(list(arrived)))
-        return [next(gradients) if is_wide else value for is_wide, value in zip(wide, given)]
+        by_wide = iter(pull(list(arrived)))
+        gradients = [next(by_wide) if is_wide else value for is_wide, value in zip(wide, given)]
+        for site in sites:
+            heard_leaf(site, gradients)
+        return gradients
 
 
 class _Plain(Walk):

@@ -100,14 +100,65 @@ def heard(site: Site, held: Sequence[Any], gradients: Sequence[Any]) -> None:
     (contracted, _) = operation.params["dimension_numbers"]
     axes = varying(q)
     for name, value in (("q", q), ("dq", dq)):
-        moved = jnp.moveaxis(value, int(contracted[at][0]), -1)
-        site.listen(name, moved.reshape(*site.rows_shape, moved.shape[-1]), axes)
+        if name == "q" or "q" not in site.found.frozen:
+            moved = jnp.moveaxis(value, int(contracted[at][0]), -1)
+            site.listen(name, moved.reshape(*site.rows_shape, moved.shape[-1]), axes)
     if jax.sharding.get_abstract_mesh().manual_axes and set(varying(k)) - set(axes):
         raise ValueError("inside shard_map its unembedding is cut over devices")
     site.listen("k", k)
+    if "k" in site.found.frozen or site.found.leaf is not None:
+        return
     if own := varying(dk):
         dk = lax.psum(dk, tuple(own))
     site.listen("dk", dk)
+
+
+def heard_leaf(site: Site, gradients: Sequence[Any]) -> None:
+    """Has the gradient of an unembedding recorded that is differentiated itself: it has all that lies between."""
+    leaf = site.found.leaf
+    if leaf is not None and "k" not in site.found.frozen:
+        gradient = gradients[leaf.number]
+        site.listen("dk", gradient.T if leaf.is_transposed else gradient)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def operand(site: Site, name: str, is_transposed: bool, value: Any) -> Any:
+    """What goes into a call with a derivative of its own, which is heard in the backward pass, and what it gets."""
+    return value
+
+
+def _operand_forward(site: Site, name: str, is_transposed: bool, value: Any) -> Any:
+    return value, value
+
+
+def _operand_backward(site: Site, name: str, is_transposed: bool, value: Any, arrived: Any) -> Any:
+    for own, one in ((name, value), (f"d{name}", arrived)):
+        if name == "q":
+            site.listen(own, one.reshape(*site.rows_shape, one.shape[-1]), varying(one))
+        elif own == "k" or site.found.leaf is None:
+            site.listen(own, one.T if is_transposed else one)
+    return (arrived,)
+
+
+operand.defvjp(_operand_forward, _operand_backward)
+
+
+@jax.custom_vjp
+def nothing(value: Any) -> Any:
+    """Zero, which passes for something that depends on a value."""
+    return jnp.zeros(())
+
+
+nothing.defvjp(lambda value: (jnp.zeros(()), value), lambda value, _: (jnp.zeros_like(value),))
+
+
+@jax.custom_vjp
+def linked(results: Any, others: Any) -> Any:
+    """The results; what arrives at them arrives at the others, too."""
+    return results
+
+
+linked.defvjp(lambda results, others: (results, None), lambda _, arrived: (arrived, arrived))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
