@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from backtape.attach_jax import sites
+from backtape.attach_jax.devices import manual_axes
 from backtape.attach_jax.finding import Found
 from backtape.attach_jax.graph import CALLS, CLOSED, LOOPS, Place, Program, sub_jaxpr
 from backtape.attach_jax.sites import Site
@@ -62,7 +63,7 @@ class Walk:
                 mesh=params["mesh"],
                 in_specs=tuple(params["in_specs"]),
                 out_specs=list(params["out_specs"]),
-                axis_names=set(params["manual_axes"]),
+                axis_names=set(manual_axes(params)),
                 check_vma=params["check_vma"],
             )
             return list(mapped(*taken))

@@ -74,6 +74,8 @@ class Facts:
         """Computes what does not depend on what comes into the program, where it is small."""
         value, inputs = operation.outputs[0], [taken.known for taken in operation.inputs]
         fold = FOLDED.get(operation.name)
+        if fold is None and operation.name in SAME:
+            fold = _as_it_is
         # Constants that are broadcast take no memory, however large they are.
         is_small = operation.name == "broadcast_in_dim" or math.prod(value.shape) <= MOST_ELEMENTS
         if fold is not None and is_small and all(known is not None for known in inputs):
@@ -639,6 +641,10 @@ RULES: Mapping[str, Callable[[Facts, Operation], Any]] = {
 }
 
 
+def _as_it_is(inputs: Any, _: Any, value: Value) -> Any:
+    return inputs[0].astype(value.dtype)
+
+
 def _folded_iota(_: Any, params: Any, value: Value) -> Any:
     shape = [1] * len(value.shape)
     dim = int(params["dimension"])
@@ -654,7 +660,6 @@ def _folded_concatenate(inputs: Any, params: Any, _: Value) -> Any:
 FOLDED: Mapping[str, Callable[[Any, Any, Value], Any]] = {
     "iota": _folded_iota,
     "concatenate": _folded_concatenate,
-    "convert_element_type": lambda given, params, value: given[0].astype(value.dtype),
     "lt": lambda given, _, __: given[0] < given[1],
     "le": lambda given, _, __: given[0] <= given[1],
     "gt": lambda given, _, __: given[0] > given[1],
@@ -670,8 +675,6 @@ FOLDED: Mapping[str, Callable[[Any, Any, Value], Any]] = {
     "sqrt": lambda given, _, __: np.sqrt(given[0]),
     "rsqrt": lambda given, _, __: 1 / np.sqrt(given[0]),
     "integer_pow": lambda given, params, __: given[0] ** params["y"],
-    "stop_gradient": lambda given, _, __: given[0],
-    "copy": lambda given, _, __: given[0],
     "select_n": lambda given, _, __: np.where(given[0], given[2], given[1]),
     "broadcast_in_dim": lambda given, params, value: MOVES["broadcast_in_dim"](given[0], params, value.shape),
     "reshape": lambda given, params, value: given[0].reshape(value.shape),

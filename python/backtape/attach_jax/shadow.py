@@ -13,8 +13,9 @@ from jax.extend import core
 
 from backtape.attach_jax import heads
 from backtape.attach_jax.copies import Copy, Walk, bound
+from backtape.attach_jax.devices import NONE, Axes, axes_of_specs, follow
 from backtape.attach_jax.finding import heads_of
-from backtape.attach_jax.graph import CALLS, LOOPS, Place, program_of, sub_jaxpr
+from backtape.attach_jax.graph import CALLS, LOOPS, Operation, Place, program_of, sub_jaxpr
 from backtape.attach_jax.heads import Trace
 from backtape.attach_jax.marks import MARKS, gradient_p, start_p
 from backtape.attach_jax.sites import Site, heard_leaf
@@ -29,6 +30,7 @@ class Shadow(Walk):
     def __init__(self, closed: Any, trace: Trace) -> None:
         self._closed, self.trace = closed, trace
         self._with_marks: dict[int, bool] = {}
+        self._axes: dict[Any, Axes] = {}  # of the variables inside of shard_map
         self.is_wanted = self._has_marks(closed.jaxpr)  # whether a gradient is taken in it
         self.run_on: Callable[..., None] = jax.jit(self._computed)
 
@@ -45,6 +47,8 @@ class Shadow(Walk):
         if not any(self._has_marks(inner) for inner in _inner(equation)):
             return bound(equation, taken)
         called = sub_jaxpr(equation)
+        if primitive.name == "shard_map" and called is not None:
+            follow(called[0], axes_of_specs(equation.params["in_specs"]), self._axes)
         if called is None or primitive.name not in (*CALLS, *LOOPS, "shard_map"):
             self.trace.add(HIDDEN.format(primitive.name))
             raise NotImplementedError(HIDDEN.format(primitive.name))
@@ -75,7 +79,12 @@ class Shadow(Walk):
             found, reasons = heads_of(program, program.outputs)
             for reason in reasons:
                 self.trace.add(reason)
-            sites = [Site(one, next(_numbers), heads.heard, self.trace) for one in found]
+            known = {var: self._axes.get(var, NONE) for var in consts}
+            follow(function, [self._axes.get(var, NONE) for var in function.invars], known)
+            sites = [
+                Site(one, next(_numbers), heads.heard, self.trace, _axes_at(function, one.product, known))
+                for one in found
+            ]
             self.trace.sites += sites
             walk = Copy(program, sites) if sites else walk
         except CAUGHT as error:
@@ -105,6 +114,16 @@ class _Plain(Walk):
     def equation(self, equation: Any, place: Place, taken: list[Any], around: Any) -> list[Any]:
         """The results of an equation."""
         return bound(equation, taken)
+
+
+def _axes_at(jaxpr: Any, product: Operation, known: dict[Any, Axes]) -> tuple[Axes, ...]:
+    """The axes along which devices hold other operands of a product."""
+    *path, last = product.place
+    for number in path:
+        called = sub_jaxpr(jaxpr.eqns[number])
+        assert called is not None
+        jaxpr = called[0]
+    return tuple(known.get(var, NONE) for var in jaxpr.eqns[last].invars)
 
 
 def _inner(equation: Any) -> list[Any]:

@@ -29,16 +29,28 @@ class Site:
     number: int  # the heads of a process are counted in the order in which they are traced
     sink: Callable[["Site", str, Any, Callable[[], Shard]], None]
     trace: Any  # of `heads.py`, in which it was found
+    # Inside shard_map, the axes of the mesh along which devices hold other operands of the product.
+    operand_axes: tuple[frozenset[str], ...] = (frozenset(), frozenset())
 
     def take(self, tap: Tap, device: Any, shard: Callable[[], Shard]) -> None:
         """Takes a shard of what is heard, from the callback's thread."""
         self.sink(self, tap.key.name, device, shard)
 
-    def listen(self, name: str, value: jax.Array, axes: Sequence[str] | None = None) -> None:
-        """Has a value recorded. axes: inside shard_map, the axes of the mesh that split its tokens."""
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Inside shard_map, the axes of the mesh that split its tokens."""
+        mesh, own = jax.sharding.get_abstract_mesh(), self.operand_axes[self.found.q]
+        return tuple(name for name in mesh.axis_names if name in mesh.manual_axes and name in own)
+
+    def listen(self, name: str, value: jax.Array, is_of_tokens: bool = True) -> None:
+        """Has a value recorded: one of tokens, or one that all of them share."""
         spec = None
         if jax.sharding.get_abstract_mesh().manual_axes:
-            spec = PartitionSpec(tuple(axes)) if axes else PartitionSpec()
+            axes = self.token_axes
+            spec = PartitionSpec(axes) if axes and is_of_tokens else PartitionSpec()
+            if self.operand_axes[1 - self.found.q] - set(axes):
+                self.trace.add("inside shard_map its unembedding is cut over devices that share tokens")
+                return
         tap = Tap(Key(name, None, None, None), None, spec, self)
         try:
             listen(tap, lax.optimization_barrier(value), jnp.int32(NO_MICROBATCH))
@@ -66,13 +78,6 @@ class Site:
         return flat.reshape(self.rows_shape)
 
 
-def varying(value: Any) -> list[str]:
-    """Inside shard_map, the axes of the mesh along which devices have other values."""
-    names = getattr(jax.typeof(value), "vma", frozenset())
-    mesh = jax.sharding.get_abstract_mesh()
-    return [name for name in mesh.axis_names if name in names]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def product(site: Site, multiply: Callable[..., Any], q: Any, k: Any) -> Any:
     """The product of hidden states and unembedding, in whose backward pass both are heard, and what they get.
@@ -98,19 +103,31 @@ def heard(site: Site, held: Sequence[Any], gradients: Sequence[Any]) -> None:
     (q, k), (dq, dk) = held, gradients
     operation, at = site.found.product, site.found.q
     (contracted, _) = operation.params["dimension_numbers"]
-    axes = varying(q)
     for name, value in (("q", q), ("dq", dq)):
         if name == "q" or "q" not in site.found.frozen:
             moved = jnp.moveaxis(value, int(contracted[at][0]), -1)
-            site.listen(name, moved.reshape(*site.rows_shape, moved.shape[-1]), axes)
-    if jax.sharding.get_abstract_mesh().manual_axes and set(varying(k)) - set(axes):
-        raise ValueError("inside shard_map its unembedding is cut over devices")
-    site.listen("k", k)
-    if "k" in site.found.frozen or site.found.leaf is not None:
-        return
-    if own := varying(dk):
-        dk = lax.psum(dk, tuple(own))
-    site.listen("dk", dk)
+            site.listen(name, moved.reshape(*site.rows_shape, moved.shape[-1]))
+    site.listen("k", k, is_of_tokens=False)
+    if "k" not in site.found.frozen and site.found.leaf is None:
+        site.listen("dk", summed(site, dk), is_of_tokens=False)
+
+
+def varying(value: Any) -> frozenset[str]:
+    """Inside shard_map, the axes of the mesh along which jax knows that devices hold other values."""
+    kind = jax.typeof(value)
+    return frozenset(getattr(getattr(kind, "mat", None), "varying", getattr(kind, "vma", ())) or ())
+
+
+def summed(site: Site, dk: Any) -> Any:
+    """Inside shard_map, the sum of what devices with other tokens have of the gradient of the unembedding."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return dk
+    if not site.token_axes:
+        return dk
+    # Where jax looks after that (check_vma), a value that is a sum already varies along none of them.
+    is_known = bool(varying(lax.axis_index(site.token_axes)))
+    axes = [name for name in site.token_axes if not is_known or name in varying(dk)]
+    return lax.psum(dk, tuple(axes)) if axes else dk
 
 
 def heard_leaf(site: Site, gradients: Sequence[Any]) -> None:
@@ -118,7 +135,8 @@ def heard_leaf(site: Site, gradients: Sequence[Any]) -> None:
     leaf = site.found.leaf
     if leaf is not None and "k" not in site.found.frozen:
         gradient = gradients[leaf.number]
-        site.listen("dk", gradient.T if leaf.is_transposed else gradient)
+        own = summed(site, gradient)
+        site.listen("dk", own.T if leaf.is_transposed else own, is_of_tokens=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -134,9 +152,10 @@ def _operand_forward(site: Site, name: str, is_transposed: bool, value: Any) -> 
 def _operand_backward(site: Site, name: str, is_transposed: bool, value: Any, arrived: Any) -> Any:
     for own, one in ((name, value), (f"d{name}", arrived)):
         if name == "q":
-            site.listen(own, one.reshape(*site.rows_shape, one.shape[-1]), varying(one))
+            site.listen(own, one.reshape(*site.rows_shape, one.shape[-1]))
         elif own == "k" or site.found.leaf is None:
-            site.listen(own, one.T if is_transposed else one)
+            one = one if own == "k" else summed(site, one)
+            site.listen(own, one.T if is_transposed else one, is_of_tokens=False)
     return (arrived,)
 
 
@@ -180,12 +199,11 @@ def _loss_backward(site: Site, held: Any, arrived: Any) -> Any:
     is_outside = (labels < 0) | (labels >= classes)
     is_unread = is_outside & ((arrived == 0) | (rows == 0))
     nll = rows / found.factor - shift
-    axes = varying(arrived)
-    site.listen("labels", site.placed(jnp.where(is_unread, UNREAD, labels), UNREAD), axes)
-    site.listen("loss", site.placed(jnp.where(is_unread, 0, nll), 0), axes)
-    site.listen("cotangent", site.placed(arrived * found.factor, 0), axes)
+    site.listen("labels", site.placed(jnp.where(is_unread, UNREAD, labels), UNREAD))
+    site.listen("loss", site.placed(jnp.where(is_unread, 0, nll), 0))
+    site.listen("cotangent", site.placed(arrived * found.factor, 0))
     if bias is not None:
-        site.listen("bias", bias.reshape(-1))
+        site.listen("bias", bias.reshape(-1), is_of_tokens=False)
     return arrived, None, None
 
 
