@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from backtape.attach_jax import Attached as Attached
 from backtape.attach_jax import attach as attach
 from backtape.attach_jax import heads
+from backtape.attach_jax import losses as losses
 from backtape.failopen import CAUGHT, describe
 from backtape.shards import Key
 from backtape.step_jax import step_algebra as step_algebra

@@ -26,7 +26,7 @@ class Walk:
     def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], place: Place) -> list[Any]:
         """The results of a program that stands at this place."""
         held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
-        self.entered(place, inputs)
+        self.entered(place, consts, inputs)
         for number, equation in enumerate(jaxpr.eqns):
             own = (*place, number)
             taken = [a.val if isinstance(a, core.Literal) else held[a] for a in equation.invars]
@@ -36,7 +36,7 @@ class Walk:
             held |= dict(zip(equation.outvars, made))
         return [a.val if isinstance(a, core.Literal) else held[a] for a in jaxpr.outvars]
 
-    def entered(self, place: Place, inputs: Sequence[Any]) -> None:
+    def entered(self, place: Place, consts: Sequence[Any], inputs: Sequence[Any]) -> None:
         """What goes into the program at a place is known."""
 
     def left(self, place: Place, made: Sequence[Any]) -> None:
@@ -98,8 +98,9 @@ class Copy(Walk):
         self._held.clear()
         return self.run(jaxpr, consts, inputs, ())
 
-    def entered(self, place: Place, inputs: Sequence[Any]) -> None:
+    def entered(self, place: Place, consts: Sequence[Any], inputs: Sequence[Any]) -> None:
         """Keeps what is wanted."""
+        self._keep(self._program.constants[place], consts)
         self._keep(self._program.entries[place], inputs)
 
     def left(self, place: Place, made: Sequence[Any]) -> None:

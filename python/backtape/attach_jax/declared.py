@@ -5,7 +5,9 @@ from typing import Any
 import jax
 
 from backtape.attach_jax.finding import Found
-from backtape.attach_jax.sites import UNREAD
+
+# The label of a token that the loss does not read.
+UNREAD = -100
 
 NAMES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from backtape import attach_logits
 from backtape.attach_jax.facts import (
     ALL,
     LABEL,
@@ -300,13 +301,16 @@ def _options(row: Row, source: Source) -> tuple[float, dict[str, Any]]:
     shift = parts.pop(ONE, 0.0)
     if parts or not is_whole or not -1e-9 <= smoothing < 1 or z_loss < -1e-12:
         raise Unfollowed("what the loss makes of the logits is no softmax cross-entropy")
+    scale = form.scale if form.cap is None else form.scale * form.cap
     options = {
         "label_smoothing": _plain(smoothing),
         "z_loss": _plain(z_loss),
-        "valid_vocab": None if form.valid in (None, width) else form.valid,
         "mask_value": form.mask,
-        "logit_scale": _plain(form.scale * (form.cap or 1.0)) if form.cap else _plain(form.scale),
-        "softcap": None if form.cap is None else _plain(form.cap),
+        **attach_logits.options(
+            _plain(scale),
+            None if form.cap is None else _plain(form.cap),
+            None if form.valid in (None, width) else form.valid,
+        ),
     }
     return _plain(factor), options | {"shift": shift}
 

@@ -69,6 +69,7 @@ class Program:
     # what it hands out.
     entries: dict[Place, list[Value]] = field(default_factory=dict)
     made: dict[Place, list[Value]] = field(default_factory=dict)
+    constants: dict[Place, list[Value]] = field(default_factory=dict)  # of each program that is called
     # For each value that a call or a loop hands out, what is inside of it.
     inside: dict[int, list[Value]] = field(default_factory=dict)
     kinds: dict[Place, str] = field(default_factory=dict)  # of the scopes
@@ -108,6 +109,7 @@ def _laid_open(
     held: dict[Any, Value] = dict(zip(jaxpr.invars, inputs))
     for var, value in zip(jaxpr.constvars, consts):
         held[var] = _value(var, _known(value))
+    program.constants[place] = [held[var] for var in jaxpr.constvars]
 
     def read(atom: Any) -> Value:
         return _value(atom, np.asarray(atom.val)) if isinstance(atom, core.Literal) else held[atom]

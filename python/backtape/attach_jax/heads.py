@@ -6,6 +6,7 @@ as they arrive. What has arrived is kept until the step ends: then it is known h
 become the microbatches of the head, in the order of the program.
 """
 
+import itertools
 import threading
 import zlib
 from collections import Counter
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from backtape.attach_jax.declared import options_of
 from backtape.attach_jax.sites import NO_CLASS, Site
 from backtape.shards import Key, Shard
 from backtape.tape import Tape, open_tape
@@ -34,8 +34,6 @@ FROZEN = {
     "q": "the hidden states take no gradient, by lax.stop_gradient or as nothing is differentiated that they depend on",
     "k": "the unembedding takes no gradient, by lax.stop_gradient or as it is not differentiated",
 }
-
-NEEDED = ("q", "k", "labels", "loss", "cotangent", "dq", "dk")
 
 # One run of a head: its number, and which run of it that is.
 Run = tuple[int, int]
@@ -58,7 +56,7 @@ class Trace:
 class Taken:
     """What has arrived of one run."""
 
-    site: Site
+    site: Any
     shards: dict[str, list[Shard]] = field(default_factory=dict)
     sums: dict[Any, int] = field(default_factory=dict)  # of the unembedding's bytes, by device
     is_kept: bool = True
@@ -74,8 +72,9 @@ class Heads:
         self._arrived: Counter[Any] = Counter()
         self._runs: dict[Run, Taken] = {}
         self.traces: list[Trace] = []  # of the programs that ran
+        self.is_attached = False  # heads are looked for in the programs that run
 
-    def take(self, site: Site, name: str, device: Any, shard: Callable[[], Shard]) -> None:
+    def take(self, site: Any, name: str, device: Any, shard: Callable[[], Shard]) -> None:
         """Takes a shard of a run; called from the callbacks' threads, in which nothing may raise."""
         with self.tape.guarded("tap", name, lambda reason: self.tape.leave_out(name, None, reason)):
             with self._lock:
@@ -85,7 +84,8 @@ class Heads:
                 if run is None:
                     run = Taken(site, is_kept=self._has_room(site))
                     self._runs[site.number, which] = run
-                is_first = not any(one.shards.get("k") for one in self._runs.values() if one is not run)
+                others = [one for one in self._runs.values() if one is not run and one.site is site]
+                is_first = not any(one.shards.get("k") for one in others)
             if not run.is_kept:
                 return
             made = shard()
@@ -105,10 +105,7 @@ class Heads:
 
     def _has_room(self, site: Site) -> bool:
         """Whether a further run is kept: its unembedding's gradient is as large as the unembedding."""
-        count, k = len(self._runs), site.found.product.inputs[1 - site.found.q]
-        size = k.dtype.itemsize
-        for length in k.shape:
-            size *= length
+        count, size = len(self._runs), site.stored
         return count == 0 or 2 * size * count <= self._most
 
     def finish(self) -> None:
@@ -121,13 +118,13 @@ class Heads:
                 for shard in shards:
                     self.tape.record_shards(Key(name, None, index, None), lambda shard=shard: shard)
         if kept:
-            for name in kept[0].site.found.frozen:
+            for name in kept[0].site.frozen:
                 self.tape.leave_out(f"d{name}", None, FROZEN[name])
                 reasons.append(f"d{name} is not recorded: {FROZEN[name]}")
             for name in ("k", "bias"):
                 for shard in next((run.shards[name] for run in kept if run.shards.get(name)), []):
                     self.tape.record_shards(Key(name, None, None, None), lambda shard=shard: shard)
-            self.tape.head(**options_of(kept[0].site.found), microbatches=len(kept))
+            self.tape.head(**kept[0].site.options, microbatches=len(kept))
         for reason in reasons:
             name = "loss" if reason in (UNKNOWN, NO_GRADIENT) else "head"
             self.tape.leave_out(name, None, reason)
@@ -158,14 +155,13 @@ class Heads:
 
 def _refused(run: Taken, main: Taken) -> str | None:
     """Why a run is not recorded beside the main one."""
-    frozen = [f"d{name}" for name in run.site.found.frozen]
-    missing = [name for name in NEEDED if name not in run.shards and name not in frozen]
+    missing = [name for name in run.site.needed if name not in run.shards]
     if missing:
         return PARTLY.format(", ".join(missing))
     if run.sums != main.sums:
-        same = run.site.found.weight is main.site.found.weight
+        same = run.site.weight is main.site.weight
         return CHANGED if same else ANOTHER
-    return None if options_of(run.site.found) == options_of(main.site.found) else OTHERWISE
+    return None if run.site.options == main.site.options else OTHERWISE
 
 
 def _has_targets(run: Taken) -> bool:
@@ -174,6 +170,9 @@ def _has_targets(run: Taken) -> bool:
 
     return any((np.frombuffer(shard.data, np.int32) == NO_CLASS).any() for shard in run.shards["labels"])
 
+
+# The heads of a process are counted in the order in which they are traced.
+numbers = itertools.count()
 
 # The heads of the step that is open.
 _open: list[Heads] = []
@@ -185,6 +184,7 @@ def begin(tape: Tape, most: int) -> Heads:
     """The heads of a step that an attachment records."""
     with _lock:
         _open[:] = [Heads(tape, most)]
+        _open[0].is_attached = True
         return _open[0]
 
 
@@ -199,7 +199,7 @@ def of_step() -> Heads | None:
         return _open[0]
 
 
-def heard(site: Site, name: str, device: Any, shard: Callable[[], Shard]) -> None:
+def heard(site: Any, name: str, device: Any, shard: Callable[[], Shard]) -> None:
     """The sink of all sites."""
     heads = of_step()
     if heads is not None:

@@ -471,10 +471,11 @@ def _maximum(facts: Facts, operation: Operation) -> Any:
     value = operation.inputs[0]
     axes = [int(axis) for axis in operation.params["axes"]]
     vector = facts.vector(value, axes[0]) if len(axes) == 1 else None
-    if vector is None or isinstance(vector, Exponential):
+    if vector is None or isinstance(vector, Exponential) or vector.factor != 1.0:
         return None
     index = np.squeeze(vector.index, vector.dim)
-    return Row(vector.source, vector.form, index, {("largest", id(operation)): 1.0})
+    largest = ("largest", replace(vector.form, dtypes=()))
+    return Row(vector.source, vector.form, index, plus(vector.row, {largest: 1.0}))
 
 
 def _compared(facts: Facts, operation: Operation) -> Any:

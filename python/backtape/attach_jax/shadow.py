@@ -4,7 +4,6 @@ The job's own program is not touched. Its shadow takes the same arrays, gives no
 leaves what the records need: the forward passes up to the heads, and the gradients of the heads alone.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,7 +81,7 @@ class Shadow(Walk):
             known = {var: self._axes.get(var, NONE) for var in consts}
             follow(function, [self._axes.get(var, NONE) for var in function.invars], known)
             sites = [
-                Site(one, next(_numbers), heads.heard, self.trace, _axes_at(function, one.product, known))
+                Site(one, next(heads.numbers), heads.heard, self.trace, _axes_at(function, one.product, known))
                 for one in found
             ]
             self.trace.sites += sites
@@ -156,6 +155,3 @@ def _function(
     function = core.Jaxpr(consts, list(given), list(made), kept, debug_info=jaxpr.debug_info)
     return function, consts
 
-
-# The heads of a process are counted in the order in which they are traced.
-_numbers = itertools.count()

@@ -12,13 +12,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from backtape.attach_jax.declared import UNREAD, options_of
 from backtape.attach_jax.finding import Found
 from backtape.failopen import CAUGHT, text_of
 from backtape.shards import Key, Shard
 from backtape.taps_jax import NO_MICROBATCH, Tap, listen
 
-# The label of a token that the loss does not read, and that of one whose target is no class.
-UNREAD, NO_CLASS = -100, -1000
+# The label of a token whose target is no class.
+NO_CLASS = -1000
 
 
 @dataclass(eq=False)
@@ -61,6 +62,33 @@ class Site:
     def size(self) -> int:
         """How many logits it has."""
         return int(np.prod(self.found.product.outputs[0].shape, dtype=np.int64))
+
+    @property
+    def stored(self) -> int:
+        """The bytes of its unembedding, and of the gradient."""
+        k = self.found.product.inputs[1 - self.found.q]
+        return int(np.prod(k.shape, dtype=np.int64)) * k.dtype.itemsize
+
+    @property
+    def weight(self) -> Any:
+        """What tells its unembedding from another."""
+        return self.found.weight
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Which of q and k take no gradient."""
+        return self.found.frozen
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """What is heard of each run."""
+        gradients = [f"d{name}" for name in ("q", "k") if name not in self.frozen]
+        return ("q", "k", "labels", "loss", "cotangent", *gradients)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The head as options of `Tape.head`."""
+        return options_of(self.found)
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
