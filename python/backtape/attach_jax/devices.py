@@ -15,7 +15,9 @@ Axes = frozenset[str]
 NONE: Axes = frozenset()
 
 # Operations after which all devices along their axes hold the same.
-JOINING = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced")
+JOINING = (
+    "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced",
+)  # fmt: skip
 
 
 def manual_axes(params: Any) -> frozenset[str]:

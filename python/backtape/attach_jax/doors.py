@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from backtape import frameworks
 from backtape.attach_jax.heads import Heads, Trace
 from backtape.attach_jax.marks import marked, marking
 from backtape.attach_jax.shadow import Shadow
@@ -28,9 +29,8 @@ _shadowing: ContextVar[bool] = ContextVar("shadowing", default=False)
 
 def is_outside() -> bool:
     """Whether nothing is being traced."""
-    from jax._src import core
-
-    return bool(core.trace_state_clean())
+    core = frameworks.imported("jax._src.core")
+    return bool(getattr(core, "trace_state_clean", lambda: True)())
 
 
 @contextlib.contextmanager
@@ -39,12 +39,11 @@ def opened(step: Heads, shadows: dict[Any, Any], faults: Faults) -> Iterator[Non
 
     shadows: by program, those that have run.
     """
-    from jax._src import api, pjit
-
+    pjit, api = (frameworks.imported(f"jax._src.{name}") for name in ("pjit", "api"))
     wanted = [(pjit, "_infer_params"), (pjit, "_run_python_pjit"), (pjit, "_get_fastpath_data"), (api, "vjp")]
-    missing = [f"{holder.__name__}.{name}" for holder, name in wanted if not hasattr(holder, name)]
-    if missing:
-        step.refuse(NO_DOOR.format(jax.__version__, missing[0]))
+    missing = [name for holder, name in wanted if not hasattr(holder, name)]
+    if missing or pjit is None or api is None:
+        step.refuse(NO_DOOR.format(jax.__version__, ", ".join(missing)))
         yield
         return
     infer, run, vjp = pjit._infer_params, pjit._run_python_pjit, api.vjp

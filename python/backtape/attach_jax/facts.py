@@ -17,6 +17,9 @@ from backtape.attach_jax.graph import Operation, Value
 # lse squared, a number; any other name is a number of the row that the loss must not depend on.
 LSE, LABEL, ALL, SQUARE, ONE = "lse", "label", "all", "square", "one"
 
+# What is added to logits that are to have no part in a softmax is this or less.
+MASKED = -1e4
+
 Sum = Mapping[Any, float]
 
 

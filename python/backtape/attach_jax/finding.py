@@ -109,12 +109,14 @@ def _rows(facts: Facts, reached: set[int]) -> dict[Source, list[tuple[Value, Row
     outputs |= {id(inner) for values in program.inside.values() for inner in values}
     found: dict[Source, list[tuple[Value, Row, Operation | None]]] = {}
     for operation in program.operations:
-        value = operation.outputs[0] if operation.outputs else None
+        if not operation.outputs:
+            continue
+        value = operation.outputs[0]
         row = facts.between.get(id(operation))
         if row is not None and _is_loss(row) and id(value) in reached:
             found.setdefault(row.source, []).append((operation.inputs[0], row, operation))
         row = facts.of.get(id(value))
-        if not _is_loss(row) or id(value) not in reached:
+        if row is None or not _is_loss(row) or id(value) not in reached:
             continue
         after = [one for one in taken.get(id(value), ()) if _is_reached(one, reached)]
         is_last = id(value) in outputs and not after

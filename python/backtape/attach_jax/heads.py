@@ -14,15 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from backtape.attach_jax.sites import NO_CLASS, Site
 from backtape.shards import Key, Shard
 from backtape.tape import Tape, open_tape
 
 UNKNOWN = (
-    "no gradient came from a softmax cross-entropy that backtape finds in the functions that were differentiated; "
-    "give yours a name: backtape.jax.losses.head(function, q=..., k=..., labels=...)"
+    "no gradient came from a softmax cross-entropy that backtape finds in the functions that are differentiated; tap "
+    "the head by hand, or use one of backtape.jax.losses"
 )
-NO_GRADIENT = "no gradient was taken with jax.grad, jax.value_and_grad or jax.vjp while the step was recorded"
+NO_GRADIENT = (
+    "no gradient was taken by jax.grad, jax.value_and_grad or jax.vjp in a function that jit compiles, while the step "
+    "was recorded"
+)
 LARGE = "the loss is recorded {} times, as its unembedding is large (head_bytes=)"
 CHANGED = "the loss is computed again after the unembedding was changed, which is not recorded"
 ANOTHER = "the loss is computed with another unembedding too, which is not recorded"
@@ -166,8 +171,6 @@ def _refused(run: Taken, main: Taken) -> str | None:
 
 def _has_targets(run: Taken) -> bool:
     """Whether a target is no class."""
-    import numpy as np
-
     return any((np.frombuffer(shard.data, np.int32) == NO_CLASS).any() for shard in run.shards["labels"])
 
 
