@@ -147,7 +147,9 @@ def multiplied(facts: Any, operation: Operation) -> Any:
         (second, first, number[0], operation.inputs[0]),
     ):
         if isinstance(one, (Exponential, ExponentialRow)):
-            return one if by == 1 else None
+            if by == 1:
+                return one
+            continue
         if isinstance(one, (Vector, Row, Chosen)) and by is not None:
             return scaled(one, by)
         if isinstance(one, Labels) and by is not None:
