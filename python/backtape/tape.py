@@ -327,7 +327,7 @@ class Tape:
         jax = frameworks.imported("backtape.jax")
         if jax is not None:
             with self._faults.guard("taps of step", self._step):
-                jax.wait_for_taps()
+                jax.settle(self)
         for name, microbatch in sorted(self._expected - self._arrived, key=str):
             self.leave_out(name, microbatch, "no gradient reached its tap before the step ended")
 

@@ -24,6 +24,10 @@ PARTS = [
     ("", "backtape", "report.py", ["Report"], False),
     ("Functions of your own in a replay", "backtape.variants", "variants.py", ["Unit"], True),
     ("Taps in jax", "backtape.jax", "jax.py", ["tap", "tap_grad", "wait_for_taps"], True),
+    ("", "backtape.jax", "attach_jax/__init__.py", ["attach"], False),
+    ("", "backtape.jax", "attach_jax/session.py", ["Attached"], False),
+    ("", "backtape.jax.losses", "attach_jax/losses.py",
+     ["softmax_cross_entropy_with_integer_labels", "softmax_cross_entropy", "linear_cross_entropy"], False),
     ("The step in jax", "backtape.jax", "step_jax.py", ["step_algebra"], True),
     ("PyTorch", "backtape.torch", "torch.py",
      ["tap", "tap_grad", "gradients", "record_parameters", "record_gradients"], True),
@@ -56,7 +60,7 @@ INTERNAL = {
 
 # Marks a call that only its owner makes: what `open` gives is made by it.
 MADE_BY_OTHERS = {
-    "Run", "Step", "Report", "Tape", "Summary", "RecorderError", "Unit", "Line", "StepAlgebra",
+    "Run", "Step", "Report", "Tape", "Summary", "RecorderError", "Unit", "Line", "StepAlgebra", "Attached",
 }  # fmt: skip
 
 

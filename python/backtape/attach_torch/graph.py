@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from backtape import attach_logits
 from backtape.attach_torch.rows import FORWARD, SCALES, Rows, Unfollowed, kind_of, number_of
 
 # How many operations may lie between a loss and its product.
@@ -86,12 +87,11 @@ def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Pr
         tokens=tokens,
         vocabulary=vocabulary,
         rows=None if same else index,
-        head={
-            "valid_vocab": None if rows.width == vocabulary else rows.width,
-            # softcap tanh(z1 / softcap), with z1 the product times the scale.
-            "logit_scale": _plain(factor if cap is None else factor * cap),
-            "softcap": None if cap is None else _plain(cap),
-        },
+        head=attach_logits.options(
+            _plain(factor if cap is None else factor * cap),
+            None if cap is None else _plain(cap),
+            None if rows.width == vocabulary else rows.width,
+        ),
         dtype=node._input_metadata[0].dtype,
         saved=saved,
         bias=_bias(node),

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from backtape.attach_said import said
 from backtape.attach_torch import finding, losses
 from backtape.attach_torch.calls import Call
 from backtape.attach_torch.open_step import CLEARED, SKIPPED, OpenStep
@@ -103,7 +104,7 @@ class Attachment:
         is_first = rank_and_world_size(os.environ)[0] == 0
         summary = None if self._recorder is None else self._recorder.close()
         if is_first and summary is not None:
-            print(f"backtape: {_said(summary, self._steps.current)}", file=sys.stderr)
+            print(f"backtape: {said(summary, self._steps.current, HIDDEN)}", file=sys.stderr)
         elif is_first and self._steps.has_any:
             print(f"backtape: {NOTHING}", file=sys.stderr)
 
@@ -273,27 +274,3 @@ class Attachment:
         step, self._open = self._open, None
         if step is not None:
             step.end(None if self._steps.is_over(step.due()) else raised)
-
-
-def _said(summary: Any, last: int) -> str:
-    """What was recorded, and what to do next. last: the job's last step."""
-    steps = [*summary.steps_committed, *summary.steps_partial]
-    if not steps:
-        return f"recorded no step: none that is asked for was seen to begin, up to step {last} ({HIDDEN})"
-    state = "committed" if not summary.steps_partial else "not committed"
-    named = ", ".join(map(str, sorted(steps)))
-    size = summary.bytes / 2**20
-    text = f"recorded step {named}: {summary.shards} shards of this rank, {size:.1f} MiB, {state}."
-    if summary.omissions:
-        more = len(summary.omissions) - 1
-        text += f" Left out: {summary.omissions[0]}{f', and {more} more' if more else ''}."
-    place, attempt = summary.directory, ""
-    if summary.attempt:
-        place, attempt = place.parent, f" --attempt {summary.attempt}"
-    return f"{text} Next: replay --dump {_near(str(place))}{attempt} --step {min(steps)}"
-
-
-def _near(directory: str) -> str:
-    """A directory as one would type it here."""
-    here = os.path.relpath(directory)
-    return directory if here.startswith("..") else here
