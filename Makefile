@@ -237,7 +237,7 @@ $(VENV)/.installed-dev: $(VENV)/.wheel-dev
 # An hour or more; `make -k bench` goes on after one whose peers do not install.
 bench: bench-loss-head bench-replay bench-compare bench-algebra bench-inactive bench-attached bench-scalars bench-blocking bench-step \
 	bench-durable bench-small bench-stream bench-reports bench-false-alarms bench-causes bench-step-causes \
-	bench-step-threads bench-step-false-alarms bench-step-cost bench-search
+	bench-step-threads bench-step-false-alarms bench-step-cost bench-search bench-trainers
 
 bench-loss-head:
 	cargo bench --locked -p backtape-replayer --bench loss_head

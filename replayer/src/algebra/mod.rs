@@ -8,6 +8,7 @@
 pub mod against;
 mod before_step;
 mod causes;
+mod clip;
 mod clip_apart;
 mod coefficients;
 mod copies;

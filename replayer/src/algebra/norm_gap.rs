@@ -72,11 +72,7 @@ impl NormGap {
     }
 
     /// The gap, where a sum diverges and every sum could be judged.
-    fn of_sums(
-        inventory: &Inventory<'_>,
-        judged: &[Judged],
-        names: &[&str],
-    ) -> Option<NormGap> {
+    fn of_sums(inventory: &Inventory<'_>, judged: &[Judged], names: &[&str]) -> Option<NormGap> {
         let normed = normed(inventory);
         let sums = || {
             let own = judged.iter().filter(|one| one.tensor.starts_with("step.reduced:"));

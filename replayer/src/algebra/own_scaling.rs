@@ -67,7 +67,8 @@ impl OwnScaling {
         }
         let unit = inventory.coarsest_gradient().unit_roundoff();
         let tolerance = ROUNDINGS * unit;
-        let scales: Vec<f64> = inventory.declared.values().flat_map(|own| own.loss_scales()).collect();
+        let scales: Vec<f64> =
+            inventory.declared.values().flat_map(|own| own.loss_scales()).collect();
         let sizes = || Sizes::of(inventory, unusable, tolerance.max(NEAR));
         let common = common(&all, tolerance);
         if let Some(factor) = common.filter(|factor| *factor != 1.0) {
@@ -79,7 +80,12 @@ impl OwnScaling {
             let is_of_tokens = || sizes.as_ref().is_some_and(|sizes| sizes.is_of_tokens(factor));
             // Where some are multiplied by something else, the tokens say which of the two is right.
             if !all.iter().all(is_one) && !is_of_tokens() {
-                return Some(OwnScaling { reference: 1.0, tolerance, told: None, miscounted: None });
+                return Some(OwnScaling {
+                    reference: 1.0,
+                    tolerance,
+                    told: None,
+                    miscounted: None,
+                });
             }
             if sizes.as_ref().is_some_and(|sizes| sizes.is_known_fault(factor)) {
                 return None;
@@ -97,8 +103,10 @@ impl OwnScaling {
             let told = Some(told).filter(|_| miscounted.is_none());
             return Some(OwnScaling { reference, tolerance, told, miscounted });
         }
-        let of_ranks: Option<BTreeMap<Rank, f64>> =
-            by_rank.iter().map(|(rank, own)| Some((*rank, self::common(own, tolerance)?))).collect();
+        let of_ranks: Option<BTreeMap<Rank, f64>> = by_rank
+            .iter()
+            .map(|(rank, own)| Some((*rank, self::common(own, tolerance)?)))
+            .collect();
         let own_tokens = of_ranks.filter(|_| common.is_none()).and_then(|of_ranks| {
             let sizes = sizes()?;
             let words = sizes.own_tokens(&of_ranks)?;
@@ -196,7 +204,8 @@ impl Sizes {
     fn is_of_tokens(&self, factor: f64) -> bool {
         let Some(tokens) = &self.tokens else { return false };
         let numbers = [tokens.whole(), tokens.with_padding.iter().sum::<f64>()];
-        let mut numbers = numbers.into_iter().flat_map(|own| [1.0 / own, 1.0 / (own * self.averaged)]);
+        let mut numbers =
+            numbers.into_iter().flat_map(|own| [1.0 / own, 1.0 / (own * self.averaged)]);
         numbers.any(|number| self.is(factor, number))
     }
 
@@ -225,7 +234,11 @@ impl Sizes {
             let (whole, all) = (tokens.whole(), tokens.with_padding.iter().sum::<f64>());
             let several = tokens.groups() > 1.0;
             let of_step = format!("the {} of the step", tokens_of(whole));
-            let padded = format!("all {} of the step, of which {} count", tokens_of(all), short_count(whole));
+            let padded = format!(
+                "all {} of the step, of which {} count",
+                tokens_of(all),
+                short_count(whole)
+            );
             for (number, words) in [(whole, of_step), (all, padded)] {
                 over(1.0 / number, format!("1 / {words}"));
                 if several && ranks > 1.0 && ranks.fract() == 0.0 {
@@ -239,10 +252,14 @@ impl Sizes {
             let of_each = [&tokens.by_microbatch, &tokens.with_padding];
             for each in of_each.into_iter().filter(|each| each.len() > 1) {
                 if each.iter().all(|own| own == &each[0]) {
-                    over(1.0 / each[0], format!("1 / the {} of each microbatch", tokens_of(each[0])));
+                    over(
+                        1.0 / each[0],
+                        format!("1 / the {} of each microbatch", tokens_of(each[0])),
+                    );
                 }
             }
-            let each: Vec<f64> = tokens.by_rank.keys().filter_map(|rank| tokens.of_rank(*rank)).collect();
+            let each: Vec<f64> =
+                tokens.by_rank.keys().filter_map(|rank| tokens.of_rank(*rank)).collect();
             if several && each.iter().all(|own| self.is(*own, each[0])) {
                 over(1.0 / each[0], format!("1 / the {} of each rank", tokens_of(each[0])));
             }
@@ -293,7 +310,9 @@ impl Sizes {
         let ranks = 1.0 / self.averaged;
         let is_own = |k: f64| {
             let mut all = of_ranks.iter();
-            all.all(|(rank, own)| tokens.of_rank(*rank).is_some_and(|count| self.is(*own, k / count)))
+            all.all(|(rank, own)| {
+                tokens.of_rank(*rank).is_some_and(|count| self.is(*own, k / count))
+            })
         };
         let is_last = |k: f64| {
             let mut all = of_ranks.iter();

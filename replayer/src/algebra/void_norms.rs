@@ -36,8 +36,12 @@ impl Judge<'_> {
             && !own.absent.contains_key("clipped")
             && (declared.clip_value.is_none() || by_value);
         let why = match by_norm {
-            true => "the job clips gradients of the same optimizer by a norm that leaves this one out",
-            false => "the job clips gradients of the same optimizer by value and leaves this one out",
+            true => {
+                "the job clips gradients of the same optimizer by a norm that leaves this one out"
+            }
+            false => {
+                "the job clips gradients of the same optimizer by value and leaves this one out"
+            }
         };
         is_left.then(|| {
             let outcome = Ok(Outcome::not_done(why.into()));
