@@ -47,19 +47,21 @@ def opened(step: Heads, shadows: dict[Any, Any], faults: Faults) -> Iterator[Non
         yield
         return
     infer, run, vjp = pjit._infer_params, pjit._run_python_pjit, api.vjp
-    asked: dict[Any, Any] = {}  # how each function is jitted
+    asked: dict[int, Any] = {}  # what each function was called with, by its id
 
     @functools.wraps(infer)
-    def inferred(function: Any, info: Any, args: Any, options: Any) -> Any:
-        asked[function] = info
-        return infer(function, info, args, options)
+    def inferred(*call: Any, **options: Any) -> Any:
+        if len(call) == 4 and not options:
+            asked[id(call[0])] = call
+        return infer(*call, **options)
 
     @functools.wraps(run)
-    def ran(params: Any, flat: Any, function: Any, args: Any, options: Any) -> Any:
-        if is_outside() and not _shadowing.get() and function in asked:
+    def ran(*call: Any, **options: Any) -> Any:
+        known = asked.pop(id(call[2]), None) if len(call) == 5 and is_outside() else None
+        if known is not None and not _shadowing.get():
             with faults.guard("attach", "loss head", step.refuse):
-                _shadowed(infer, (function, asked[function], args, options), step, shadows)
-        return run(params, flat, function, args, options)
+                _shadowed(infer, known, step, shadows)
+        return run(*call, **options)
 
     replacements = {
         (pjit, "_infer_params"): inferred,

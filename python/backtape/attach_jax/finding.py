@@ -21,7 +21,7 @@ from backtape.attach_jax.facts import (
     Source,
     Vector,
 )
-from backtape.attach_jax.graph import CLOSED, LOOPS, Operation, Place, Program, Value, depending, reaching, takers
+from backtape.attach_jax.graph import CLOSED, LOOPS, Operation, Place, Program, Value, changing, depending, reaching, takers
 from backtape.attach_jax.rules import Facts
 from backtape.attach_jax.shapes import MOVES, SAME
 
@@ -31,6 +31,7 @@ MIXED = (
 )
 NARROW = "its softmax is computed in {}: cast the logits, as by logits.astype(jnp.float32)"
 BETWEEN = "{} lies between the product of hidden states and unembedding and the loss"
+CHANGED = "a function with a custom_vjp changes the gradient of the logits between the product and the loss"
 OUTSIDE = "its logits come from outside of the function of which the gradient is taken"
 APART = "its hidden states and its loss are in different loops"
 
@@ -152,6 +153,9 @@ def _found(
     if any(id(other) not in after for other, _, _ in rows[1:]):
         raise Unfollowed(MIXED.format("two losses of the same logits"))
     _refuse_others(facts, source, after, summed, reached)
+    for changed in changing(facts.program) - after:
+        if _source(facts.of.get(changed)) is source:
+            raise Unfollowed(CHANGED)
     narrow = {dtype for dtype in source.softmax_dtypes if dtype not in ("float32", "float64")}
     if narrow:
         raise Unfollowed(NARROW.format(narrow.pop()))
@@ -194,8 +198,11 @@ def _differentiated(program: Program, product: Operation, at: int, reached: set[
     leaf = _among(program.inputs, product.inputs[at], ("transpose",))
     if leaf is None:
         return None
-    value, taken = product.inputs[at], takers(program)
+    value, taken, changed = product.inputs[at], takers(program), changing(program)
     while True:
+        # Such a function is there to change the gradient, so that of the product is judged.
+        if id(value) in changed:
+            return None
         after = [one for one in taken.get(id(value), ()) if _is_reached(one, reached)]
         if len(after) != 1:
             return None

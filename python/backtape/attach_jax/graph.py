@@ -6,7 +6,7 @@ handed into or out of a call is one value.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,11 +203,11 @@ def takers(program: Program) -> dict[int, list[Operation]]:
     return found
 
 
-def behind(value: Value, most: int = 64) -> Iterator[Operation]:
-    """The operations that have made a value, from the last one back along the first input that is no
-    constant."""
-    for _ in range(most):
-        if value.maker is None:
-            return
-        yield value.maker
-        value = next((one for one in value.maker.inputs if one.known is None), value.maker.inputs[0])
+def changing(program: Program) -> set[int]:
+    """The values, by id, that a call with a derivative of its own hands on as they are: what it changes is their
+    gradient."""
+    found: set[int] = set()
+    for place, made in program.made.items():
+        if program.kinds.get(place) in CLOSED:
+            found |= {id(value) for value in made} & {id(value) for value in program.entries[place]}
+    return found

@@ -110,6 +110,7 @@ class Attached:
         if self._closed:
             return
         self._closed = True
+        self._shadows.clear()
         is_first = rank_and_world_size(os.environ)[0] == 0
         summary = None if self._recorder is None else self._recorder.close()
         if is_first and summary is not None:

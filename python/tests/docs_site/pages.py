@@ -28,7 +28,7 @@ ELSEWHERE = [
     (r".*examples/train_torch.py .*|replay --dump dumps/(sum|uncorrected) .*|BACKTAPE_STEPS=2 .*/train_jax.py .*",
      "needs torch, or lies beside what does: tests_torch/test_step_page.py runs every walk of docs/step.md"),
     (r"backtape run .*|replay --dump dumps/(plain|bug) .*",
-     "needs torch: tests_torch/test_step_page.py runs every walk of docs/attach.md"),
+     "needs torch: tests_torch/test_step_page.py runs the walks of docs/attach.md that are in torch"),
     (r"jupyter .*", "a program of its own; test_notebook executes the page"),
     (r"cargo (test|build|bench) .*|soak .*|target/.*", "tests and campaigns: they run beside this one"),
 ]
@@ -111,6 +111,8 @@ class Site:
             shutil.copytree(source, directory / "dumps" / name)
         shutil.copy(HERE / "train.py", directory)
         shutil.copy(ROOT / "examples/post_mortem.ipynb", directory)
+        (directory / "examples").mkdir()
+        shutil.copy(ROOT / "examples/train_plain_jax.py", directory / "examples")
         policy = next(block for block in blocks() if block.language == "toml")
         (directory / "mine.toml").write_text("\n".join(policy.lines))
         self.running = contextlib.ExitStack()
