@@ -48,7 +48,7 @@ def by_accelerate():
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, rows))
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                accelerator.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
     return accelerator.num_processes
@@ -61,7 +61,7 @@ def by_deepspeed(stage):
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
     settings = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.3,
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.05,
         "zero_optimization": {"stage": int(stage)}, "steps_per_print": 10**9,
     }  # fmt: skip
     module = Model()

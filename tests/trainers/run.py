@@ -203,7 +203,8 @@ def main() -> int:
                 continue
             stage, cause = told(faulty)
             verdict = clean.verdict if clean.verdict == "agreed" else f"**{clean.verdict}** {': '.join(told(clean))}"
-            cells = (trainer.name, trainer.versions, judged(clean), "0", verdict, trainer.fault, f"{stage}: `{cause}`")
+            said = f"{stage}: `{cause}`" if stage else "not told"
+            cells = (trainer.name, trainer.versions, judged(clean), "0", verdict, trainer.fault, said)
             print("|", " | ".join(cells), "|", flush=True)
             wrong += clean.verdict != "agreed" or (stage, cause) != trainer.told
     return int(wrong > 0)
