@@ -66,8 +66,8 @@ def head_of(call: Call, product: Product | None) -> Sourced:
 
 
 def sources(call: Call, product: Product | None, said: dict[str, Any]) -> dict[str, str]:
-    """Where each item is from: the call and the graph have all of a loss that backtape knows, also that
-    there is no softcap. What else a loss does that the user has named is not known."""
+    """Where each item is from: the call and the graph have all of a loss that backtape knows, also that there is
+    no other factor. What else a loss does that the user has named is not known."""
     seen = {"reduction", "denominator", "ignore_label", *call.head, *(product.head if product else ())}
     if call.is_known:
         seen |= set(options())

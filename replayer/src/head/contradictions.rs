@@ -254,9 +254,9 @@ mod tests {
 
     #[test]
     fn what_is_declared_as_it_was_found_contradicts_nothing() {
-        let text = r#"{"ignore_label": -100, "softcap": 30.0, "dtypes": {"logits": "bf16"},
+        let text = r#"{"ignore_label": -100, "temperature": 30.0, "dtypes": {"logits": "bf16"},
             "sources": {"ignore_label": "seen"},
-            "by_hand": {"ignore_label": -100, "softcap": 30, "dtypes": {"logits": "bf16"}}}"#;
+            "by_hand": {"ignore_label": -100, "temperature": 30, "dtypes": {"logits": "bf16"}}}"#;
         assert_eq!(sentences(text), Vec::<String>::new());
         assert_eq!(sentences(r#"{"z_loss": 0.5}"#), Vec::<String>::new());
     }

@@ -135,15 +135,15 @@ mod tests {
 
     #[test]
     fn items_are_told_by_where_they_are_from_and_defaults_together() {
-        let text = r#"{"reduction": "sum", "ignore_label": -100, "softcap": 30.0, "scope": "rank",
+        let text = r#"{"reduction": "sum", "ignore_label": -100, "temperature": 30.0, "scope": "rank",
             "dtypes": {"logits": "bf16", "lse": "f32", "output": "bf16"},
             "sources": {"reduction": "seen", "ignore_label": "seen", "label_smoothing": "seen",
-                "softcap": "declared", "z_loss": "declared", "cotangent": "measured",
+                "temperature": "declared", "z_loss": "declared", "cotangent": "measured",
                 "dtypes.logits": "measured", "dtypes.output": "measured"}}"#;
         assert_eq!(
             line(text),
             "seen in the job: reduction, ignore_label=-100; measured: cotangent, dtypes bf16; \
-             declared by hand: z_loss=0.0, softcap=30.0; assumed: loss, path, \
+             declared by hand: z_loss=0.0, temperature=30.0; assumed: loss, path, \
              denominator, scope, microbatches, dtypes f32 (lse), all else, by default"
         );
     }
