@@ -431,7 +431,8 @@ def test_what_a_norm_counts_is_to_be_clipped_by_it(tmp_path, left, verdict):
         ("two optimizers", "agreed"),
         ("one of zeros", "agreed"),
         ("one is left", "diverged"),
-        ("another norm", "diverged"),
+        # One number for all of them that nobody knows.
+        ("another norm", "incomplete"),
     ],
 )
 def test_clipping_by_hand_is_found_by_what_it_does(tmp_path, fault, verdict):

@@ -37,6 +37,7 @@ pub(super) fn lacks(
     lacks.extend(later_steps(inventory));
     lacks.extend(scaled_norm(inventory));
     lacks.extend(nothing_moved(inventory, stages, judged));
+    lacks.extend(multiplied_by_unknown(inventory));
     lacks.extend(other_divisors(inventory));
     lacks.extend(divided_by_each(inventory));
     lacks.extend(not_told(inventory, stages));
@@ -281,6 +282,20 @@ fn other_divisors(inventory: &Inventory<'_>) -> Option<String> {
         name_ranks(ranks),
         told.collect::<Vec<_>>().join(", ")
     ))
+}
+
+/// A number that code of the job's own has multiplied all gradients by, and that is none of its sizes: it may be a
+/// clipping by another norm than that of all, or any factor that is meant.
+fn multiplied_by_unknown(inventory: &Inventory<'_>) -> Option<String> {
+    let told = inventory.own_scaling.as_ref()?.told.as_ref()?;
+    told.equals.is_empty().then(|| {
+        format!(
+            "code of the job's own multiplied all gradients by {} after the last backward pass, which is no \
+             number of the job that is known: where it clips, say so by .norm(value, max_norm=), and \
+             where it takes out a loss scale, by loss_scale=",
+            short(told.factor)
+        )
+    })
 }
 
 /// Copies of which several ranks have gradients, where nothing says how these come together: a factor that is lost

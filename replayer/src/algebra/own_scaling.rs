@@ -25,6 +25,10 @@ const ROUNDINGS: f64 = 2.0;
 /// How near a factor must be to a number of the job to be told as that, where gradients are of more bits.
 const NEAR: f64 = 1e-6;
 
+/// The largest number that is known to be whole, where others are as near to one by chance in a hundredth
+/// of all cases.
+const MOST_WHOLE: f64 = 5e3;
+
 /// What all gradients were multiplied by.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Multiplied {
@@ -271,7 +275,19 @@ impl Sizes {
             over(ranks, format!("the number of ranks, {ranks}"));
         }
         let fitting = numbers.into_iter().filter(|(number, _)| self.is(factor, *number));
-        fitting.map(|(_, words)| words).collect()
+        let words: Vec<String> = fitting.map(|(_, words)| words).collect();
+        if !words.is_empty() {
+            return words;
+        }
+        // Where the tokens are not known one over a whole number may be one over theirs.
+        let whole = |number: f64| {
+            let is_whole = self.is(number, number.round()) && self.near <= NEAR;
+            (is_whole && (1.0..=MOST_WHOLE).contains(&number)).then(|| count(number.round() as u64))
+        };
+        let unknown = self.tokens.is_none();
+        let of_one = whole(1.0 / factor).map(|own| format!("1 / {own}"));
+        let of_ranks = whole(ranks / factor).map(|own| times(&own));
+        of_one.or(of_ranks).filter(|_| unknown).into_iter().collect()
     }
 
     /// Which tokens a factor counts, where gradients are sums over those of all microbatches and it is one
@@ -341,4 +357,99 @@ fn tokens_of(tokens: f64) -> String {
 /// A number of tokens; weights make it none of whole tokens.
 fn short_count(tokens: f64) -> String {
     if tokens.fract() == 0.0 { count(tokens as u64) } else { short(tokens) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two ranks of two microbatches, averaged: 10 and 8 tokens of the first rank count, 6 and 4 of the other.
+    fn sizes(are_sums: bool, weight: f64) -> Sizes {
+        let by_rank = BTreeMap::from([(Rank(0), vec![10.0, 8.0]), (Rank(1), vec![6.0, 4.0])]);
+        let tokens = TokenCounts {
+            by_rank,
+            by_microbatch: vec![16.0, 12.0],
+            with_padding: vec![24.0, 24.0],
+            are_sums,
+            weight: Some(weight),
+        };
+        Sizes { tokens: Some(tokens), microbatches: 2.0, averaged: 0.5, near: NEAR }
+    }
+
+    fn of_sums() -> Sizes {
+        sizes(true, 28.0)
+    }
+
+    #[test]
+    fn a_number_is_told_as_the_tokens_ranks_or_microbatches_that_it_is() {
+        let told = |factor: f64| of_sums().words(factor).join(", or ");
+        assert_eq!(told(1.0 / 28.0), "1 / the 28 tokens of the step");
+        assert_eq!(told(2.0 / 28.0), "2 ranks / the 28 tokens of the step");
+        assert_eq!(told(1.0 / 48.0), "1 / all 48 tokens of the step, of which 28 count");
+        assert_eq!(
+            told(1.0 / 24.0),
+            "2 ranks / all 48 tokens of the step, of which 28 count, or 1 / the 24 tokens of each microbatch"
+        );
+        assert_eq!(told(0.5), "1 / 2 microbatches");
+        assert_eq!(told(0.37), "");
+        assert_eq!(told(1.0 / 11.0), "", "the tokens are known, and it is none of them");
+        let unknown = Sizes { tokens: None, ..of_sums() };
+        assert_eq!(unknown.words(1.0 / 11.0).join(", or "), "1 / 11");
+        assert_eq!(unknown.words(2.0 / 11.0).join(", or "), "2 ranks / 11");
+        assert!(unknown.words(0.37).is_empty());
+        assert_eq!(of_sums().weight(2.0 / 28.0), Some(1.0));
+    }
+
+    /// Goal: tokens of one microbatch alone are a fault of sums, and nothing else is. Method: numbers of both
+    /// microbatches and others, of losses that are sums and of such that are not.
+    #[test]
+    fn tokens_of_one_microbatch_are_miscounted_where_losses_are_sums() {
+        let last = of_sums().miscounted(1.0 / 12.0).expect("the last microbatch is told");
+        assert!(last.contains("the 12 tokens of the last microbatch"), "{last}");
+        let first = of_sums().miscounted(1.0 / 16.0).expect("the first one is told");
+        assert!(first.contains("the 16 tokens of the first microbatch"), "{first}");
+        assert_eq!(of_sums().right(), 2.0 / 28.0);
+        for other in [2.0 / 28.0, 1.0 / 24.0, 0.37] {
+            assert_eq!(of_sums().miscounted(other), None, "{other}");
+        }
+        assert_eq!(sizes(false, 2.0).miscounted(1.0 / 12.0), None);
+        let mut full = of_sums();
+        full.tokens.as_mut().unwrap().with_padding[1] = 12.0;
+        assert_eq!(full.miscounted(1.0 / 12.0), None, "a constant is that number too");
+    }
+
+    #[test]
+    fn ranks_that_divide_by_their_own_tokens_are_told() {
+        let told = |zero: f64, one: f64| {
+            of_sums().own_tokens(&BTreeMap::from([(Rank(0), zero), (Rank(1), one)]))
+        };
+        assert!(
+            told(1.0 / 18.0, 1.0 / 10.0).is_some_and(|own| own.contains("its own tokens, and"))
+        );
+        assert!(told(2.0 / 8.0, 2.0 / 4.0).is_some_and(|own| own.contains("the last microbatch")));
+        assert_eq!(told(1.0 / 18.0, 1.0 / 18.0), None);
+    }
+
+    /// Goal: a second division is no number of the job's own. Method: the sizes of a job whose weights are
+    /// right, wrong without the number, or not known.
+    #[test]
+    fn a_size_that_makes_right_weights_wrong_is_a_fault() {
+        let (right, twice) = (sizes(false, 2.0), sizes(false, 4.0));
+        assert!(right.is_known_fault(0.5) && right.is_known_fault(2.0));
+        assert!(!twice.is_known_fault(0.5), "the weights are right with it");
+        let unknown = Sizes { tokens: None, averaged: 1.0, ..of_sums() };
+        assert!(!unknown.is_known_fault(0.5), "losses are summed and divided in the end");
+        assert!(unknown.is_known_fault(2.0));
+        assert!(
+            Sizes { tokens: None, ..of_sums() }.is_known_fault(0.5),
+            "ranks are averaged already"
+        );
+    }
+
+    #[test]
+    fn one_number_is_that_of_more_than_half() {
+        assert_eq!(common(&[0.5, 0.5 + 1e-9, 1.0], 1e-7), Some(0.5 + 1e-9));
+        assert_eq!(common(&[0.5, 1.0], 1e-7), None);
+        assert_eq!(common(&[], 1e-7), None);
+    }
 }

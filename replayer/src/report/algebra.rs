@@ -166,10 +166,7 @@ pub(super) fn multiplied(own: &Multiplied) -> String {
     );
     words += &match own.equals.is_empty() {
         false => own.equals.join(", or "),
-        true => {
-            "no number of the job that is known (a clipping or a loss scale has to be declared)"
-                .into()
-        }
+        true => "no number of the job that is known".into(),
     };
     if let Some(weight) = own.weight.filter(|weight| (weight - 1.0).abs() > WEIGHED) {
         let _ = write!(
