@@ -46,6 +46,7 @@ mod sum_causes;
 mod summary;
 mod sums;
 mod supposed;
+mod swallowed;
 mod swaps;
 mod table;
 mod token_counts;

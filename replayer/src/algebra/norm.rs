@@ -12,7 +12,7 @@ use super::copies::OTHERS;
 use super::declaration::Norm;
 use super::factor::is_near;
 use super::judge::Judge;
-use super::norm_shares::{Expected, Share, root};
+use super::norm_shares::{Expected, Share, Shares, root};
 use super::outcome::{Divergence, Judged, Outcome, Reading, Stage};
 use super::void_norms;
 use crate::kernels::round::Precision;
@@ -155,6 +155,11 @@ impl Judge<'_> {
             let (error, floor) = ((value - expected).abs() / least, allowed / least);
             return Ok(Outcome::Agreed { seen_from: Some(floor), error, floor });
         }
+        if let Some(wider) = self.short_of(norm, value, (&right, &shares), power)? {
+            let floor = wider / expected;
+            let error = (value - expected).abs() / expected;
+            return Ok(Outcome::Agreed { seen_from: Some(floor), error, floor });
+        }
         let factor = value / expected;
         let error = (factor - 1.0).abs();
         let mut divergence = Divergence {
@@ -181,6 +186,24 @@ impl Judge<'_> {
             Some(why) => Err(why),
             None => Ok(Outcome::Diverged(Box::new(divergence))),
         }
+    }
+
+    /// How far off a norm may be that is smaller than it should be by no more than squares that its sum
+    /// cannot have counted; `None` where it is off by more.
+    fn short_of(
+        &self,
+        norm: &Norm,
+        value: f64,
+        (right, shares): (&Expected, &Shares<'_>),
+        power: f64,
+    ) -> Result<Option<f64>, String> {
+        let is_near = value < right.norm && value > 0.99 * right.norm;
+        if power != 2.0 || !is_near {
+            return Ok(None);
+        }
+        // A share of the squares is half that share of their root.
+        let wider = right.allowed + right.norm * self.swallowed(norm, shares)? / 2.0;
+        Ok((right.norm - value <= wider).then_some(wider))
     }
 
     /// What reproduces a norm within a tolerance; `most` is the largest number of its format.
