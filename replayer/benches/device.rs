@@ -50,6 +50,7 @@ const NOISE: TermNoise = TermNoise {
     whole: false,
     exp_rel_var: 0.0,
     confident: 0.0,
+    log_p_rel_var: 0.0,
 };
 
 #[derive(Parser)]

@@ -159,13 +159,13 @@ def cotangents(said: Said, product: Product | None, arrived: torch.Tensor) -> to
 
 def by_loss(said: Said, arrived: torch.Tensor) -> torch.Tensor:
     """The gradient that arrives at the cross-entropy of each token, [T], for that at the loss it is in."""
-    ignored_label = said.options["ignore_label"]
+    ignored_label = said.head.options["ignore_label"]
     counts = torch.ones_like(arrived)
     if ignored_label is not None:
         counts = (said.labels != ignored_label).to(arrived.dtype)
     if said.weights is not None:
         counts = said.weights.to(arrived.dtype)
-    if said.options["reduction"] == "mean":
+    if said.head.options["reduction"] == "mean":
         arrived = arrived / counts.sum()
     return arrived * counts
 
