@@ -271,6 +271,16 @@ def distilled(params, x, labels, counts):
     return optax.softmax_cross_entropy(logits, jax.nn.softmax(x @ jnp.ones((D, V)) + jnp.arange(V) % 3)).mean()
 
 
+def printing(params, x, labels, counts):
+    """Its shadow would call Python twice, and so has none."""
+    loss = integer(params, x, labels, counts)
+    jax.debug.callback(called.append, loss)
+    return loss
+
+
+called = []
+
+
 def squared(params, x, labels, counts):
     return ((hidden(params, x) @ params["head"]) ** 2).mean()
 
@@ -281,14 +291,18 @@ REFUSED = {
     narrow: "its softmax is computed in bfloat16",
     distilled: "its targets are probabilities and not labels",
     of_halved_logits: "a function with a custom_vjp changes the gradient of the logits",
+    printing: "the compiled step calls Python back",
     squared: "no gradient came from a softmax cross-entropy that backtape finds",
 }
 
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_what_cannot_be_recorded_is_named_and_the_job_goes_on(tmp_path, loss):
+    called.clear()
     found = reasons(attached(tmp_path, lambda: trainer(loss)))
     assert any(reason.startswith(REFUSED[loss]) for reason in found), found
+    jax.effects_barrier()
+    assert len(called) == (6 if loss is printing else 0), "three steps without backtape, and three with it"
 
 
 class Keys:
