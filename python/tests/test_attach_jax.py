@@ -88,6 +88,19 @@ def chunked(params, x, labels, counts):
     return lax.scan(chunk, 0.0, (x, labels, counts))[0] / counts.sum()
 
 
+def checkpointed(params, x, labels, counts):
+    """The model with its bias in bf16 is computed again in the backward pass, and the loss is not."""
+
+    @jax.checkpoint
+    def model(params, x):
+        narrow = {name: one.astype(jnp.bfloat16) for name, one in params.items()}
+        product = hidden(narrow, x.astype(jnp.bfloat16)) @ narrow["head"]
+        return (product + narrow["bias"]).astype(jnp.float32)
+
+    loss = optax.softmax_cross_entropy_with_integer_labels(model(params, x), labels)
+    return mean(loss, counts)
+
+
 def by_sequence(params, x, labels, counts):
     def one(x, label):
         return -jax.nn.log_softmax(params["head"].T @ jnp.tanh(params["kernel"].T @ x))[label]
@@ -185,7 +198,8 @@ def reasons(manifest):
 
 FORMS = {
     "integer": (integer, 1), "shifted": (shifted, 1), "capped": (capped, 1), "smoothed": (smoothed, 1),
-    "ignoring": (ignoring, 1), "chunked": (chunked, B), "by sequence": (by_sequence, 1),
+    "ignoring": (ignoring, 1), "chunked": (chunked, B), "checkpointed": (checkpointed, 1),
+    "by sequence": (by_sequence, 1),
     "by hand": (by_hand(), 1), "fused": (fused(), 1),
 }  # fmt: skip
 
@@ -257,6 +271,16 @@ def distilled(params, x, labels, counts):
     return optax.softmax_cross_entropy(logits, jax.nn.softmax(x @ jnp.ones((D, V)) + jnp.arange(V) % 3)).mean()
 
 
+def printing(params, x, labels, counts):
+    """Its shadow would call Python twice, and so has none."""
+    loss = integer(params, x, labels, counts)
+    jax.debug.callback(called.append, loss)
+    return loss
+
+
+called = []
+
+
 def squared(params, x, labels, counts):
     return ((hidden(params, x) @ params["head"]) ** 2).mean()
 
@@ -267,14 +291,18 @@ REFUSED = {
     narrow: "its softmax is computed in bfloat16",
     distilled: "its targets are probabilities and not labels",
     of_halved_logits: "a function with a custom_vjp changes the gradient of the logits",
+    printing: "the compiled step calls Python back",
     squared: "no gradient came from a softmax cross-entropy that backtape finds",
 }
 
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_what_cannot_be_recorded_is_named_and_the_job_goes_on(tmp_path, loss):
+    called.clear()
     found = reasons(attached(tmp_path, lambda: trainer(loss)))
     assert any(reason.startswith(REFUSED[loss]) for reason in found), found
+    jax.effects_barrier()
+    assert len(called) == (6 if loss is printing else 0), "three steps without backtape, and three with it"
 
 
 class Keys:

@@ -3,13 +3,16 @@
     train_step = backtape.jax.attach(train_step)
 
     session.py    which calls are steps
-    watching.py   a copy of each function that is differentiated, beside it
+    doors.py      where a recorded step is seen in jax
+    marks.py, shadow.py   a program traced once more, with marks where a gradient is taken
     graph.py      the program of a loss, laid open
-    facts.py, rules.py, shapes.py   what its values are, in terms of logits and labels
+    facts.py, rules.py    what its values are, in terms of logits and labels: arithmetic.py, softmax.py, labels.py,
+                  shapes.py, constants.py
     finding.py    the heads in it
-    copies.py, sites.py   the copy, in which the heads are heard
+    copies.py, sites.py   a copy of it, in which the heads are heard; devices.py: inside shard_map
     heads.py      what is recorded of them
     declared.py   what is declared of them
+    losses.py     losses that register their own head
 """
 
 import os

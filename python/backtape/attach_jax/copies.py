@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from backtape.attach_jax import sites
 from backtape.attach_jax.devices import manual_axes
-from backtape.attach_jax.finding import Found
+from backtape.attach_jax.finding import Found, bias_of
 from backtape.attach_jax.graph import CALLS, CLOSED, LOOPS, Place, Program, sub_jaxpr
 from backtape.attach_jax.sites import Site
 
@@ -127,8 +127,12 @@ class Copy(Walk):
             return [self._product(self._products[place], equation, taken)]
         if place in self._sums:
             return [self._sum(self._sums[place], equation, taken[0])]
-        if called is not None and (name not in CLOSED):
-            return self.again(equation, called, taken, place)
+        if called is not None and name not in CLOSED:
+            # What is traced inside of it is no value outside.
+            kept = dict(self._held)
+            made = self.again(equation, called, taken, place)
+            self._held = kept
+            return made
         made = bound(equation, taken)
         if called is not None and name in CLOSED:
             self._is_plain = True
@@ -174,7 +178,10 @@ class Copy(Walk):
         if labels is None:
             raise ValueError("its labels are computed in another part of the program than its loss")
         labels = lax.stop_gradient(jnp.asarray(labels))
-        bias = None if bias is None else lax.stop_gradient(jnp.asarray(bias))
+        if bias is not None:
+            own = site.found.row.form.bias
+            assert own is not None
+            bias = lax.stop_gradient(jnp.asarray(bias)).astype(own.dtype)
         return sites.loss(site, rows, labels, bias)
 
     def _sum(self, site: Site, equation: Any, taken: Any) -> Any:
@@ -218,7 +225,7 @@ def _looped(inside: Callable[..., list[Any]], params: Any, taken: list[Any]) -> 
 def _extras(found: Found) -> tuple[Any, Any]:
     """The values that a loss is heard with: labels and bias."""
     assert found.row.given is not None
-    return found.row.given.value, found.row.form.bias
+    return found.row.given.value, bias_of(found.row)
 
 
 def _classes_in(found: Found) -> int:

@@ -91,9 +91,10 @@ def _shadowed(infer: Any, call: Any, step: Heads, shadows: dict[Any, Any]) -> No
         if closed not in shadows:
             shadows[closed] = Shadow(closed, Trace())
         shadow = shadows[closed]
+        if shadow.is_wanted or shadow.trace.reasons:
+            step.traces.append(shadow.trace)
         if not shadow.is_wanted:
             return
-        step.traces.append(shadow.trace)
         with taping(False):
             shadow.run_on(*flat)
     except CAUGHT as error:

@@ -21,7 +21,19 @@ from backtape.attach_jax.facts import (
     Source,
     Vector,
 )
-from backtape.attach_jax.graph import CLOSED, LOOPS, Operation, Place, Program, Value, changing, depending, reaching, takers
+from backtape.attach_jax.graph import (
+    CALLS,
+    CLOSED,
+    LOOPS,
+    Operation,
+    Place,
+    Program,
+    Value,
+    changing,
+    depending,
+    reaching,
+    takers,
+)
 from backtape.attach_jax.rules import Facts
 from backtape.attach_jax.shapes import MOVES, SAME
 
@@ -164,6 +176,7 @@ def _found(
     place = summed.place if summed is not None else _place_of(value)
     if _loop(program, product.place) != _loop(program, place):
         raise Unfollowed(APART)
+    _refuse_apart(program, row, place)
     index = row.index.reshape(-1)
     if len(np.unique(index)) != len(index):
         raise Unfollowed("one hidden state gives several rows of the loss")
@@ -222,6 +235,32 @@ def _fused(program: Program, product: Operation, source: Source) -> Fused | None
     if q is None or k is None or _loop(program, product.place) != _loop(program, place):
         raise Unfollowed("its hidden states or its unembedding are made inside of a function with a custom_vjp")
     return Fused(place, q, k)
+
+
+def bias_of(row: Row) -> Value | None:
+    """What is added to the product for each class, as it was before it was cast and shaped for that: so it is there
+    also outside of a checkpoint in which it is added."""
+    value = row.form.bias
+    while value is not None and value.maker is not None and value.maker.name in (*SAME, *MOVES):
+        before = value.maker.inputs[0]
+        if math.prod(before.shape) != math.prod(value.shape) or value.maker.name in ("transpose", "slice"):
+            break
+        value = before
+    return value
+
+
+def _refuse_apart(program: Program, row: Row, place: Place) -> None:
+    """Raises Unfollowed where labels or bias are not there any more where the loss is."""
+    for value in (row.given.value if row.given is not None else None, bias_of(row)):
+        made = _scope(program, _place_of(value)) if value is not None else ()
+        if place[: len(made)] != made:
+            raise Unfollowed("its labels or its bias are made inside of a loop or a checkpoint that its loss is not in")
+
+
+def _scope(program: Program, place: Place) -> Place:
+    """The place of the innermost loop, checkpoint or shard_map that a place is in."""
+    inside = [place[:n] for n in range(1, len(place)) if program.kinds.get(place[:n]) not in (*CALLS, *CLOSED)]
+    return inside[-1] if inside else ()
 
 
 def _among(inputs: Sequence[Value], value: Value, moves: Sequence[str]) -> Leaf | None:

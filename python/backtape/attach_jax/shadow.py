@@ -20,6 +20,10 @@ from backtape.attach_jax.marks import MARKS, gradient_p, start_p
 from backtape.attach_jax.sites import Site, heard_leaf
 from backtape.failopen import CAUGHT, describe
 
+CALLS_BACK = (
+    "the compiled step calls Python back ({}), as jax.debug.print and io_callback do, and would do so twice in the "
+    "step that is recorded: leave that out of the step, or tap the head by hand"
+)
 HIDDEN = "a gradient is taken inside of {}, where its head is not looked for"
 
 
@@ -31,6 +35,11 @@ class Shadow(Walk):
         self._with_marks: dict[int, bool] = {}
         self._axes: dict[Any, Axes] = {}  # of the variables inside of shard_map
         self.is_wanted = self._has_marks(closed.jaxpr)  # whether a gradient is taken in it
+        # Axes that are named and uses of an array's place are effects, too, and harmless.
+        back = sorted({type(one).__name__ for one in closed.effects if "Debug" in str(one) or "IO" in str(one)})
+        if back and self.is_wanted:
+            self.is_wanted = False
+            trace.add(CALLS_BACK.format(", ".join(back)))
         self.run_on: Callable[..., None] = jax.jit(self._computed)
 
     def _computed(self, *inputs: Any) -> None:
