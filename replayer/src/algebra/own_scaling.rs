@@ -101,7 +101,7 @@ impl OwnScaling {
             };
             let told = Multiplied {
                 factor,
-                equals: sizes.as_ref().map(|sizes| sizes.words(factor)).unwrap_or_default(),
+                equals: sizes.as_ref().map(|sizes| sizes.equals(factor)).unwrap_or_default(),
                 weight: sizes.as_ref().and_then(|sizes| sizes.weight(factor)),
             };
             let told = Some(told).filter(|_| miscounted.is_none());
@@ -290,6 +290,34 @@ impl Sizes {
         of_one.or(of_ranks).filter(|_| unknown).into_iter().collect()
     }
 
+    /// What a factor is that is no count of one microbatch.
+    fn equals(&self, factor: f64) -> Vec<String> {
+        let words = self.words(factor);
+        match words.is_empty() {
+            true => self.other_tokens(factor).into_iter().collect(),
+            false => words,
+        }
+    }
+
+    /// A factor that is one over a number of tokens between those that count and all of them: the job counts
+    /// others than its loss does, as labels are before they are shifted.
+    fn other_tokens(&self, factor: f64) -> Option<String> {
+        // How far from a whole number says that it is none.
+        const APART: f64 = 0.05;
+        let tokens = self.tokens.as_ref()?;
+        let (whole, all) = (tokens.whole(), tokens.with_padding.iter().sum::<f64>());
+        let ranks = 1.0 / self.averaged;
+        let number = [1.0, ranks].into_iter().map(|times| times / factor).find(|number| {
+            let is_whole = (number - number.round()).abs() <= self.near * number;
+            is_whole && self.near * number <= APART && (whole..all).contains(&number.round())
+        })?;
+        Some(format!(
+            "1 / {}, and {} of the step count in the loss: the job counts others than that, as labels before they are shifted",
+            tokens_of(number.round()),
+            short_count(whole)
+        ))
+    }
+
     /// Which tokens a factor counts, where gradients are sums over those of all microbatches and it is one
     /// over those of one of them alone.
     fn miscounted(&self, factor: f64) -> Option<String> {
@@ -398,6 +426,19 @@ mod tests {
         assert_eq!(unknown.words(2.0 / 11.0).join(", or "), "2 ranks / 11");
         assert!(unknown.words(0.37).is_empty());
         assert_eq!(of_sums().weight(2.0 / 28.0), Some(1.0));
+    }
+
+    #[test]
+    fn a_count_of_other_tokens_than_those_of_the_loss_is_told_as_that() {
+        let told = |factor: f64| of_sums().equals(factor).join(", or ");
+        assert!(
+            told(1.0 / 31.0).starts_with("1 / 31 tokens, and 28 of the step count in the loss")
+        );
+        assert!(told(2.0 / 31.0).starts_with("1 / 31 tokens"), "ranks are averaged");
+        assert_eq!(told(1.0 / 28.0), "1 / the 28 tokens of the step");
+        for other in [1.0 / 49.0, 1.0 / 27.0, 1.0 / 31.5] {
+            assert_eq!(told(other), "", "{other}");
+        }
     }
 
     /// Goal: tokens of one microbatch alone are a fault of sums, and nothing else is. Method: numbers of both
