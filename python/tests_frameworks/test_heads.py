@@ -185,3 +185,19 @@ def test_an_unembedding_that_takes_no_gradient_is_named(tmp_path):
     report = backtape.replay(tmp_path, step=1)
     assert "dk microbatch 1 was not recorded by rank 0: k takes no gradient" in " ".join(str(report).split()), report
     assert stages(report)["dq"] == "pass", report
+
+
+@pytest.mark.parametrize("items", [None, 77, torch.tensor(77)], ids=["counted", "given", "given as a tensor"])
+def test_the_smoother_of_transformers_divides_by_what_its_trainer_has_counted(tmp_path, items):
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    smoother = LabelSmoother(epsilon=0.1)
+
+    def loss(model, tokens, labels):
+        return smoother({"logits": model(tokens)}, labels, num_items_in_batch=items)
+
+    torch.manual_seed(0)
+    with attached(tmp_path):
+        train(loss, Model(), steps=2)
+    report = backtape.replay(tmp_path, step=1)
+    assert report.verdict == "agreed" and stages(report)["loss"] == "pass", report

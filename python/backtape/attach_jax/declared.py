@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from backtape.attach_jax.finding import Found
+from backtape.sources import ASSUMED, DTYPES, MEASURED, SEEN, Sourced, of_items
 
 # The label of a token that the loss does not read.
 UNREAD = -100
@@ -18,7 +19,9 @@ def options_of(found: Found) -> dict[str, Any]:
     What its loss is divided by is in the cotangent of each token, which is recorded.
     """
     (contracted, _) = found.product.params["dimension_numbers"]
-    own = {name: value for name, value in found.options.items() if name != "shift"}
+    # A zero that was taken off is no number below it.
+    known = {name: value for name, value in found.options.items() if name != "shift"}
+    own = {name: value + 0.0 if isinstance(value, float) else value for name, value in known.items()}
     is_first = int(contracted[1 - found.q][0]) == 0
     return {
         "path": "plain" if found.fused is None else "fused",
@@ -31,6 +34,14 @@ def options_of(found: Found) -> dict[str, Any]:
         "autocast": None,
         **own,
     }
+
+
+def sourced(options: dict[str, Any]) -> Sourced:
+    """The same with where each is from: the program has all of them, but for how ranks share tokens."""
+    flowed = {DTYPES: options.get(DTYPES, {}), "cotangent": None, "microbatches": None}
+    seen = dict.fromkeys((name for name in options if name != DTYPES), SEEN)
+    assumed = dict.fromkeys(("scope", "microbatch_reduction"), ASSUMED)
+    return Sourced(options, {**seen, **of_items(flowed, MEASURED), **assumed})
 
 
 def dtypes(found: Found) -> dict[str, str]:

@@ -22,6 +22,11 @@ NO_DOOR = (
     "Tape.record are as they were"
 )
 
+# A shadow has the collectives of its program, and a process without one would let the others wait for it.
+PROCESSES = (
+    "the job has several processes, which would have to run the same programs to have the head heard in them: tap it "
+    "by hand"
+)
 
 # Whether a shadow is made or run: its own programs have none.
 _shadowing: ContextVar[bool] = ContextVar("shadowing", default=False)
@@ -83,6 +88,9 @@ def opened(step: Heads, shadows: dict[Any, Any], faults: Faults) -> Iterator[Non
 
 def _shadowed(infer: Any, call: Any, step: Heads, shadows: dict[Any, Any]) -> None:
     """Runs the shadow of a call of a compiled program. Raises what goes wrong in it."""
+    if jax.process_count() > 1:
+        step.refuse(PROCESSES)
+        return
     tokens = (_shadowing.set(True), lying_on.set(mesh_of(call[2:])))
     try:
         with taping(False), marking(True):

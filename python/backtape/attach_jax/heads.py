@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from backtape.attach_jax.declared import sourced
 from backtape.attach_jax.sites import NO_CLASS, Site
 from backtape.shards import Key, Shard
 from backtape.tape import Tape, open_tape
@@ -129,7 +130,7 @@ class Heads:
             for name in ("k", "bias"):
                 for shard in next((run.shards[name] for run in kept if run.shards.get(name)), []):
                     self.tape.record_shards(Key(name, None, None, None), lambda shard=shard: shard)
-            self.tape.head(**kept[0].site.options, microbatches=len(kept))
+            self.tape.head(_found=sourced({**kept[0].site.options, "microbatches": len(kept)}))
         for reason in reasons:
             name = "loss" if reason in (UNKNOWN, NO_GRADIENT) else "head"
             self.tape.leave_out(name, None, reason)

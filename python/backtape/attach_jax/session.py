@@ -52,7 +52,13 @@ class Attached:
 
     def __getattr__(self, name: str) -> Any:
         # What a jitted function has besides its call: lower, trace, clear_cache.
-        return getattr(self.__dict__["_function"], name)
+        if "_function" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self._function, name)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        # A method that is attached where its class is defined.
+        return self if instance is None else functools.partial(self, instance)
 
     @property
     def recorder(self) -> Recorder | None:

@@ -27,10 +27,10 @@ UNLIKE = (
 
 def observer(seen: Seen, inside: list[str]) -> Callable[..., Generator[None, Any, None]]:
     """Looks at every call of an autograd.Function, in which no known loss is being computed."""
-    reductions: dict[type, str | None] = {}
+    unlike: set[type] = set()  # those that are no cross-entropy: not computed again
 
     def observe(owner: type, *args: Any, **_: Any) -> Generator[None, Any, None]:
-        if inside:
+        if inside or owner in unlike or owner.__module__.partition(".")[0] == "torch":
             return
         found = list(_candidates(args))
         if not found:
@@ -45,13 +45,15 @@ def observer(seen: Seen, inside: list[str]) -> Callable[..., Generator[None, Any
         is_value = isinstance(first, torch.Tensor) and first.is_floating_point() and first.requires_grad
         found = [one for one in found if is_value and first.numel() in (1, one[2].numel())]
         for q, k, labels in found:
-            if owner not in reductions or reductions[owner] is None:
-                reductions[owner] = reduction_of(first.detach(), q.detach(), k.detach(), labels)
-            reduction = reductions[owner]
+            reduction = reduction_of(first.detach(), q.detach(), k.detach(), labels)
             if reduction is not None:
-                seen(Call(owner.__name__, labels, first, q=q, k=k, reduction=reduction, ignore_label=IGNORED))
+                call = Call(owner.__name__, labels, first, q=q, k=k, reduction=reduction, ignore_label=IGNORED)
+                # An option that changes little of the result is not seen.
+                call.is_known = False
+                seen(call)
                 return
         if found:
+            unlike.add(owner)
             seen(Call(owner.__name__, first, first, problem=UNLIKE))
 
     return observe
@@ -78,28 +80,31 @@ def _candidates(args: Sequence[Any]) -> Iterator[Candidate]:
 def reduction_of(
     result: torch.Tensor, q: torch.Tensor, k: torch.Tensor, labels: torch.Tensor
 ) -> str | None:
-    """How a result is made of the cross-entropies of its tokens, "mean", "sum" or "none"; None where it is not."""
+    """How a result is made of the cross-entropies of its tokens, "mean", "sum" or "none"; None where it is not, or
+    where two of these fit."""
     labels, q = labels.reshape(-1).long(), q.reshape(-1, q.shape[-1])
     counts = labels != IGNORED
     if not counts.any() or not ((labels >= 0) & (labels < len(k)) | ~counts).all():
         return None
-    losses, largest = [], 0.0
+    losses, largest, matrix = [], 0.0, k.float()
     rows = max(1, AT_ONCE // len(k))
     with torch.autocast(q.device.type, enabled=False):
         for own, own_labels in zip(q.split(rows), labels.split(rows)):
-            logits = own.float() @ k.float().t()
+            logits = own.float() @ matrix.t()
             largest = max(largest, float(logits.abs().max()))
             losses.append(F.cross_entropy(logits, own_labels, reduction="none"))
     each = torch.cat(losses).double()
-    precision = max(torch.finfo(one.dtype).eps for one in (result, q, k))
+    narrow = max(torch.finfo(one.dtype).eps for one in (q, k))
     if torch.is_autocast_enabled(q.device.type):
-        precision = max(precision, torch.finfo(torch.get_autocast_dtype(q.device.type)).eps)
-    # A logit errs by its own rounding, a loss by those of a few logits.
-    allowed = 8 * precision * (1 + largest)
-    value = result.double().reshape(-1)
+        narrow = max(narrow, torch.finfo(torch.get_autocast_dtype(q.device.type)).eps)
+    kept = torch.finfo(result.dtype).eps
+    value, count = result.double().reshape(-1), int(counts.sum())
+    # A loss errs by the roundings of a few logits, which are its own and fall in a mean of many, and as it is kept.
+    of_token = 4 * narrow * (1 + largest)
     if value.numel() > 1:
-        return "none" if bool(((value - each).abs() <= allowed).all()) else None
-    total, count = float(each.sum()), int(counts.sum())
-    if abs(float(value) - total / count) <= allowed:
-        return "mean"
-    return "sum" if abs(float(value) - total) <= allowed * count else None
+        return "none" if bool(((value - each).abs() <= of_token + 4 * kept * each).all()) else None
+    total = float(each.sum())
+    allowed = 2 * of_token * count**0.5 + 4 * kept * total
+    fits = {"mean": abs(float(value) * count - total) <= allowed, "sum": abs(float(value) - total) <= allowed}
+    fitting = [name for name, fit in fits.items() if fit]
+    return fitting[0] if len(fitting) == 1 else None

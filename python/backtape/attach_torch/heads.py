@@ -37,9 +37,11 @@ MIXED = (
     "something else than the loss takes the logits too and gives them a gradient, as label smoothing by hand, an "
     "entropy term, or a z-loss of other tokens than the loss does: no head is declared"
 )
+# How far apart, relative, two measured factors of one z-loss may be.
+SAME = 1e-4
 CHUNKS = (
     "how the loss is divided is declared by hand, and cannot be compared: the loss is computed in chunks, each of "
-    "which counts its own tokens; declare scope='global' or leave it out"
+    "which counts its own tokens; declare scope='global', or no scope"
 )
 
 
@@ -83,6 +85,7 @@ class Heads:
         self._z_losses: list[float] = []  # the factor of each microbatch's
         self.count = 0  # of microbatches
         self._passes = 0  # backward passes that have reached one
+        self._running = 0  # backward passes that run, one inside of the other
         self.reasons: list[str] = []  # why something is not recorded
 
     def seen(self, call: Call) -> None:
@@ -129,11 +132,17 @@ class Heads:
             if head.normaliser is None:
                 self._waiting.remove(head)
                 self._is_mixed = True
+        self._running += 1
         try:
             yield
         finally:
             self._is_counted = before
-            self._passes += self.count > counted
+            self._running -= 1
+            if self._running == 0:
+                self._passes += self.count > counted
+                # One that no backward pass goes through, as for a log, has the logits in its graph.
+                if not self._waiting:
+                    self._normalisers.clear()
 
     def refuse(self, reason: str) -> None:
         """Notes why a head is not recorded, or not all of it."""
@@ -154,7 +163,7 @@ class Heads:
         self._waiting.clear()
         self._normalisers.clear()
         # Each microbatch has one, or none has.
-        if len(self._z_losses) not in (0, self.count) or len(set(self._z_losses)) > 1:
+        if len(self._z_losses) not in (0, self.count) or max(self._z_losses, default=0) > (1 + SAME) * min(self._z_losses, default=0):
             self._is_mixed = True
         if self._is_mixed:
             self.refuse(MIXED)

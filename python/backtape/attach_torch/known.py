@@ -205,13 +205,16 @@ def _label_smoother(function: str, given: dict[str, Any], result: torch.Tensor) 
         labels = labels.squeeze(-1)
     if given["shift_labels"]:
         labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=smoother.ignore_index)
+    # The Trainer has counted the tokens of all microbatches where it accumulates gradients.
+    items = given.get("num_items_in_batch")
+    divided = {} if items is None else {"denominator": float(items)}
     return Call(
         function,
         labels,
         result,
         logits=output["logits"] if isinstance(output, Mapping) else output[0],
         ignore_label=smoother.ignore_index,
-        head={"label_smoothing": smoother.epsilon},
+        head={"label_smoothing": smoother.epsilon, **divided},
     )
 
 

@@ -37,7 +37,7 @@ def watch(
         labels, bias and logits.
     """
     def told(call: Call) -> None:
-        if not call.is_normaliser:
+        if not call.is_normaliser and call.problem is None:
             call.reads, watched.reads[:] = list(watched.reads), []
         seen(call)
 

@@ -57,7 +57,7 @@ class Scalings:
         self._changed: set[int] = set()  # those whose gradient changed between two passes
         self._sent = 0  # elements of the largest other tensor that was communicated since
         # The sample before, and when the gradient was recorded.
-        self._taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._taken: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
 
     def backward(
         self, *_: Any, accumulate_grad: bool = False, **__: Any
@@ -113,17 +113,17 @@ class Scalings:
         """Before the reduced gradient of a parameter is recorded."""
         before = None if self._runs or id(part) in self._changed else self._kept.get(id(part))
         gradient = own_gradient(part) if before is not None else None
-        if before is None or gradient is None or gradient.numel() <= self._sent:
+        if before is None or gradient is None:
             return
-        now = elements_of(gradient, SAMPLE)
-        if now is not None:
-            self._taken[id(part)] = before, now
+        now = elements_of(gradient, SAMPLE) if gradient.numel() > self._sent else None
+        # What cannot be compared is no gradient that was left as it is.
+        self._taken[id(part)] = None if now is None else (before, now)
 
     def factors(self) -> dict[str, float]:
         """What the gradients were multiplied by, by the names of parameters of which that is known; none where
         all of them were left as they are. This waits for the device."""
-        known = ((part, self._taken.get(id(part))) for part in self._capture.own)
-        found = {part.name: factor_of(*samples) for part, samples in known if samples is not None}
+        known = ((part, self._taken[id(part)]) for part in self._capture.own if id(part) in self._taken)
+        found = {part.name: math.nan if samples is None else factor_of(*samples) for part, samples in known}
         factors = {name: factor for name, factor in found.items() if factor is not None}
         is_multiplied = any(factor != 1.0 for factor in factors.values() if not math.isnan(factor))
         return factors if is_multiplied else {}

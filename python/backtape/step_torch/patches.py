@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
@@ -26,7 +27,10 @@ class Patches:
         """Observes calls of a function or method by the attribute of a module or class that has it, or
         that inherits it."""
         is_own = name in vars(owner)
-        original = vars(owner)[name] if is_own else getattr(owner, name)
+        # An inherited method of a class is to be called on the class that it is called on, not on this one.
+        inherited = inspect.getattr_static(owner, name, None)
+        is_of_class = isinstance(inherited, (classmethod, types.ClassMethodDescriptorType))
+        original = vars(owner)[name] if is_own else inherited if is_of_class else getattr(owner, name)
         replacement: Any
         if isinstance(original, (classmethod, types.ClassMethodDescriptorType)):
 

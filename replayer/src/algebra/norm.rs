@@ -197,7 +197,7 @@ impl Judge<'_> {
         (right, shares): (&Expected, &Shares<'_>),
         power: f64,
     ) -> Result<Option<f64>, String> {
-        let is_near = value < right.norm && value > 0.99 * right.norm;
+        let is_near = value < right.norm && value > 0.999 * right.norm;
         if power != 2.0 || !is_near {
             return Ok(None);
         }
