@@ -114,6 +114,7 @@ class Eager(torch.autograd.Function):
     """A fused loss that has its gradients from autograd, in the forward pass."""
 
     smoothing = 0.0
+    share = 1.0
 
     @classmethod
     def loss(cls, model, tokens, labels):
@@ -123,7 +124,8 @@ class Eager(torch.autograd.Function):
     def forward(ctx, hidden, weight, target, smoothing):
         with torch.enable_grad():
             own = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-            loss = F.cross_entropy(own[0] @ own[1].T, target, label_smoothing=smoothing)
+            logits = (own[0] @ own[1].T).float()
+            loss = F.cross_entropy(logits, target, label_smoothing=smoothing) * Eager.share
             ctx.save_for_backward(*torch.autograd.grad(loss, own))
         return loss.detach()
 
@@ -167,6 +169,14 @@ def test_a_function_that_nobody_has_named_is_judged_where_its_result_is_a_cross_
 def test_a_function_that_computes_its_gradients_with_the_loss_is_judged(tmp_path):
     report = recorded(tmp_path, Eager.loss)
     assert report.verdict == "agreed" and stages(report)["dk"] == "pass", report
+
+
+@pytest.mark.parametrize("counted, verdict", [("labels", "agreed"), ("all tokens", "incomplete")])
+def test_a_function_in_few_bits_that_divides_by_padding_too_is_no_mean(tmp_path, monkeypatch, counted, verdict):
+    share = 1.0 if counted == "labels" else 43 / 48
+    monkeypatch.setattr(Eager, "share", share)
+    report = recorded(tmp_path, Eager.loss, Model(dtype=torch.bfloat16))
+    assert report.verdict == verdict, report
 
 
 def test_functions_of_compiled_code_stay_as_they_are(tmp_path):
