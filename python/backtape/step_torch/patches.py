@@ -27,10 +27,8 @@ class Patches:
         """Observes calls of a function or method by the attribute of a module or class that has it, or
         that inherits it."""
         is_own = name in vars(owner)
-        # An inherited method of a class is to be called on the class that it is called on, not on this one.
-        inherited = inspect.getattr_static(owner, name, None)
-        is_of_class = isinstance(inherited, (classmethod, types.ClassMethodDescriptorType))
-        original = vars(owner)[name] if is_own else inherited if is_of_class else getattr(owner, name)
+        original = vars(owner)[name] if is_own else getattr(owner, name)
+        inherited = None if is_own else inspect.getattr_static(owner, name, None)
         replacement: Any
         if isinstance(original, (classmethod, types.ClassMethodDescriptorType)):
 
@@ -39,6 +37,15 @@ class Patches:
 
             # The observer gets the class as the first argument.
             replacement = classmethod(self._observed(of_class, observer))
+        elif isinstance(inherited, (classmethod, types.ClassMethodDescriptorType)):
+            of_owner = self._observed(original, observer)
+
+            def of_called(called: type, *args: Any, **options: Any) -> Any:
+                # A class that inherits it from this one runs its own code.
+                own = of_owner if called is owner else inherited.__get__(None, called)
+                return own(*args, **options)
+
+            replacement = classmethod(of_called)
         else:
             replacement = self._observed(original, observer)
         setattr(owner, name, replacement)
