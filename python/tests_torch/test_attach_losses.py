@@ -1,6 +1,7 @@
 """Losses that a job puts together by itself, and the ids that its model reads: what is found of them agrees where they
 are right, a fault in them is told, and what no head describes is named."""
 
+import contextlib
 import json
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from test_attach import VOCAB, WIDTH, Fused, Model, attached, flat, own_loss, stages, train
 
 import backtape
+from backtape.step_torch.patches import Patches
 
 
 def said(report):
@@ -260,3 +262,28 @@ def test_ids_of_two_lookups_that_both_fit_are_not_recorded(tmp_path):
 
     report = recorded(tmp_path, lambda model, *_: (lambda ids: flat(model(ids), ids))(read(model)), Both())
     assert report.verdict == "agreed" and "shift [label-shift]" not in said(report), report
+
+
+def test_a_class_that_inherits_from_an_observed_one_runs_its_own_code():
+    class Known(Eager):
+        name = "known"
+
+    class Mine(Known):
+        name = "mine"
+
+    Eager.called = classmethod(lambda cls, *args: (cls.name, *args))
+    seen = []
+
+    def observe(*args, **_):
+        seen.append(args)
+        yield
+
+    patches = Patches(lambda what: contextlib.nullcontext())
+    try:
+        patches.attribute(Known, "called", observe)
+        assert (Known.called(1), Mine.called(2)) == (("known", 1), ("mine", 2))
+        assert seen == [(1,)]
+    finally:
+        patches.undo()
+        del Eager.called
+    assert "called" not in vars(Known)
