@@ -341,12 +341,12 @@ def _by_hand(declaration: "HeadOptions") -> Sourced:
     return Sourced({**own, **measured}, sources)
 
 
-def _told(head: Sourced) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+def _told(head: Sourced) -> tuple[dict[str, Any], dict[str, str], dict[str, Any], list[int]]:
     """A head as the recorder takes it: values of Python's own."""
     options, by_hand = (
         {name: plain(value) for name, value in given.items()} for given in (head.options, head.by_hand)
     )
-    return options, head.sources, by_hand
+    return options, head.sources, by_hand, head.passes
 
 
 # Tapes in use, the innermost last: a tap inside the model finds its tape here. They are those of

@@ -17,7 +17,7 @@ STAGES = ["accumulate", "norm", "clip", "state", "update"]
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory):
-    """A run in which the gradient of one layer is twice what it should be, and its report."""
+    """A run in which the gradient of one layer is three times what it should be, and its report."""
     transform = optax.adam(1e-3)
     directory = tmp_path_factory.mktemp("step") / "run"
     step = scaled_gradient(taken(transform), transform)
@@ -33,8 +33,8 @@ def test_the_json_has_every_parameter_with_all_that_is_known_of_each_stage(dumpe
     fates = {fate["stage"]: fate for fate in kernel["stages"]}
     assert list(fates) == [stage for stage in STAGES if stage != "norm"]
     wrong = fates["accumulate"]
-    assert (wrong["status"], wrong["ranks"], wrong["cause"]) == ("diverged", [0], "microbatch-scale")
-    assert wrong["factor"] == pytest.approx(2) and wrong["error"] == pytest.approx(1)
+    assert (wrong["status"], wrong["ranks"], wrong["cause"]) == ("diverged", [0], "gradient-scaled")
+    assert wrong["factor"] == pytest.approx(3) and wrong["error"] == pytest.approx(2)
     assert 0 < wrong["floor"] < 1e-6 and wrong["why"] and wrong["tensor"] == f"step.reduced:{NAMES[3]}"
     right = fates["clip"]
     assert right["status"] == "agreed" and right["error"] <= 6 * right["floor"] and right["seen_from"] > 0
@@ -79,7 +79,7 @@ def test_a_notebook_shows_the_section_and_its_tables_say_what_the_json_says(dump
         wanted = {fate["stage"]: marks[fate["status"]] for fate in told["stages"]}
         assert row[0] == told["name"] and [cell[0] for cell in row[4:]] == [wanted.get(s, "–") for s in STAGES]
     assert [row[0] for row in page.tables["bt-kinds"][1:]] == [*NAMES, "norm 0"]
-    assert "Cause: <strong>microbatch-scale</strong>" in shown and "To do:</strong> look at" in shown
+    assert "Cause: <strong>gradient-scaled</strong>" in shown and "To do:</strong> look at" in shown
     assert "had every sum been right" in shown
 
 

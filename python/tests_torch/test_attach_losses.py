@@ -287,3 +287,42 @@ def test_a_class_that_inherits_from_an_observed_one_runs_its_own_code():
         patches.undo()
         del Eager.called
     assert "called" not in vars(Known)
+
+
+class Dropped(Model):
+    """Two passes through it give other hidden states."""
+
+    def hidden(self, tokens):
+        return F.dropout(super().hidden(tokens), 0.2)
+
+
+def twice(model, tokens, labels):
+    """Two losses of one batch in one backward pass, as R-Drop has them, without its divergence."""
+    return sum(flat(model(tokens), labels) for _ in range(2)) / 2
+
+
+def always_the_same(model, *_):
+    """The loader repeats itself: each backward pass is of the same batch."""
+    tokens = torch.arange(40).view(2, 20) % VOCAB
+    return flat(model(tokens), tokens.flip(1))
+
+
+def test_two_losses_of_one_batch_in_one_backward_pass_are_no_repeated_batch(tmp_path):
+    report = recorded(tmp_path / "twice", twice, Dropped())
+    assert report.verdict == "agreed" and "duplicate-batch" not in said(report), report
+    manifest = json.loads((tmp_path / "twice/step-00000001/manifest.json").read_text())["manifest"]
+    assert manifest["head"]["passes"] == [0, 0, 1, 1]
+    report = recorded(tmp_path / "same", always_the_same, Dropped())
+    assert report.verdict == "diverged" and "[duplicate-batch]" in said(report), report
+
+
+def test_a_factor_on_few_bits_near_the_start_of_training_is_no_label_smoothing(tmp_path):
+    """Where all classes are as likely, a factor below 1 and a smoothing of labels give nearly the same gradient; the call
+    of the loss was seen, and has none."""
+    model = Model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.head.weight.mul_(0.1)
+    report = recorded(tmp_path, lambda model, tokens, labels: flat(model(tokens), labels), model, wrong=0.95)
+    (cause,) = report.json["causes"]
+    assert cause["id"] == "upstream-factor" and float(cause["parameters"]["factor"]) == pytest.approx(0.95, rel=0.01)
+    assert "label_smoothing=0.0" not in said(report), report

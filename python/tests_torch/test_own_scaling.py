@@ -133,3 +133,22 @@ def test_a_sum_that_the_job_makes_elsewhere_is_judged_by_itself(tmp_path, factor
     report = backtape.replay(tmp_path, step=0, compare=["step"])
     assert report.verdict == ("agreed" if factor == 1.0 else "diverged"), str(report)
     assert "multiplied the gradients" not in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("microbatches, cause", [(2, "unknown"), (3, "microbatch-scale")])
+def test_one_gradient_times_the_number_of_microbatches_may_be_doubled_where_these_are_two(tmp_path, microbatches, cause):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with backtape.Recorder(tmp_path, strict=True, steps="0") as recorder, recorder.step(0) as tape:
+        backtape.torch.step_algebra(tape, model, optimizer)
+        for _ in range(microbatches):
+            tokens, labels = torch.randint(17, (2, 4, 8))
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        # Not in sight of what looks for factors of the job's own.
+        model.inner.weight.grad = model.inner.weight.grad.clone() * microbatches
+        optimizer.step()
+    report = backtape.replay(tmp_path, step=0, compare=["step"])
+    Told("diverged", "accumulate", cause, ("inner.weight",), f"which is {microbatches} microbatches").is_told_by(report)
+    is_tied = "(gradient-scaled): 3 parameters reduced alike do not have it" in " ".join(str(report).split())
+    assert is_tied == (cause == "unknown"), report

@@ -150,17 +150,17 @@ def test_a_right_step_agrees_and_the_report_says_what_a_sample_does_not_see(tmp_
     assert report.json["dump"]["proved"], str(report)
 
 
-def twice(module, _):
-    module.inner.weight.grad.mul_(2)
+def thrice(module, _):
+    module.inner.weight.grad.mul_(3)
 
 
 def test_a_fault_in_a_sampled_parameter_is_named_at_its_stage(tmp_path):
-    trained(tmp_path / "run", change=twice, sample=ELEMENTS, sample_seed=SEED)
+    trained(tmp_path / "run", change=thrice, sample=ELEMENTS, sample_seed=SEED)
     report, algebra = replayed(tmp_path / "run")
     assert report.verdict == "diverged"
     (group,) = algebra["diverged"]
     assert group["stage"] == "accumulate" and group["parameters"] == ["inner.weight"], str(report)
-    assert group["reading"]["cause"] == "microbatch-scale" and group["factor"] == pytest.approx(2, rel=1e-6)
+    assert group["reading"]["cause"] == "gradient-scaled" and group["factor"] == pytest.approx(3, rel=1e-6)
     # The norm is judged over all elements, and says what it would have been.
     gap = algebra["norm"]
     assert gap["estimated"] and gap["captured"] == pytest.approx(gap["reported"], rel=1e-5)

@@ -3,6 +3,9 @@
 //!
 //! The proofs are no part of it: every shard is hashed once before anything is measured. The peak
 //! of the process's own memory is that of judging; pages of mapped files are not counted in it.
+//!
+//! Beside it stands the floor: a loop that computes the step in f64 from the same bytes and adds up
+//! squared differences, without bounds, without a search for what is wrong, and by one rule alone.
 
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
@@ -12,6 +15,9 @@ use std::time::Instant;
 use backtape_replayer::algebra::{self, Stage};
 use backtape_replayer::dump::{Selection, StepDump, open};
 use rayon::prelude::*;
+
+#[path = "algebra/floor.rs"]
+mod floor;
 
 /// Bytes that one thread copies at a time.
 const PIECE: usize = 1 << 20;
@@ -31,15 +37,16 @@ fn main() {
     let bytes = algebra::bytes(&dump);
     assert!(judge(&dump), "the step that was recorded agrees");
     let before = anonymous_mib();
-    let (mut judging, mut copying) = (Vec::new(), Vec::new());
+    let (mut judging, mut copying, mut bare) = (Vec::new(), Vec::new(), Vec::new());
     let mut target = vec![0u8; shards(&dump).map(<[u8]>::len).max().unwrap_or(0)];
     for _ in 0..=repeats {
         copying.push(seconds(|| copy(&dump, &mut target)));
         judging.push(seconds(|| assert!(judge(&dump))));
+        bare.push(seconds(|| assert!(floor::squared(&dump) < 1e-9)));
     }
     let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
     // The first round warms pages and caches.
-    let (judging, copying) = (median(&judging[1..]), median(&copying[1..]));
+    let [judging, copying, bare] = [judging, copying, bare].map(|of| median(&of[1..]));
     println!(
         "step's algebra, {} threads: {:.2} GB of f32, {repeats} rounds",
         rayon::current_num_threads(),
@@ -51,6 +58,7 @@ fn main() {
         rate(copying),
         copying / judging
     );
+    println!("  {:.2} GB/s by the bare loop of this step: ratio {:.3}", rate(bare), copying / bare);
     println!("  {:.0} MiB of its own memory before, {:.0} MiB after", before, anonymous_mib());
 }
 

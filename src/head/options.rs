@@ -272,6 +272,12 @@ options! {
     /// they were found.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     by_hand: BTreeMap<String, Value>;
+
+    beside
+    /// The backward pass that each microbatch came from, where several came from one, as with two
+    /// losses of one batch; empty: each came from its own.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    passes: Vec<u32>;
 }
 
 options! {

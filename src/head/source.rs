@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::HeadDeclaration;
+use super::{HeadDeclaration, written};
 
 /// Where an item of a declaration is from, the surest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -31,7 +31,8 @@ impl HeadDeclaration {
 
     /// Its options, without what is said of them.
     pub(crate) fn options_alone(&self) -> HeadDeclaration {
-        HeadDeclaration { sources: Default::default(), by_hand: Default::default(), ..self.clone() }
+        let (sources, by_hand, passes) = Default::default();
+        HeadDeclaration { sources, by_hand, passes, ..self.clone() }
     }
 
     /// Where an item is from, the name of an option or a point of the dtypes; `None` in a dump that
@@ -39,6 +40,12 @@ impl HeadDeclaration {
     pub fn source(&self, item: &str) -> Option<Source> {
         (!self.sources.is_empty())
             .then(|| self.sources.get(item).copied().unwrap_or(Source::Assumed))
+    }
+
+    /// Whether the job's call was seen and leaves an option at its default.
+    pub fn is_seen_off(&self, option: &str) -> bool {
+        self.source(option) == Some(Source::Seen)
+            && written(self, option) == written(&HeadDeclaration::default(), option)
     }
 
     /// These options with what was declared by hand in their place; `None` where nothing was, or

@@ -85,6 +85,7 @@ class Heads:
         self._z_losses: list[float] = []  # the factor of each microbatch's
         self.count = 0  # of microbatches
         self._passes = 0  # backward passes that have reached one
+        self._pass_of: list[int] = []  # the one that each microbatch came from
         self._running = 0  # backward passes that run, one inside of the other
         self.reasons: list[str] = []  # why something is not recorded
 
@@ -181,7 +182,8 @@ class Heads:
         if self._z_losses:
             own |= {"z_loss": self._z_losses[0], "z_loss_in_loss": False}
         sources = {**found.sources, **dict.fromkeys(own, MEASURED)}
-        found = dataclasses.replace(found, options={**found.options, **own}, sources=sources)
+        passes = self._pass_of if 0 < self._passes < self.count else []
+        found = dataclasses.replace(found, options={**found.options, **own}, sources=sources, passes=passes)
         by_hand = dict(self._by_hand)
         if self._passes < self.count:
             # Each call of a chunk is a microbatch of the head, and not one that the user counts.
@@ -242,6 +244,7 @@ class Heads:
                 return "is called with other options too, and those calls are not recorded"
             self._declared = found
             head.microbatch, self.count = self.count, self.count + 1
+            self._pass_of.append(self._passes)
             return None
 
     def _before(self, head: Head, arrived: tuple[Any, ...]) -> None:

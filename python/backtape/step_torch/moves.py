@@ -85,15 +85,16 @@ def elements_of(tensor: torch.Tensor, count: int) -> torch.Tensor | None:
     floats, or has none."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    if not tensor.numel() or not tensor.is_floating_point():
+    elements = tensor.numel()
+    if not elements or not tensor.is_floating_point():
         return None
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    dense = tensor.permute(order)
+    dense = tensor
     if not dense.is_contiguous():
-        return None
+        dense = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+        if not dense.is_contiguous():
+            return None
     # An odd step goes through all columns of a matrix.
-    step = -(-tensor.numel() // count) | 1
-    return dense.view(-1)[::step].clone()
+    return dense.view(-1)[:: -(-elements // count) | 1].clone()
 
 
 def told(parts: Iterable[Part]) -> dict[str, str]:
@@ -130,7 +131,8 @@ def are_apart(
     the value was in the meantime."""
     if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if one is other:
+    # Mostly they are the same, which one operation says.
+    if one is other or torch.equal(one.cpu(), other.cpu()):
         return False
     epsilon = torch.finfo(one.dtype).eps
     size = torch.maximum(wide(one).abs(), wide(other).abs())

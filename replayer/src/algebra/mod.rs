@@ -40,6 +40,7 @@ mod own_scaling;
 mod reduced_late;
 mod rule_of;
 mod rules;
+mod scaled_alone;
 mod settings;
 mod squares;
 mod sum_causes;

@@ -15,6 +15,7 @@ use super::norm_gap::NormGap;
 use super::outcome::{Judged, Outcome, Reading, Stage};
 use super::own_scaling::Multiplied;
 use super::rule_of::DeclaredRule;
+use super::scaled_alone;
 use super::sum_causes::terms_of;
 use super::table::{Row, table};
 use super::unchecked::unchecked;
@@ -133,6 +134,8 @@ impl StepReport {
     /// Brings together what was judged.
     pub(super) fn of(inventory: &Inventory<'_>, mut judged: Vec<Judged>) -> StepReport {
         settle(&mut judged);
+        scaled_alone::tell(inventory, &mut judged);
+        say_as_one(&mut judged);
         withdraw_rates(inventory, &mut judged);
         let names: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
         let table = table(inventory, &judged);
@@ -440,6 +443,32 @@ fn groups(judged: &[Judged], names: &[&str]) -> Vec<Group> {
     groups
 }
 
+/// Gives readings of one stage that differ by the rounding of the numbers in them the words of the
+/// first of them.
+fn say_as_one(judged: &mut [Judged]) {
+    let mut known: Vec<(Judged, Reading)> = Vec::new();
+    for one in judged {
+        let Some(reading) = one.result.divergence().and_then(|own| own.reading.clone()) else {
+            continue;
+        };
+        let is_same = |(other, of): &&(Judged, Reading)| {
+            let tolerance = tolerance([other, &*one].into_iter());
+            other.stage == one.stage
+                && of.cause == reading.cause
+                && are_one(&of.words, &reading.words, tolerance)
+        };
+        match known.iter().find(is_same) {
+            None => known.push((one.clone(), reading)),
+            Some((_, same)) => {
+                let same = same.clone();
+                if let Outcome::Diverged(divergence) = &mut one.result {
+                    divergence.reading = Some(same);
+                }
+            }
+        }
+    }
+}
+
 /// Relative distance of factors of several parameters that are told as one: what is printed of them
 /// has four digits.
 const SAME: f64 = 1e-3;
@@ -461,7 +490,6 @@ fn joined<'a>(
                     let factors = (factor(&other.2), factor(&own));
                     matches!(factors, (Some(a), Some(b)) if is_one_factor(a, b, tolerance))
                 }
-                (Some(a), Some(b)) => a.cause == b.cause && are_one(&a.words, &b.words, tolerance),
                 _ => false,
             };
             other.0 == stage && is_same

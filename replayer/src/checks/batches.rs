@@ -10,6 +10,9 @@
 //! chance would produce one among N(N-1)/2 pairs with a probability below [`FALSE_ALARM`], divided
 //! by the number of tests of the check. Only sequences that a batch holds once count as evidence
 //! that it equals another: one that it holds several times is repeated in the data.
+//!
+//! Where one backward pass comes from several losses of one batch, as with two passes through a
+//! model with dropout, each of these losses is a microbatch. Equal batches of one pass count once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,6 +35,8 @@ const NAMED: usize = 6;
 struct RecordedBatch<'a> {
     step: u64,
     microbatch: Option<Microbatch>,
+    /// The backward pass that it belongs to, where the dump says it.
+    pass: Option<u32>,
     batch: Batch<'a>,
 }
 
@@ -60,8 +65,10 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
                 _ => batches(subject, info),
             };
             let (step, microbatch) = (subject.dump.step.0, key.microbatch);
-            let recorded =
-                batches.into_iter().map(|batch| RecordedBatch { step, microbatch, batch });
+            let passes = subject.head().map_or(&[][..], |head| &head.passes);
+            let pass = microbatch.and_then(|at| passes.get(at.0 as usize).copied());
+            let of = |batch| RecordedBatch { step, microbatch, pass, batch };
+            let recorded = batches.into_iter().map(of);
             into.entry(key.tensor.as_str()).or_default().extend(recorded);
         }
     }
@@ -72,7 +79,11 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     // Two tests, of batches and of sequences, for every tensor.
     let tests = 2 * named.len().max(1);
     let policy = subjects.iter().filter_map(Subject::head).any(|head| head.loss == Loss::Grpo);
-    for (name, batches) in &named {
+    for (name, batches) in &mut named {
+        let losses = without_other_losses(batches);
+        if losses > 0 {
+            report_losses(name, batches, losses, results);
+        }
         if batches.len() > 1 || batches.iter().any(|batch| symbols(&batch.batch).0 > 1) {
             results.looked();
             tensor(name, batches, tests, policy, results);
@@ -81,6 +92,20 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     if results.looked_at == 0 {
         results.skip("equal batches", "only one sequence was recorded");
     }
+}
+
+/// Leaves one of the equal batches that a rank held in one backward pass, and returns how many were
+/// left out.
+fn without_other_losses(batches: &mut Vec<RecordedBatch<'_>>) -> usize {
+    let mut seen = BTreeSet::new();
+    let before = batches.len();
+    batches.retain(|of| {
+        let keys: Vec<Sequence> =
+            (0..symbols(&of.batch).0).map(|row| row_key(&of.batch, row)).collect();
+        let place = (of.step, of.batch.ranks().to_vec(), keys);
+        of.pass.is_none_or(|pass| seen.insert((pass, place)))
+    });
+    before - batches.len()
 }
 
 /// The number of rows of a batch, and of symbols in a row.
@@ -200,6 +225,21 @@ fn equal_batches(
     groups.retain(|(_, bits)| *bits >= needed);
     groups.sort_by_key(|(indices, _)| indices[0]);
     groups
+}
+
+fn report_losses(
+    name: &str,
+    batches: &[RecordedBatch<'_>],
+    losses: usize,
+    results: &mut CheckResults,
+) {
+    let evidence = format!(
+        "{name}: {} with the batch of another loss of the same backward pass",
+        plural(losses as u64, "loss"),
+    );
+    let advice = "Right where a step has several losses of one batch, as with two passes through a model with dropout";
+    let place = common_place(name, batches, batches.iter());
+    results.add(Severity::Note, None, place, evidence, advice);
 }
 
 fn report_batches(

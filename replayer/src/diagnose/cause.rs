@@ -57,6 +57,11 @@ pub trait Cause: Sync {
         Effort::Little
     }
 
+    /// For causes that contradict one option of the head's declaration: its name.
+    fn option(&self) -> Option<&'static str> {
+        None
+    }
+
     /// For causes that show in the dump without a trial: what shows them.
     fn observed(&self, _evidence: &Evidence<'_>) -> Option<Observed> {
         None
@@ -80,12 +85,15 @@ pub struct Hypothesis {
     /// True when it has a number for every token, fitted to one gradient. Such numbers fit nearly
     /// any gradient, so it is believed only if it explains the other gradient as well.
     pub per_token: bool,
+    /// True when it has the job use an option of the head that was seen to be off in its call.
+    pub contradicts_call: bool,
 }
 
 impl Hypothesis {
     /// A hypothesis whose parameters all come from the dump.
     pub fn new(world: impl World + 'static, parameters: Vec<(&'static str, String)>) -> Hypothesis {
-        Hypothesis { world: Arc::new(world), parameters, fitted: 0, per_token: false }
+        let world = Arc::new(world);
+        Hypothesis { world, parameters, fitted: 0, per_token: false, contradicts_call: false }
     }
 
     /// Whether its trial emulates a rounding policy. Such a trial cannot reuse the forward passes

@@ -55,9 +55,12 @@ impl Tried<'_> {
     /// The number of fitted parameters, plus one half where a part of the step speaks against the
     /// hypothesis. Of two hypotheses that explain as much, the cheaper is believed. Counterevidence
     /// costs less than a number: to say that the fault is in one part alone is a choice among few
-    /// parts.
+    /// parts. It costs as much that the job's call was seen without the option that the hypothesis
+    /// has it use.
     pub fn cost(&self) -> f64 {
-        self.hypothesis.fitted as f64 + if self.against.parts.is_empty() { 0.0 } else { 0.5 }
+        let doubts = [!self.against.parts.is_empty(), self.hypothesis.contradicts_call];
+        let doubts = doubts.iter().filter(|doubt| **doubt).count();
+        self.hypothesis.fitted as f64 + 0.5 * doubts as f64
     }
 
     /// Energy left in some comparisons, each divided by its floor, so that large and small stages
@@ -450,8 +453,11 @@ impl<'a> Search<'a> {
             return Vec::new();
         }
         self.meter.begin_look();
-        let hypotheses = cause.hypotheses(evidence);
+        let mut hypotheses = cause.hypotheses(evidence);
         self.meter.end_look(name_when_untried(cause, evidence));
+        let declared = &self.step.options.declared;
+        let contradicts = cause.option().is_some_and(|name| declared.is_seen_off(name));
+        hypotheses.iter_mut().for_each(|of| of.contradicts_call = contradicts);
         hypotheses
     }
 

@@ -42,6 +42,10 @@ impl Cause for SmoothingMismatch {
         "smoothing-mismatch"
     }
 
+    fn option(&self) -> Option<&'static str> {
+        Some("label_smoothing")
+    }
+
     fn about(&self) -> &'static str {
         "labels are smoothed by another amount or formula than the declared one"
     }

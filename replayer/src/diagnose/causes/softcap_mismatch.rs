@@ -35,6 +35,10 @@ impl Cause for SoftcapMismatch {
         "softcap-mismatch"
     }
 
+    fn option(&self) -> Option<&'static str> {
+        Some("softcap")
+    }
+
     fn about(&self) -> &'static str {
         "the softcap of the logits is not the declared one, or its derivative is left out"
     }

@@ -27,6 +27,10 @@ impl Cause for TemperatureMismatch {
         "temperature-mismatch"
     }
 
+    fn option(&self) -> Option<&'static str> {
+        Some("temperature")
+    }
+
     fn about(&self) -> &'static str {
         "logits, or the gradients that pass through them, are not scaled by the declared temperature"
     }

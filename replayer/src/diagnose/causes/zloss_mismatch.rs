@@ -30,6 +30,10 @@ impl Cause for ZLossMismatch {
         "zloss-mismatch"
     }
 
+    fn option(&self) -> Option<&'static str> {
+        Some("z_loss")
+    }
+
     fn about(&self) -> &'static str {
         "the z-loss is left out of the loss or of the gradient, or counted with another factor than the declared one"
     }

@@ -17,6 +17,7 @@ pub(super) mod read;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use backtape::head::Source;
 use backtape::identity::Microbatch;
 
 use super::evidence::{Evidence, Key, Residuals, reject_wider_bounds};
@@ -135,6 +136,11 @@ pub(super) fn suspect(search: &Search<'_>, evidence: &Evidence<'_>) -> Option<Su
     for candidate in options::candidates(search, evidence) {
         if !search.meter.may_redeclare() {
             break;
+        }
+        // What was found in the job is not a declaration that somebody can have got wrong.
+        let source = evidence.step.options.declared.source(candidate.option);
+        if matches!(source, Some(Source::Seen | Source::Measured)) {
+            continue;
         }
         // Leaving out a dtype only widens bounds, so it is tried only where nothing else explains
         // the failure.

@@ -162,8 +162,11 @@ pub(super) fn prove(
         let policy = hypothesis.world.policy(roundings);
         let says =
             policy.is_some_and(|(policy, _)| plausible_policies::contradicts(&policy, roundings));
-        // Numbers for every token may merely fit the job's own rounding of each.
-        !hypothesis.per_token && (declared || !cause.may_be_right() || says)
+        // What was seen in the job's own call outweighs what roundings leave room for, and numbers
+        // for every token may merely fit the job's own rounding of each.
+        !hypothesis.per_token
+            && !hypothesis.contradicts_call
+            && (declared || !cause.may_be_right() || says)
     };
     let hypotheses = catalogue.iter().flat_map(|&cause| {
         let all = search.hypotheses(cause, evidence);
