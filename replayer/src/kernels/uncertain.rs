@@ -27,6 +27,10 @@ const ALIKE: usize = 12;
 /// which has a place too, are among these. What is left is for each element's own.
 pub(crate) const MOST_SHARED: usize = SOURCES - 6;
 
+/// Relative to the unit roundoff, the largest change that a factor makes which is one number below 1:
+/// the product is then the next number below for all elements alike, whatever they are.
+const ONE_SPACING: f64 = 1.5;
+
 /// What the operations round, and the roundings so far.
 #[derive(Debug)]
 pub struct Roundings {
@@ -400,6 +404,8 @@ impl Number for Uncertain<'_> {
             let rounding = precision.deviation(self.value);
             self.err_as_scalar(rounding.min(change.value.abs() / 3f64.sqrt()));
             self.err(rounding);
+        } else if change.value.abs() <= ONE_SPACING * self.roundings.unit * self.value.abs() {
+            self.err_as_scalar(self.roundings.unit / 3f64.sqrt() * self.value.abs());
         }
         self
     }

@@ -223,6 +223,7 @@ impl<O: Op> Evaluation<'_, O> {
                 let ways = ways.map(|way| in_groups(addends, way, self.arithmetic.sum));
                 sum.grouped = ways.fold(0.0, f64::max);
                 sum.copies = copies(addends);
+                sum.vanishing = vanishing(addends, self.arithmetic.sum.precision);
             }
             sums.iter().map(|(sum, of_rows)| self.of_rows(sum, *of_rows)).collect::<Vec<_>>()
         };
@@ -241,6 +242,7 @@ impl<O: Op> Evaluation<'_, O> {
         let [number, emulated] = self.finished(total, sum);
         let (own, row) = number.variances();
         let own = own + lost_near_zero(sum.count, sum.copies, &self.arithmetic);
+        let own = own + sum.vanishing * sum.vanishing;
         Finished { value: number.value, own, row, emulated: emulated.value }
     }
 
@@ -304,6 +306,13 @@ fn copies(addends: &mut [f64]) -> f64 {
     (alike / squares).max(1.0)
 }
 
+/// What those addends come to that are less than half the smallest number of the accumulator. Where a
+/// job divides each of them before it adds them up they are nothing, to one side if they have one sign.
+fn vanishing(addends: &[f64], accumulator: Precision) -> f64 {
+    let half = accumulator.smallest_subnormal() / 2.0;
+    addends.iter().filter(|x| x.abs() <= half).sum()
+}
+
 /// Variance of additions that sum groups of addends, and then these sums. Where the groups cancel, what
 /// each was rounded by is larger than what a sum in another order is.
 fn in_groups(addends: &[f64], groups: &[usize], sum: Sum) -> f64 {
@@ -333,6 +342,8 @@ struct Summed {
     emulated: f64,
     /// How many copies an addend has, itself included, where that is more than 1.
     copies: f64,
+    /// What of it vanishes in the accumulator, addend by addend.
+    vanishing: f64,
     /// Variance of its additions where groups of addends are added first; 0 where there are none.
     grouped: f64,
 }
@@ -395,5 +406,20 @@ mod tests {
             assert!(found < 1.1 * allowed, "{copies} copies: {found} of {allowed}");
             assert!(found > 0.05 * allowed, "{copies} copies: too wide, {found} of {allowed}");
         }
+    }
+
+    /// Goal: the small gradients of many ranks and microbatches, each divided by the number of ranks
+    /// before they are added up in f16, vanish one by one. Method: addends about a third of the
+    /// smallest number, all positive.
+    #[test]
+    fn addends_that_vanish_one_by_one_are_no_finding() {
+        let (mut draw, f16) = (Draw::new(71), Precision::F16);
+        let third = f16.smallest_subnormal() / 3.0;
+        let addends: Vec<f64> = (0..48).map(|_| third * (1.0 + 0.3 * draw.normal())).collect();
+        let (sum, kept): (f64, f64) =
+            addends.iter().fold((0.0, 0.0), |(sum, kept), x| (sum + x, kept + f16.round64(*x)));
+        let allowed = vanishing(&addends, f16);
+        assert!((sum - kept).abs() <= 1.3 * allowed.abs(), "{} of {allowed}", sum - kept);
+        assert_eq!(vanishing(&[third, -third, 5.0 * third], f16), 0.0);
     }
 }

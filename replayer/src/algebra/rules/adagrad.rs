@@ -88,8 +88,16 @@ op! {
         update: Plane Forward Each |op, grad, before, sum, lr, lr_decay, eps, weight_decay| {
                 let gradient = op.descent.gradient(grad, before.clone(), weight_decay.clone());
                 let decay = lr_decay.times(op.step - 1.0).plus(1.0);
-                // torch multiplies by the learning rate first, and stores that.
-                let moved = (gradient * (lr.clone() / decay).scalar()).step();
+                // torch multiplies by the learning rate first, and stores that. Where it keeps that
+                // as a tensor it divides in f32, by a number that it rounds before.
+                let rate = lr.clone() / decay;
+                let moved = (gradient.clone() * rate.clone().scalar()).step();
+                let moved = match op.step == 1.0 {
+                    true => moved,
+                    false => (0..2).fold(moved, |moved, _| {
+                        moved.by_settings(gradient.clone(), rate.clone())
+                    }),
+                };
                 let moved = divided(moved, root(sum, eps, op.eps_inside));
                 op.descent.subtracted(moved, before, weight_decay, lr)
             },
