@@ -399,23 +399,6 @@ fn parameters_that_are_nearly_equal_round_alike_when_they_decay() {
     assert!(excess(&rule, &hyper, &recorded).is_some(), "another decay is not seen");
 }
 
-/// Goal: a decay of less than the spacing below 1 brings parameters of any size to the next number
-/// below, which is one error of all of them and no finding; one of ten spacings is one.
-#[test]
-fn parameters_of_any_size_round_alike_where_they_decay_by_less_than_a_spacing() {
-    let mut draw = Draw::new(73);
-    let kind = JOBS.iter().find(|kind| kind.class == "AdamW").expect("a class of the list");
-    let hyper = [("lr", 1.0909e-7), ("beta1", 0.0), ("beta2", 0.95), ("eps", 1e-3)];
-    let hyper = BTreeMap::from_iter(hyper.into_iter().chain([("weight_decay", 0.3)]));
-    let job = Job::new(kind, [Precision::F32; 2], hyper, BTreeSet::new(), [false; 2]);
-    let recorded =
-        steps_of(job, 3, &mut || [5.7e-2 * draw.normal() as f32, 1e-9 * draw.normal() as f32]);
-    let (rule, mut hyper) = rule(&recorded.job, 3);
-    assert_eq!(excess(&rule, &hyper, &recorded), None);
-    hyper.0.insert("weight_decay".into(), json!(3.0));
-    assert!(excess(&rule, &hyper, &recorded).is_some(), "another decay is not seen");
-}
-
 #[test]
 fn unknown_modes_of_known_optimizers_are_unknown() {
     let of = |name: &str, hyper: serde_json::Value| {
