@@ -67,6 +67,9 @@ def main() -> NoReturn:
 
 def _init(kinds: list[str]) -> int:
     """Prints the file of a kind of job. Returns the exit status."""
+    if kinds in (["--help"], ["-h"]):
+        print(USAGE, end="")
+        return 0
     if len(kinds) != 1 or kinds[0] not in FIRST_JOBS:
         print(f"backtape init: say which kind of job: {', '.join(FIRST_JOBS)}", file=sys.stderr)
         return 2

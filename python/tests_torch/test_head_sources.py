@@ -198,3 +198,12 @@ def test_a_factor_that_is_declared_beside_the_recorded_cotangents_is_told(tmp_pa
     words = "cotangent=0.5 is declared by hand, and the cotangent that was recorded holds every factor"
     assert report.verdict != "agreed" and words in told(report), report
     assert told(report).index(words) < told(report).index("DIVERGED" if report.verdict == "diverged" else "MISDECLARED")
+
+
+def test_an_option_that_there_is_not_is_told_before_the_first_step_and_the_rest_is_taken(tmp_path, caplog):
+    with attached(tmp_path, head={"label_smothing": 0.1, "scope": "rank"}):
+        assert "a head has no option 'label_smothing', and it is left out: do you mean 'label_smoothing'?" in caplog.text
+        torch.manual_seed(0)
+        train(LOSSES["flat"], Model())
+    assert declared(tmp_path)["sources"]["scope"] != "declared" and "label_smothing" not in declared(tmp_path)["by_hand"]
+    assert backtape.replay(tmp_path, step=1).verdict == "agreed"

@@ -18,12 +18,14 @@
     z_loss.py     a z-loss that a job adds by hand
 """
 
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from backtape import sources
 from backtape.attach_torch.losses import losses_of
 from backtape.attach_torch.session import Attachment
 from backtape.failopen import Faults
@@ -82,6 +84,7 @@ def attach(
         if sample := os.environ.get("BACKTAPE_SAMPLE"):
             options.setdefault("sample", float(sample) if "." in sample else int(sample))
         losses_of(losses or {})
+        head = _known(head or {}, faults)
         # `backtape run` has attached itself already: what the job says itself goes before.
         for earlier in _live:
             if earlier.is_waiting:
@@ -101,6 +104,18 @@ def detach() -> None:
     for attached in _live:
         attached.close()
     _live.clear()
+
+
+def _known(head: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+    """The options of a head that there are; the others are told now, when somebody can still correct them."""
+    known = sources.options()
+    for name in head:
+        with faults.guard("attach", "head="):
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                meant = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
+                raise ValueError(f"a head has no option {name!r}, and it is left out: {meant}")
+    return {name: value for name, value in head.items() if name in known}
 
 
 def _listed(given: Any, kind: type) -> list[Any]:
