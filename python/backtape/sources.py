@@ -32,8 +32,8 @@ class Sourced:
     options: dict[str, Any]
     sources: dict[str, str]
     by_hand: dict[str, Any] = field(default_factory=dict)
-    # The backward pass that each microbatch came from, where several came from one.
-    passes: list[int] = field(default_factory=list)
+    # The batch that each microbatch is of, where several losses of one backward pass are of one.
+    batches: list[int] = field(default_factory=list)
 
 
 def options() -> list[str]:
@@ -67,7 +67,7 @@ def joined(found: Sourced, declared: Mapping[str, Any]) -> Sourced:
     """What was found of a head, with what is declared by hand: that takes the place of what is assumed. What was
     seen or measured stays, and what is declared of it is kept beside it, so that a replay can tell where they
     differ."""
-    all = Sourced(dict(found.options), dict(found.sources), dict(found.by_hand), found.passes)
+    all = Sourced(dict(found.options), dict(found.sources), dict(found.by_hand), found.batches)
     for name, value in declared.items():
         if name == DTYPES and isinstance(value, Mapping):
             _join_dtypes(all, value)

@@ -346,7 +346,7 @@ def _told(head: Sourced) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]
     options, by_hand = (
         {name: plain(value) for name, value in given.items()} for given in (head.options, head.by_hand)
     )
-    return options, head.sources, by_hand, head.passes
+    return options, head.sources, by_hand, head.batches
 
 
 # Tapes in use, the innermost last: a tap inside the model finds its tape here. They are those of

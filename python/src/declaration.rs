@@ -23,13 +23,13 @@ const MASK_VALUE: &str = "mask_value";
 const GRPO: &str = "grpo";
 
 /// Reads the keyword arguments of `tape.head`; an error names the option. `sources` says where each
-/// item is from, `by_hand` is what was declared of options that were found otherwise, and `passes` the
-/// backward pass that each microbatch came from, where several came from one.
+/// item is from, `by_hand` is what was declared of options that were found otherwise, and `batches`
+/// the batch that each microbatch is of, where several are of one.
 pub(crate) fn read(
     options: &Bound<'_, PyDict>,
     sources: BTreeMap<String, String>,
     by_hand: &Bound<'_, PyDict>,
-    passes: Vec<u32>,
+    batches: Vec<u32>,
 ) -> PyResult<HeadDeclaration> {
     let mut declaration = options_of(options)?;
     // A declaration that no replay could use is refused here, while somebody can still correct it.
@@ -46,7 +46,7 @@ pub(crate) fn read(
         let value = own.get(&name).cloned().unwrap_or_default();
         declaration.by_hand.insert(name, value);
     }
-    declaration.passes = passes;
+    declaration.batches = batches;
     Ok(declaration)
 }
 

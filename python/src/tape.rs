@@ -72,9 +72,9 @@ impl Tape {
         options: &Bound<'_, PyDict>,
         sources: BTreeMap<String, String>,
         by_hand: &Bound<'_, PyDict>,
-        passes: Vec<u32>,
+        batches: Vec<u32>,
     ) -> PyResult<()> {
-        let declaration = declaration::read(options, sources, by_hand, passes)?;
+        let declaration = declaration::read(options, sources, by_hand, batches)?;
         self.with(py, |tape| tape.head(declaration))
     }
 

@@ -307,18 +307,24 @@ def always_the_same(model, *_):
     return flat(model(tokens), tokens.flip(1))
 
 
+def twice_the_same(model, *_):
+    """The same, of a job that adds up the losses of its microbatches before the backward pass."""
+    return sum(always_the_same(model) for _ in range(2)) / 2
+
+
 def test_two_losses_of_one_batch_in_one_backward_pass_are_no_repeated_batch(tmp_path):
     report = recorded(tmp_path / "twice", twice, Dropped())
     assert report.verdict == "agreed" and "duplicate-batch" not in said(report), report
     manifest = json.loads((tmp_path / "twice/step-00000001/manifest.json").read_text())["manifest"]
-    assert manifest["head"]["passes"] == [0, 0, 1, 1]
-    report = recorded(tmp_path / "same", always_the_same, Dropped())
-    assert report.verdict == "diverged" and "[duplicate-batch]" in said(report), report
+    assert manifest["head"]["batches"] == [0, 0, 2, 2]
+    for name, loss in {"same": always_the_same, "same-within-a-pass": twice_the_same}.items():
+        report = recorded(tmp_path / name, loss, Dropped())
+        assert report.verdict == "diverged" and "[duplicate-batch]" in said(report), report
 
 
 def test_a_factor_on_few_bits_near_the_start_of_training_is_no_label_smoothing(tmp_path):
-    """Where all classes are as likely, a factor below 1 and a smoothing of labels give nearly the same gradient; the call
-    of the loss was seen, and has none."""
+    """Where all classes are as likely, a factor below 1 and a smoothing of labels give nearly the same gradient; the
+    call of the loss was seen, and has none."""
     model = Model(dtype=torch.bfloat16)
     with torch.no_grad():
         model.head.weight.mul_(0.1)

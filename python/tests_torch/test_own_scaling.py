@@ -136,7 +136,7 @@ def test_a_sum_that_the_job_makes_elsewhere_is_judged_by_itself(tmp_path, factor
 
 
 @pytest.mark.parametrize("microbatches, cause", [(2, "unknown"), (3, "microbatch-scale")])
-def test_one_gradient_times_the_number_of_microbatches_may_be_doubled_where_these_are_two(tmp_path, microbatches, cause):
+def test_one_gradient_times_the_microbatches_may_be_doubled_where_these_are_two(tmp_path, microbatches, cause):
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -274,10 +274,10 @@ options! {
     by_hand: BTreeMap<String, Value>;
 
     beside
-    /// The backward pass that each microbatch came from, where several came from one, as with two
-    /// losses of one batch; empty: each came from its own.
+    /// The batch that each microbatch is of, where several losses of one backward pass have the same
+    /// labels, as with two passes through a model with dropout; empty: each is of its own.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    passes: Vec<u32>;
+    batches: Vec<u32>;
 }
 
 options! {

@@ -31,8 +31,8 @@ impl HeadDeclaration {
 
     /// Its options, without what is said of them.
     pub(crate) fn options_alone(&self) -> HeadDeclaration {
-        let (sources, by_hand, passes) = Default::default();
-        HeadDeclaration { sources, by_hand, passes, ..self.clone() }
+        let (sources, by_hand, batches) = Default::default();
+        HeadDeclaration { sources, by_hand, batches, ..self.clone() }
     }
 
     /// Where an item is from, the name of an option or a point of the dtypes; `None` in a dump that

@@ -204,7 +204,8 @@ fault(
 fault(
     "microbatch-scale",
     ("accumulate", "reduce"),
-    lambda j: several(j) and distinct(j),
+    # Of two microbatches, something else may double a part of the gradients.
+    lambda j: several(j) and distinct(j) and j.microbatches > 2,
     # All of them divided by that number may be the job's own.
     scopes=SOME[2:],
     factor=lambda j: j.microbatches if j.variant % 2 else 1 / j.microbatches,

@@ -26,6 +26,7 @@ class Said:
     weights: torch.Tensor | None  # [T], of each token's class
     value: torch.Tensor  # the loss: one number, or [T] under reduction "none"
     is_likelihood: bool
+    held: tuple[Any, ...]  # what tells the labels that the job holds from others of the same values
 
 
 def of_call(call: Call, product: Product | None) -> Said:
@@ -39,6 +40,7 @@ def of_call(call: Call, product: Product | None) -> Said:
         None if call.class_weights is None else weights(call, product),
         -value if call.is_likelihood else value.clone(),
         call.is_likelihood,
+        (plain(call.labels.detach()).data_ptr(), call.labels._version, call.labels.numel()),
     )
 
 

@@ -85,7 +85,8 @@ class Heads:
         self._z_losses: list[float] = []  # the factor of each microbatch's
         self.count = 0  # of microbatches
         self._passes = 0  # backward passes that have reached one
-        self._pass_of: list[int] = []  # the one that each microbatch came from
+        # Of each microbatch, the backward pass that it came from, and the labels as the job holds them.
+        self._batch_of: list[tuple[Any, ...]] = []
         self._running = 0  # backward passes that run, one inside of the other
         self.reasons: list[str] = []  # why something is not recorded
 
@@ -182,8 +183,11 @@ class Heads:
         if self._z_losses:
             own |= {"z_loss": self._z_losses[0], "z_loss_in_loss": False}
         sources = {**found.sources, **dict.fromkeys(own, MEASURED)}
-        passes = self._pass_of if 0 < self._passes < self.count else []
-        found = dataclasses.replace(found, options={**found.options, **own}, sources=sources, passes=passes)
+        # Where each is of a batch of its own there is nothing to say.
+        first = {batch: number for number, batch in reversed(list(enumerate(self._batch_of)))}
+        batches = [first[batch] for batch in self._batch_of] if 0 < self._passes < self.count else []
+        batches = batches if len(first) < self.count else []
+        found = dataclasses.replace(found, options={**found.options, **own}, sources=sources, batches=batches)
         by_hand = dict(self._by_hand)
         if self._passes < self.count:
             # Each call of a chunk is a microbatch of the head, and not one that the user counts.
@@ -244,7 +248,7 @@ class Heads:
                 return "is called with other options too, and those calls are not recorded"
             self._declared = found
             head.microbatch, self.count = self.count, self.count + 1
-            self._pass_of.append(self._passes)
+            self._batch_of.append((self._passes, *head.said.held))
             return None
 
     def _before(self, head: Head, arrived: tuple[Any, ...]) -> None:

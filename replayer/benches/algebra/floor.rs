@@ -1,5 +1,5 @@
-//! The step of benches/algebra.py in f64, as a loop that was written for it: what any judgement of it
-//! has to compute at least.
+//! The step of benches/algebra.py in f64, as a loop that was written for it: what any judgement of
+//! it has to compute at least.
 
 use backtape_replayer::dump::StepDump;
 use rayon::prelude::*;
@@ -46,7 +46,9 @@ pub(super) fn squared(dump: &StepDump) -> f64 {
             let of = |which: usize| {
                 let bytes = all[which][at];
                 let bytes = &bytes[from..(from + 4 * PIECE).min(bytes.len())];
-                let (_, values, _) = unsafe { bytes.align_to::<f32>() };
+                // SAFETY: any four bytes are a number of f32.
+                let (before, values, after) = unsafe { bytes.align_to::<f32>() };
+                assert!(before.is_empty() && after.is_empty(), "shards are aligned");
                 values
             };
             piece(std::array::from_fn(of))

@@ -6,6 +6,7 @@
 //! a sum, the multiplicity of each group in a norm, the rule of an optimizer.
 
 pub mod against;
+mod alike;
 mod before_step;
 mod causes;
 mod clip;

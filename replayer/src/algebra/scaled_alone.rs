@@ -7,10 +7,12 @@
 
 use std::collections::BTreeSet;
 
+use backtape::identity::Rank;
+
 use super::causes;
 use super::domain::Domain;
 use super::inventory::Inventory;
-use super::outcome::{Judged, Outcome};
+use super::outcome::{Judged, Outcome, Stage};
 use crate::number::plural;
 
 /// The number of microbatches that a factor equals by chance.
@@ -18,39 +20,59 @@ const COMMON: usize = 2;
 
 /// Says of parameters that alone have such a factor that either may be its cause.
 pub(super) fn tell(inventory: &Inventory<'_>, judged: &mut [Judged]) {
-    let right = judged.iter().filter(|one| would_show(one)).cloned().collect::<Vec<_>>();
-    for one in judged {
-        let stage = one.stage;
-        let Outcome::Diverged(divergence) = &mut one.result else { continue };
-        let Some(reading) = divergence.reading.as_mut() else { continue };
-        let declared = inventory.declared.get(&one.ranks[0]);
-        let declared = declared.and_then(|own| own.microbatches).unwrap_or(1) as usize;
-        let recorded = inventory.microbatches(&one.parameter).iter().flatten().count();
-        let count = recorded.max(declared);
-        if reading.cause != causes::MICROBATCH_SCALE.name || count != COMMON {
+    let is_met = |one: &&Judged| {
+        let reading = one.result.divergence().and_then(|own| own.reading.as_ref());
+        reading.is_some_and(|own| own.cause == causes::MICROBATCH_SCALE.name)
+            && microbatches(inventory, one) == COMMON
+    };
+    let met: BTreeSet<(Stage, &str)> =
+        judged.iter().filter(is_met).map(|one| (one.stage, one.parameter.as_str())).collect();
+    // On one rank alone, a parameter that is right on others is no other one.
+    let is_right = |one: &&Judged| {
+        would_show(one)
+            && met.iter().any(|(stage, _)| *stage == one.stage)
+            && !met.contains(&(one.stage, one.parameter.as_str()))
+    };
+    let right: BTreeSet<(Key, String)> = judged
+        .iter()
+        .filter(is_right)
+        .map(|one| (key(inventory, one), one.parameter.clone()))
+        .collect();
+    let places: Vec<usize> = (0..judged.len()).filter(|at| is_met(&&judged[*at])).collect();
+    for at in places {
+        let own = key(inventory, &judged[at]);
+        let others: BTreeSet<&str> =
+            right.iter().filter(|(of, _)| *of == own).map(|(_, name)| name.as_str()).collect();
+        let Outcome::Diverged(divergence) = &mut judged[at].result else { continue };
+        let Some(reading) = divergence.reading.as_mut().filter(|_| !others.is_empty()) else {
             continue;
-        }
-        let own = Domain::of(inventory, one.ranks[0], &one.parameter);
-        let is_alike = |other: &&Judged| {
-            other.stage == stage && {
-                let domain = Domain::of(inventory, other.ranks[0], &other.parameter);
-                (domain.axes, domain.scale) == (own.axes.clone(), own.scale)
-            }
         };
-        let others = right.iter().filter(is_alike).map(|other| &other.parameter);
-        let others = others.collect::<BTreeSet<_>>().len();
-        if others == 0 {
-            continue;
-        }
         *reading = causes::UNKNOWN.reads(format!(
             "{} ({}), or something multiplies these parameters alone ({}): {} reduced alike do not \
              have it",
             reading.words,
             causes::MICROBATCH_SCALE.name,
             causes::SCALED.name,
-            plural(others as u64, "parameter"),
+            plural(others.len() as u64, "parameter"),
         ));
     }
+}
+
+/// What parameters have in common that are reduced alike: the stage, the axes with the size of each,
+/// and the ranks.
+type Key = (Stage, Vec<(String, usize)>, Vec<Rank>);
+
+fn key(inventory: &Inventory<'_>, one: &Judged) -> Key {
+    let domain = Domain::of(inventory, one.ranks[0], &one.parameter);
+    let axes = domain.axes.into_iter().map(|axis| (axis.name, axis.size)).collect();
+    (one.stage, axes, one.ranks.clone())
+}
+
+/// How many microbatches a parameter has in the step, as recorded or declared.
+fn microbatches(inventory: &Inventory<'_>, one: &Judged) -> usize {
+    let declared = inventory.declared.get(&one.ranks[0]).and_then(|own| own.microbatches);
+    let recorded = inventory.microbatches(&one.parameter).iter().flatten().count();
+    recorded.max(declared.unwrap_or(1) as usize)
 }
 
 /// Whether a stage agrees and would not if it had such a factor.

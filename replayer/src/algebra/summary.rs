@@ -7,6 +7,7 @@ use backtape::identity::Rank;
 use backtape::part::Part;
 use serde::Serialize;
 
+use super::alike::{self, SAME, is_one_factor, one_factor, tolerance};
 use super::causes::{self, Cause};
 use super::inventory::Inventory;
 use super::lacks::lacks;
@@ -135,7 +136,7 @@ impl StepReport {
     pub(super) fn of(inventory: &Inventory<'_>, mut judged: Vec<Judged>) -> StepReport {
         settle(&mut judged);
         scaled_alone::tell(inventory, &mut judged);
-        say_as_one(&mut judged);
+        alike::say_as_one(&mut judged);
         withdraw_rates(inventory, &mut judged);
         let names: Vec<&str> = inventory.parameters.keys().map(String::as_str).collect();
         let table = table(inventory, &judged);
@@ -443,36 +444,6 @@ fn groups(judged: &[Judged], names: &[&str]) -> Vec<Group> {
     groups
 }
 
-/// Gives readings of one stage that differ by the rounding of the numbers in them the words of the
-/// first of them.
-fn say_as_one(judged: &mut [Judged]) {
-    let mut known: Vec<(Judged, Reading)> = Vec::new();
-    for one in judged {
-        let Some(reading) = one.result.divergence().and_then(|own| own.reading.clone()) else {
-            continue;
-        };
-        let is_same = |(other, of): &&(Judged, Reading)| {
-            let tolerance = tolerance([other, &*one].into_iter());
-            other.stage == one.stage
-                && of.cause == reading.cause
-                && are_one(&of.words, &reading.words, tolerance)
-        };
-        match known.iter().find(is_same) {
-            None => known.push((one.clone(), reading)),
-            Some((_, same)) => {
-                let same = same.clone();
-                if let Outcome::Diverged(divergence) = &mut one.result {
-                    divergence.reading = Some(same);
-                }
-            }
-        }
-    }
-}
-
-/// Relative distance of factors of several parameters that are told as one: what is printed of them
-/// has four digits.
-const SAME: f64 = 1e-3;
-
 /// A group in the making.
 type Alike<'a> = (Stage, Option<Reading>, Vec<&'a Judged>);
 
@@ -500,40 +471,6 @@ fn joined<'a>(
         }
     }
     joined
-}
-
-/// Whether words are the same but for the rounding of the numbers in them.
-fn are_one(a: &str, b: &str, tolerance: f64) -> bool {
-    let number = |word: &str| word.trim_end_matches([',', ';', ':', '.']).parse::<f64>().ok();
-    let is_one = |(a, b): (&str, &str)| {
-        a == b
-            || matches!((number(a), number(b)), (Some(a), Some(b)) if is_one_factor(a, b, tolerance))
-    };
-    a.split(' ').count() == b.split(' ').count() && a.split(' ').zip(b.split(' ')).all(is_one)
-}
-
-/// Whether two factors are the same but for rounding.
-fn is_one_factor(a: f64, b: f64, tolerance: f64) -> bool {
-    (a - b).abs() <= tolerance * b.abs()
-}
-
-/// How far apart factors of one fault may be: the coarser the format, the less is known of each.
-fn tolerance<'a>(own: impl Iterator<Item = &'a Judged>) -> f64 {
-    let floors = own.filter_map(|one| one.result.divergence()).map(|own| own.floor / 2.0);
-    floors.filter(|floor| floor.is_finite()).fold(SAME, f64::max).min(MOST_ALIKE)
-}
-
-/// Factors that are further apart are two, however coarse the format is.
-const MOST_ALIKE: f64 = 1e-2;
-
-/// The factor that all have in common.
-fn one_factor<'a>(own: impl Iterator<Item = &'a Judged> + Clone) -> Option<f64> {
-    let tolerance = tolerance(own.clone());
-    let mut factors = own.map(|one| one.result.divergence().and_then(|own| own.factor));
-    let first = factors.next()??;
-    factors
-        .all(|other| other.is_some_and(|other| is_one_factor(other, first, tolerance)))
-        .then_some(first)
 }
 
 fn group(stage: Stage, reading: Option<Reading>, own: &[&Judged], names: &[&str]) -> Group {

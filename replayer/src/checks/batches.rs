@@ -12,7 +12,7 @@
 //! that it equals another: one that it holds several times is repeated in the data.
 //!
 //! Where one backward pass comes from several losses of one batch, as with two passes through a
-//! model with dropout, each of these losses is a microbatch. Equal batches of one pass count once.
+//! model with dropout, each of these losses is a microbatch. Their equal batches count once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,8 +35,8 @@ const NAMED: usize = 6;
 struct RecordedBatch<'a> {
     step: u64,
     microbatch: Option<Microbatch>,
-    /// The backward pass that it belongs to, where the dump says it.
-    pass: Option<u32>,
+    /// The batch that the loss is of, where the dump says it.
+    loss_of: Option<u32>,
     batch: Batch<'a>,
 }
 
@@ -65,9 +65,13 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
                 _ => batches(subject, info),
             };
             let (step, microbatch) = (subject.dump.step.0, key.microbatch);
-            let passes = subject.head().map_or(&[][..], |head| &head.passes);
-            let pass = microbatch.and_then(|at| passes.get(at.0 as usize).copied());
-            let of = |batch| RecordedBatch { step, microbatch, pass, batch };
+            let batches_of_losses = subject.head().map_or(&[][..], |head| &head.batches);
+            // What else a job records has microbatches of its own.
+            let is_of_head = is_labels(info) || key.tensor.as_str() == OF_HEAD;
+            let loss_of = microbatch
+                .filter(|_| is_of_head)
+                .and_then(|at| batches_of_losses.get(at.0 as usize).copied());
+            let of = |batch| RecordedBatch { step, microbatch, loss_of, batch };
             let recorded = batches.into_iter().map(of);
             into.entry(key.tensor.as_str()).or_default().extend(recorded);
         }
@@ -94,16 +98,20 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     }
 }
 
-/// Leaves one of the equal batches that a rank held in one backward pass, and returns how many were
-/// left out.
+/// The ids that `attach` records beside the labels of each loss.
+const OF_HEAD: &str = "input_tokens";
+
+/// Leaves one of the equal batches that a rank held for several losses of one batch, and returns how
+/// many were left out.
 fn without_other_losses(batches: &mut Vec<RecordedBatch<'_>>) -> usize {
-    let mut seen = BTreeSet::new();
+    let mut seen = BTreeMap::new();
     let before = batches.len();
     batches.retain(|of| {
-        let keys: Vec<Sequence> =
-            (0..symbols(&of.batch).0).map(|row| row_key(&of.batch, row)).collect();
+        let Some(batch) = of.loss_of else { return true };
+        let rows = 0..symbols(&of.batch).0;
+        let keys: Vec<Sequence> = rows.map(|row| row_key(&of.batch, row)).collect();
         let place = (of.step, of.batch.ranks().to_vec(), keys);
-        of.pass.is_none_or(|pass| seen.insert((pass, place)))
+        *seen.entry((batch, place)).or_insert(of.microbatch) == of.microbatch
     });
     before - batches.len()
 }
@@ -234,10 +242,11 @@ fn report_losses(
     results: &mut CheckResults,
 ) {
     let evidence = format!(
-        "{name}: {} with the batch of another loss of the same backward pass",
+        "{name}: {} of the same labels as another loss of its backward pass",
         plural(losses as u64, "loss"),
     );
-    let advice = "Right where a step has several losses of one batch, as with two passes through a model with dropout";
+    let advice = "Right where a step has several losses of one batch, as with two passes \
+                  through a model with dropout";
     let place = common_place(name, batches, batches.iter());
     results.add(Severity::Note, None, place, evidence, advice);
 }

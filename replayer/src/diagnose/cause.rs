@@ -57,9 +57,10 @@ pub trait Cause: Sync {
         Effort::Little
     }
 
-    /// For causes that contradict one option of the head's declaration: its name.
-    fn option(&self) -> Option<&'static str> {
-        None
+    /// For causes that have the job use an option of the head otherwise than declared: the option,
+    /// or several that say the same.
+    fn options(&self) -> &'static [&'static str] {
+        &[]
     }
 
     /// For causes that show in the dump without a trial: what shows them.

@@ -58,9 +58,8 @@ impl Tried<'_> {
     /// parts. It costs as much that the job's call was seen without the option that the hypothesis
     /// has it use.
     pub fn cost(&self) -> f64 {
-        let doubts = [!self.against.parts.is_empty(), self.hypothesis.contradicts_call];
-        let doubts = doubts.iter().filter(|doubt| **doubt).count();
-        self.hypothesis.fitted as f64 + 0.5 * doubts as f64
+        let is_doubted = !self.against.parts.is_empty() || self.hypothesis.contradicts_call;
+        self.hypothesis.fitted as f64 + if is_doubted { 0.5 } else { 0.0 }
     }
 
     /// Energy left in some comparisons, each divided by its floor, so that large and small stages
@@ -456,7 +455,9 @@ impl<'a> Search<'a> {
         let mut hypotheses = cause.hypotheses(evidence);
         self.meter.end_look(name_when_untried(cause, evidence));
         let declared = &self.step.options.declared;
-        let contradicts = cause.option().is_some_and(|name| declared.is_seen_off(name));
+        let options = cause.options();
+        let contradicts =
+            !options.is_empty() && options.iter().all(|name| declared.is_seen_off(name));
         hypotheses.iter_mut().for_each(|of| of.contradicts_call = contradicts);
         hypotheses
     }

@@ -404,8 +404,12 @@ impl Number for Uncertain<'_> {
             let rounding = precision.deviation(self.value);
             self.err_as_scalar(rounding.min(change.value.abs() / 3f64.sqrt()));
             self.err(rounding);
-        } else if change.value.abs() <= ONE_SPACING * self.roundings.unit * self.value.abs() {
-            self.err_as_scalar(self.roundings.unit / 3f64.sqrt() * self.value.abs());
+        } else {
+            // The place is taken in any case, so that all elements count the same places.
+            let (unit, change) = (self.roundings.unit * self.value.abs(), change.value.abs());
+            let is_next = change <= ONE_SPACING * unit;
+            let rounding = if is_next { unit.min(2.0 * change) / 3f64.sqrt() } else { 0.0 };
+            self.err_as_scalar(rounding);
         }
         self
     }

@@ -242,7 +242,6 @@ impl<O: Op> Evaluation<'_, O> {
         let [number, emulated] = self.finished(total, sum);
         let (own, row) = number.variances();
         let own = own + lost_near_zero(sum.count, sum.copies, &self.arithmetic);
-        let own = own + sum.vanishing * sum.vanishing;
         Finished { value: number.value, own, row, emulated: emulated.value }
     }
 
@@ -378,7 +377,8 @@ impl Summed {
         let adding = |total: f64| arithmetic.sum.variance(self.count, total, self.squares);
         let copies = self.copies.max(1.0);
         let alike = copies * adding(self.total() / EVENLY.sqrt());
-        self.own * copies + adding(self.total()).max(alike).max(self.grouped)
+        let vanishing = self.vanishing * self.vanishing;
+        self.own * copies + adding(self.total()).max(alike).max(self.grouped) + vanishing
     }
 }
 

@@ -94,9 +94,10 @@ op! {
                 let moved = (gradient.clone() * rate.clone().scalar()).step();
                 let moved = match op.step == 1.0 {
                     true => moved,
-                    false => (0..2).fold(moved, |moved, _| {
-                        moved.by_settings(gradient.clone(), rate.clone())
-                    }),
+                    // The divisor is rounded, and so is the quotient.
+                    false => moved
+                        .by_settings(gradient.clone(), rate.clone())
+                        .by_settings(gradient, rate),
                 };
                 let moved = divided(moved, root(sum, eps, op.eps_inside));
                 op.descent.subtracted(moved, before, weight_decay, lr)

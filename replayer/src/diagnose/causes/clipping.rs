@@ -28,6 +28,8 @@ pub struct Clipping;
 
 /// How far apart measured factors of one clip may be, relatively, beside what rounding explains.
 const ALIKE: f64 = 2e-3;
+/// Factors that are further apart, relatively, are two, whatever rounding explains.
+const APART: f64 = 0.05;
 /// How near, relatively, to a number of two digits the norm of clipped gradients must be. torch
 /// divides by the norm plus 1e-6; by chance a norm is this near once in 100 times.
 const ROUND: f64 = 2e-4;
@@ -212,13 +214,13 @@ pub(super) fn common(each: &[(Key, Residual)]) -> Option<f64> {
     let sum: f64 = each.iter().map(|(_, residual)| weight(residual)).sum();
     let mean =
         each.iter().map(|(_, residual)| weight(residual) * residual.factor).sum::<f64>() / sum;
-    // Rounding errors of energy `floor` change a measured factor by at most the root of their share
-    // in the reference's energy (Cauchy-Schwarz).
+    // Rounding errors of the energy that is expected change a measured factor, relatively, by no
+    // more than the root of their share in the reference's energy (Cauchy-Schwarz).
     let alike = |(_, residual): &(Key, Residual)| {
         let rounding = (residual.floor / residual.reference).sqrt();
         residual.nonfinite == 0
             && (residual.passes || residual.is_scaled())
-            && (residual.factor - mean).abs() <= ALIKE * mean + rounding
+            && (residual.factor - mean).abs() <= (ALIKE + rounding.min(APART)) * mean
     };
     (mean > 0.0 && mean.is_finite() && each.iter().all(alike)).then_some(mean)
 }

@@ -42,8 +42,8 @@ impl Cause for SmoothingMismatch {
         "smoothing-mismatch"
     }
 
-    fn option(&self) -> Option<&'static str> {
-        Some("label_smoothing")
+    fn options(&self) -> &'static [&'static str] {
+        &["label_smoothing"]
     }
 
     fn about(&self) -> &'static str {

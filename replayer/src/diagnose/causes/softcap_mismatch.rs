@@ -35,8 +35,8 @@ impl Cause for SoftcapMismatch {
         "softcap-mismatch"
     }
 
-    fn option(&self) -> Option<&'static str> {
-        Some("softcap")
+    fn options(&self) -> &'static [&'static str] {
+        &["softcap"]
     }
 
     fn about(&self) -> &'static str {

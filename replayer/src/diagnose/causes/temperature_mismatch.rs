@@ -27,8 +27,8 @@ impl Cause for TemperatureMismatch {
         "temperature-mismatch"
     }
 
-    fn option(&self) -> Option<&'static str> {
-        Some("temperature")
+    fn options(&self) -> &'static [&'static str] {
+        &["temperature", "logit_scale"]
     }
 
     fn about(&self) -> &'static str {

@@ -30,8 +30,8 @@ impl Cause for ZLossMismatch {
         "zloss-mismatch"
     }
 
-    fn option(&self) -> Option<&'static str> {
-        Some("z_loss")
+    fn options(&self) -> &'static [&'static str] {
+        &["z_loss"]
     }
 
     fn about(&self) -> &'static str {

@@ -162,11 +162,8 @@ pub(super) fn prove(
         let policy = hypothesis.world.policy(roundings);
         let says =
             policy.is_some_and(|(policy, _)| plausible_policies::contradicts(&policy, roundings));
-        // What was seen in the job's own call outweighs what roundings leave room for, and numbers
-        // for every token may merely fit the job's own rounding of each.
-        !hypothesis.per_token
-            && !hypothesis.contradicts_call
-            && (declared || !cause.may_be_right() || says)
+        // Numbers for every token may merely fit the job's own rounding of each.
+        !hypothesis.per_token && (declared || !cause.may_be_right() || says)
     };
     let hypotheses = catalogue.iter().flat_map(|&cause| {
         let all = search.hypotheses(cause, evidence);
@@ -178,7 +175,9 @@ pub(super) fn prove(
             let fit = reproduction.beside(&hypothesis, &right);
             search.meter.note_if_spent(cause.id());
             let fit = fit?;
-            reproduction.gains(&fit, &right).then_some((cause, hypothesis, fit))
+            // What was seen in the job's own call outweighs what roundings leave room for.
+            let stands = !hypothesis.contradicts_call || reproduction.is_exact(&fit);
+            (stands && reproduction.gains(&fit, &right)).then_some((cause, hypothesis, fit))
         })
         .collect();
     let spent = search.meter.is_spent();
