@@ -86,6 +86,7 @@ pub(super) fn run(subjects: &[Subject<'_>], results: &mut CheckResults) {
     for (name, batches) in &mut named {
         let losses = without_other_losses(batches);
         if losses > 0 {
+            results.looked();
             report_losses(name, batches, losses, results);
         }
         if batches.len() > 1 || batches.iter().any(|batch| symbols(&batch.batch).0 > 1) {

@@ -240,10 +240,11 @@ fn copies_of(values: &[f64]) -> Vec<f64> {
     values.iter().map(|value| counts[&value.to_bits()]).collect()
 }
 
-/// Whether all elements lie within a sixteenth of their mean, and so in two binades at most.
-fn are_nearly_equal(values: &[f64]) -> bool {
-    let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
-    values.iter().all(|value| (value - mean).abs() <= mean.abs() / 16.0)
+/// Whether the sizes of all elements lie within a sixteenth of their mean, and so in two binades at
+/// most: as those of parameters that were 0 before the first step of Adam.
+fn are_of_one_size(values: &[f64]) -> bool {
+    let mean = values.iter().map(|value| value.abs()).sum::<f64>() / values.len().max(1) as f64;
+    values.iter().all(|value| (value.abs() - mean).abs() <= mean / 16.0)
 }
 
 impl<'a, O: Op> Walk<'a, O> {
@@ -389,9 +390,9 @@ impl<'a, O: Op> Walk<'a, O> {
                 tally = alike;
             }
         }
-        // So do inputs that are nearly equal: where all lie near 1 and change by nearly the same,
+        // So do inputs of nearly one size: where all lie near 1 or -1 and change by nearly the same,
         // each result lies at nearly the same place between two numbers of its format.
-        if is_one_row && tally.excess(&bound).is_some() && are_nearly_equal(reference) {
+        if is_one_row && tally.excess(&bound).is_some() && are_of_one_size(reference) {
             let rows = Rows { captured, ..rows };
             let allowed = |row: usize, column: usize, x: f64| {
                 let allowed = allowed(row, column, x);

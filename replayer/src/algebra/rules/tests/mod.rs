@@ -380,18 +380,23 @@ fn adamax_in_f16_loses_an_eps_that_is_small_beside_its_gradients() {
     assert!(excess(&rule, &hyper, &wrong).is_some(), "one percent is not seen");
 }
 
-/// Goal: parameters that are all near 1, as a norm's are, and decay by the same small number lie at
-/// the same place between two numbers of f32, so their errors are one error and no finding; another
-/// decay is one.
+/// Goal: parameters that are all near 1, as a norm's are, or near 1 and -1, and decay by the same
+/// small number lie at the same place between two numbers of f32, so their errors are one error and
+/// no finding; another decay is one.
 #[test]
-fn parameters_that_are_nearly_equal_round_alike_when_they_decay() {
+fn parameters_of_nearly_equal_size_round_alike_when_they_decay() {
+    [false, true].into_iter().for_each(decays_alike);
+}
+
+fn decays_alike(has_signs: bool) {
     let mut draw = Draw::new(61);
     let kind = JOBS.iter().find(|kind| kind.class == "AdamW").expect("a class of the list");
     let hyper = [("lr", 1.478e-4), ("beta1", 0.9), ("beta2", 0.9), ("eps", 1.0)];
     let hyper = BTreeMap::from_iter(hyper.into_iter().chain([("weight_decay", 0.01)]));
     let job = Job::new(kind, [Precision::F32; 2], hyper, BTreeSet::new(), [false; 2]);
     let recorded = steps_of(job, 3, &mut || {
-        [1.0005 + 1e-4 * draw.normal() as f32, 1e-6 * draw.normal() as f32]
+        let sign = if has_signs { draw.sign() as f32 } else { 1.0 };
+        [sign * (1.0005 + 1e-4 * draw.normal() as f32), 1e-6 * draw.normal() as f32]
     });
     let (rule, mut hyper) = rule(&recorded.job, 3);
     assert_eq!(excess(&rule, &hyper, &recorded), None);
