@@ -271,7 +271,8 @@ bench-compare: $(VENV)-numpy/.installed $(VENV)-msprobe/.installed
 	NUMPY_PYTHON=$(CURDIR)/$(VENV)-numpy/bin/python MSPROBE_PYTHON=$(CURDIR)/$(VENV)-msprobe/bin/python \
 		cargo bench --locked -p backtape-replayer --bench compare
 
-# The replay of a step's algebra beside a memcpy of the same bytes; SIZE=1e9 for a billion elements.
+# The replay of a step's algebra beside a memcpy of the same bytes, and beside a loop that computes this
+# one step and judges nothing; SIZE=1e9 for a billion elements.
 bench-algebra: $(VENV)/.installed
 	$(BIN)/python benches/algebra.py
 

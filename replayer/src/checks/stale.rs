@@ -7,7 +7,9 @@
 //! [`FALSE_ALARM`], divided by the pairs of a step. Rows of two microbatches are compared as a
 //! whole, and count as many bits as their columns have (`columns.rs`). They are only compared where
 //! the labels of the two microbatches differ, and for dq also the rows of k that the labels name,
-//! since tokens with equal hidden states have equal dq otherwise. A row of dk may be summed over
+//! since tokens with equal hidden states have equal dq otherwise. Of a dq that ranks hold addends of,
+//! each by its own classes, the label's term is in one of them alone: rows of equal hidden states are
+//! left out. A row of dk may be summed over
 //! tokens that all have the same hidden state, so the finding is a warning where the microbatches
 //! share a hidden state.
 
@@ -230,6 +232,10 @@ fn repeats(past: StepTensor<'_>, now: StepTensor<'_>, results: &mut CheckResults
             let of_k = rows_of_k(subject);
             rows.retain(|&token| !one_row(&of_k, past.2, facts, token as usize));
         }
+        if info.role == Some(Role::Dq) && info.partial.is_some() && !rows.is_empty() {
+            let (before, after) = (states(past), states(now));
+            rows.retain(|token| before.get(token) != after.get(token));
+        }
         let Some(first) = rows.first() else { continue };
         let severity = match of_tokens || !shared_states(past, now) {
             true => Severity::Fail,
@@ -255,19 +261,21 @@ fn repeats(past: StepTensor<'_>, now: StepTensor<'_>, results: &mut CheckResults
 /// Whether two microbatches share the hidden state of some token (as the first tokens of sequences
 /// often do), or this is not known: rows of dk that only such tokens add to are equal.
 fn shared_states(past: StepTensor<'_>, now: StepTensor<'_>) -> bool {
-    let states = |(subject, _, facts): StepTensor<'_>| -> Option<BTreeSet<u128>> {
-        let same =
-            |(key, info): &Named<'_>| key.microbatch == facts.microbatch && info.shape.len() > 1;
-        let (_, info) = subject.of_role(Role::Q).find(same)?;
-        let (recorded, _) = pieces(subject.dump, info);
-        let rows =
-            recorded.iter().flat_map(|piece| (0..piece.rows()).map(|row| piece.row_bytes(row)));
-        Some(rows.map(|row| ContentHash::of(row).0).collect())
-    };
-    match (states(past), states(now)) {
-        (Some(past), Some(now)) => !past.is_disjoint(&now),
-        _ => true,
-    }
+    let all = |of| states(of).into_values().collect::<BTreeSet<u128>>();
+    let (past, now) = (all(past), all(now));
+    past.is_empty() || now.is_empty() || !past.is_disjoint(&now)
+}
+
+/// The hash of the hidden state of each token of a microbatch; empty where none was recorded.
+fn states((subject, _, facts): StepTensor<'_>) -> BTreeMap<u64, u128> {
+    let same = |(key, info): &Named<'_>| key.microbatch == facts.microbatch && info.shape.len() > 1;
+    let Some((_, info)) = subject.of_role(Role::Q).find(same) else { return BTreeMap::new() };
+    let (recorded, _) = pieces(subject.dump, info);
+    let rows = recorded.iter().flat_map(|piece| {
+        (0..piece.rows())
+            .map(|row| (piece.global_row(row), ContentHash::of(piece.row_bytes(row)).0))
+    });
+    rows.collect()
 }
 
 /// Whether a token's labels in two microbatches name equal rows of k.
