@@ -67,7 +67,7 @@ def main() -> NoReturn:
 
 def _init(kinds: list[str]) -> int:
     """Prints the file of a kind of job. Returns the exit status."""
-    if kinds in (["--help"], ["-h"]):
+    if any(kind in ("--help", "-h") for kind in kinds):
         print(USAGE, end="")
         return 0
     if len(kinds) != 1 or kinds[0] not in FIRST_JOBS:

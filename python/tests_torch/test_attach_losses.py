@@ -332,3 +332,31 @@ def test_a_factor_on_few_bits_near_the_start_of_training_is_no_label_smoothing(t
     (cause,) = report.json["causes"]
     assert cause["id"] == "upstream-factor" and float(cause["parameters"]["factor"]) == pytest.approx(0.95, rel=0.01)
     assert "label_smoothing=0.0" not in said(report), report
+
+
+class Recurrent(nn.Module):
+    """An LSTM that has the batch first: its states do not lie in C order, and torch adds the bias of the head by itself."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, dtype=dtype)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True, dtype=dtype)
+        self.head = nn.Linear(WIDTH, VOCAB, dtype=dtype)
+        nn.init.normal_(self.head.bias)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.embed(tokens))[0])
+
+
+def test_a_bias_that_torch_adds_by_an_operation_of_its_own_is_that_of_the_head(tmp_path):
+    loss = lambda model, tokens, labels: flat(model(tokens), labels)
+    report = recorded(tmp_path / "right", loss, Recurrent())
+    assert report.verdict == "agreed" and stages(report)["dq"] == "pass" and stages(report)["bias"] == "pass", report
+    report = recorded(tmp_path / "wrong", loss, Recurrent(), wrong=1.01)
+    assert report.verdict == "diverged" and stages(report)["dq"] == "fail", report
+    report = recorded(tmp_path / "bf16", loss, Recurrent(torch.bfloat16))
+    assert "a bias is added in few bits after the product was rounded" in said(report), report
+    # Something else that is added is no bias.
+    shift = torch.randn(12, VOCAB, requires_grad=True)
+    report = recorded(tmp_path / "other", lambda model, *of: loss(lambda tokens: model(tokens) + shift, *of))
+    assert "Add lies between the product of hidden states and the loss" in said(report), report

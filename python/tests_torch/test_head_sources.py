@@ -201,7 +201,8 @@ def test_a_factor_that_is_declared_beside_the_recorded_cotangents_is_told(tmp_pa
 
 
 def test_an_option_that_there_is_not_is_told_before_the_first_step_and_the_rest_is_taken(tmp_path, caplog):
-    with attached(tmp_path, head={"label_smothing": 0.1, "scope": "rank"}):
+    with attached(tmp_path, head={"label_smothing": 0.1, "scope": "rank"}, haed={}):
+        assert "attach has no option 'haed', and it is left out: do you mean 'head'?" in caplog.text
         assert "a head has no option 'label_smothing', and it is left out: do you mean 'label_smoothing'?" in caplog.text
         torch.manual_seed(0)
         train(LOSSES["flat"], Model())

@@ -204,10 +204,11 @@ fault(
 fault(
     "microbatch-scale",
     ("accumulate", "reduce"),
-    # Of two microbatches, something else may double a part of the gradients.
-    lambda j: several(j) and distinct(j) and j.microbatches > 2,
-    # All of them divided by that number may be the job's own.
+    lambda j: several(j) and distinct(j),
+    # All of them divided by that number may be the job's own. A part of them may be multiplied by something else: two
+    # readings are told, and the cause is open.
     scopes=SOME[2:],
+    causes=("microbatch-scale", "unknown"),
     factor=lambda j: j.microbatches if j.variant % 2 else 1 / j.microbatches,
 )
 

@@ -217,9 +217,6 @@ def fits(job: Job, fault: str) -> bool:
         return False
     if fault == "step-counter" and job.microbatches == 1 and job.variant % 2:
         return False
-    # Of two microbatches, something else may double a part of the gradients.
-    if fault == "microbatch-scale" and job.microbatches == 2:
-        return False
     factors = {
         "reduce-sum-for-mean",
         "reduce-mean-for-sum",

@@ -19,6 +19,7 @@
 """
 
 import difflib
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from backtape.attach_torch.losses import losses_of
 from backtape.attach_torch.session import Attachment
 from backtape.failopen import Faults
 from backtape.recorder import Recorder
+from backtape.step_torch import step_algebra
 
 ASKED = ("STEPS", "WATCH", "RING")
 
@@ -84,7 +86,8 @@ def attach(
         if sample := os.environ.get("BACKTAPE_SAMPLE"):
             options.setdefault("sample", float(sample) if "." in sample else int(sample))
         losses_of(losses or {})
-        head = _known(head or {}, faults)
+        head = _known("head=", head or {}, sources.options())
+        options = _known("", options, OPTIONS)
         # `backtape run` has attached itself already: what the job says itself goes before.
         for earlier in _live:
             if earlier.is_waiting:
@@ -106,16 +109,23 @@ def detach() -> None:
     _live.clear()
 
 
-def _known(head: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
-    """The options of a head that there are; the others are told now, when somebody can still correct them."""
-    known = sources.options()
-    for name in head:
-        with faults.guard("attach", "head="):
+# The options of `step_algebra` that `attach` hands on.
+OPTIONS = [name for name, of in inspect.signature(step_algebra).parameters.items() if of.kind is of.KEYWORD_ONLY]
+# Those of `attach` itself.
+OWN = ["model", "optimizer", "recorder", "first_step", "losses", "head", "head_bytes"]
+
+
+def _known(whose: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """The options that there are; the others are told now, when somebody can still correct them."""
+    what = "a head" if whose else "attach"
+    for name in given:
+        with Faults(False).guard("attach", whose):
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                meant = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(known)}."
-                raise ValueError(f"a head has no option {name!r}, and it is left out: {meant}")
-    return {name: value for name, value in head.items() if name in known}
+                listed = known if whose else [*OWN, *known]
+                near = difflib.get_close_matches(name, listed, 1)
+                meant = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(listed)}."
+                raise ValueError(f"{what} has no option {name!r}, and it is left out: {meant}")
+    return {name: value for name, value in given.items() if name in known}
 
 
 def _listed(given: Any, kind: type) -> list[Any]:

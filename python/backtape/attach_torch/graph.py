@@ -59,10 +59,14 @@ def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Pr
     *leading, vocabulary = _shape(node)
     tokens = math.prod(leading)
     rows = Rows(torch.arange(tokens).view(*leading, 1), len(leading), vocabulary)
-    factor, cap = 1.0, None
+    factor, cap, bias = 1.0, None, _bias(node)
     for step, shape in reversed(chain):
         name = kind_of(step)
-        if name in FORWARD:
+        if name == ADD:
+            if bias is not None or factor != 1.0 or cap is not None:
+                raise Unfollowed("a bias is added to logits that have one or are scaled already")
+            bias = _added(step, rows, shape)
+        elif name in FORWARD:
             rows = FORWARD[name](step, rows, shape)
         elif name in SCALES:
             value = SCALES[name](step)
@@ -94,7 +98,7 @@ def product_of(logits: torch.Tensor, classes: int, are_logs: bool = False) -> Pr
         ),
         dtype=node._input_metadata[0].dtype,
         saved=saved,
-        bias=_bias(node),
+        bias=bias,
         width=int(getattr(node, f"_saved_{saved[1]}_sym_sizes")[0]) if saved else node.saved_tensors[1].shape[1],
         is_transposed=bool(saved),
         places=None if saved else places_of(node),
@@ -111,7 +115,8 @@ def _chain(node: Any) -> tuple[list[tuple[Any, tuple[int, ...]]], Any]:
         name = kind_of(node)
         if name in PRODUCTS:
             return chain, node
-        if name not in FORWARD and name not in SCALES and name != "Tanh":
+        is_bias = name == ADD and sum(_vector_of(function) is not None for function, _ in node.next_functions) == 1
+        if not is_bias and name not in FORWARD and name not in SCALES and name != "Tanh":
             raise Unfollowed(f"{name} lies between the product of hidden states and the loss")
         chain.append((node, _shape(node)))
         node = _before(node)
@@ -165,8 +170,10 @@ def takers(roots: Sequence[Any], path: Sequence[Any], is_whole: bool = True) -> 
 
 
 def _before(node: Any) -> Any:
-    """The one node whose result an operation takes."""
+    """The one node whose result an operation takes, beside a bias that it adds."""
     found = [function for function, _ in node.next_functions if function is not None]
+    if kind_of(node) == ADD:
+        found = [function for function in found if _vector_of(function) is None]
     if len(found) != 1:
         raise Unfollowed(f"{kind_of(node)} takes several tensors that have a gradient")
     return found[0]
@@ -184,13 +191,35 @@ def _bias(node: Any) -> torch.Tensor | None:
         return None
     if node._saved_alpha != 1 or node._saved_beta != 1:
         raise Unfollowed("the product is scaled within addmm")
-    function = node.next_functions[0][0]
-    while function is not None and kind_of(function) in ("ToCopy", "View", "Alias"):
-        function = _before(function)
-    bias = getattr(function, "variable", None)
-    if bias is None or bias.dim() != 1:
+    bias = _vector_of(node.next_functions[0][0])
+    if bias is None:
         raise Unfollowed("what is added to the product is no bias that takes a gradient")
     return bias
+
+
+# torch adds a bias by an operation of its own where the hidden states have no memory of their own in C order, as
+# those of an LSTM that has the batch first.
+ADD = "Add"
+
+
+def _added(node: Any, rows: Rows, shape: tuple[int, ...]) -> torch.Tensor:
+    """The bias that an addition adds to rows of logits."""
+    if node._saved_alpha != 1 or rows.classes != len(shape) - 1 or shape[-1] != rows.width:
+        raise Unfollowed("Add lies between the product of hidden states and the loss")
+    if node._input_metadata[0].dtype not in (torch.float32, torch.float64):
+        raise Unfollowed("a bias is added in few bits after the product was rounded")
+    biases = [bias for function, _ in node.next_functions if (bias := _vector_of(function)) is not None]
+    if biases[0].numel() != rows.width:
+        raise Unfollowed("Add lies between the product of hidden states and the loss")
+    return biases[0]
+
+
+def _vector_of(function: Any) -> torch.Tensor | None:
+    """The parameter of one dimension that a node has, as it is or as a view or a copy."""
+    while function is not None and kind_of(function) in ("ToCopy", "View", "Alias"):
+        function = _before(function)
+    vector = getattr(function, "variable", None)
+    return vector if vector is not None and vector.dim() == 1 else None
 
 
 def _plain(value: float) -> float:

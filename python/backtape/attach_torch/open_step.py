@@ -17,7 +17,10 @@ from backtape.tape import Tape
 WHOLE, SAMPLE = 1 << 26, 1 << 16
 
 SKIPPED = "GradScaler left the step out, as gradients were not finite"
-CLEARED = "the job left the step out: it cleared the gradients without an optimizer's step"
+CLEARED = (
+    "the job cleared the gradients without an optimizer's step: it left the step out, or it adds gradients up in buffers "
+    "of its own, which is recorded by step_algebra in a step that the job opens"
+)
 
 
 class OpenStep:

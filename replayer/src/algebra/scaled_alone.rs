@@ -1,9 +1,10 @@
-//! Factors that may be the number of microbatches, of parameters beside which others that are
+//! Factors that jobs bring to all parameters at once, of parameters beside which others that are
 //! reduced alike have none.
 //!
-//! The number of microbatches is divided by once for all parameters. Where some of them alone are
-//! twice or half as large as they should be in a step of two microbatches, whatever doubles or
-//! halves these explains it as well. Larger numbers are not met by chance.
+//! The number of microbatches is divided by once for all parameters: where a few alone are three
+//! times as large as they should be in a step of three microbatches, whatever multiplies these
+//! explains it as well. And gradients are clipped together: a few alone that become smaller between
+//! two backward passes are not.
 
 use std::collections::BTreeSet;
 
@@ -12,18 +13,22 @@ use backtape::identity::Rank;
 use super::causes;
 use super::domain::Domain;
 use super::inventory::Inventory;
-use super::outcome::{Judged, Outcome, Stage};
+use super::outcome::{Judged, Outcome, Reading, Stage};
 use crate::number::plural;
 
-/// The number of microbatches that a factor equals by chance.
-const COMMON: usize = 2;
+/// A factor of few microbatches would show in a stage that would show one this far from 1.
+const FACTOR: f64 = 0.5;
 
-/// Says of parameters that alone have such a factor that either may be its cause.
+/// Says of parameters that alone have such a factor that something else may be its cause.
 pub(super) fn tell(inventory: &Inventory<'_>, judged: &mut [Judged]) {
     let is_met = |one: &&Judged| {
         let reading = one.result.divergence().and_then(|own| own.reading.as_ref());
-        reading.is_some_and(|own| own.cause == causes::MICROBATCH_SCALE.name)
-            && microbatches(inventory, one) == COMMON
+        let of_sums = one.stage <= Stage::Reduce;
+        let is_of_all = |own: &Reading| {
+            own.cause == causes::MICROBATCH_SCALE.name
+                || of_sums && own.cause == causes::CLIP_TWICE.name
+        };
+        reading.is_some_and(is_of_all)
     };
     let met: BTreeSet<(Stage, &str)> =
         judged.iter().filter(is_met).map(|one| (one.stage, one.parameter.as_str())).collect();
@@ -47,14 +52,7 @@ pub(super) fn tell(inventory: &Inventory<'_>, judged: &mut [Judged]) {
         let Some(reading) = divergence.reading.as_mut().filter(|_| !others.is_empty()) else {
             continue;
         };
-        *reading = causes::UNKNOWN.reads(format!(
-            "{} ({}), or something multiplies these parameters alone ({}): {} reduced alike do not \
-             have it",
-            reading.words,
-            causes::MICROBATCH_SCALE.name,
-            causes::SCALED.name,
-            plural(others.len() as u64, "parameter"),
-        ));
+        *reading = alone(reading, others.len());
     }
 }
 
@@ -68,15 +66,24 @@ fn key(inventory: &Inventory<'_>, one: &Judged) -> Key {
     (one.stage, axes, one.ranks.clone())
 }
 
-/// How many microbatches a parameter has in the step, as recorded or declared.
-fn microbatches(inventory: &Inventory<'_>, one: &Judged) -> usize {
-    let declared = inventory.declared.get(&one.ranks[0]).and_then(|own| own.microbatches);
-    let recorded = inventory.microbatches(&one.parameter).iter().flatten().count();
-    recorded.max(declared.unwrap_or(1) as usize)
+/// The reading of parameters that alone have a factor, beside so many others that have none.
+fn alone(reading: &Reading, others: usize) -> Reading {
+    let others = plural(others as u64, "parameter");
+    let scaled = causes::SCALED;
+    match reading.words.split_once(super::sum_causes::SMALLER_EACH) {
+        Some((_, terms)) => scaled.reads(format!(
+            "what was summed before is multiplied between backward passes: {terms}; {others} reduced \
+             alike do not have it, as they would if gradients were clipped"
+        )),
+        None => causes::UNKNOWN.reads(format!(
+            "{} ({}), or something multiplies these parameters alone ({}): {others} reduced alike do \
+             not have it",
+            reading.words, reading.cause, scaled.name,
+        )),
+    }
 }
 
 /// Whether a stage agrees and would not if it had such a factor.
 fn would_show(one: &Judged) -> bool {
-    let least = 1.0 - 1.0 / COMMON as f64;
-    matches!(one.result, Outcome::Agreed { seen_from: Some(from), .. } if from < least)
+    matches!(one.result, Outcome::Agreed { seen_from: Some(from), .. } if from < FACTOR)
 }

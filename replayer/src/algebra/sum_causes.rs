@@ -64,6 +64,10 @@ pub(super) fn terms_of(words: &str) -> Option<&str> {
     words.strip_prefix(SUM_OF)?.strip_suffix(ONCE)
 }
 
+/// How a sum is told that is made smaller with each microbatch, before its terms.
+pub(super) const SMALLER_EACH: &str = "what was summed before is made smaller with each microbatch, as \
+     where .grad is clipped after each backward pass: ";
+
 /// What to look at where code of the job's own multiplies gradients by several numbers.
 const ONE_NUMBER: &str = "the code that multiplies gradients after the last backward pass: one number for \
      all parameters and ranks";
@@ -173,7 +177,7 @@ impl Solved<'_> {
             (!is_near(other, seen)).then(|| format!("by {} on rank {rank}", short(other)))
         });
         let other = other.unwrap_or_else(|| match own.reference == 1.0 {
-            true => "most others not at all".into(),
+            true => "not every other gradient by the same number".into(),
             false => format!("most others by {}", short(own.reference)),
         });
         let own = match seen == 1.0 {
@@ -325,7 +329,15 @@ impl Solved<'_> {
             let cause = if is_doubled { causes::UNKNOWN } else { causes::REDUCED_TWICE };
             return Some(cause.reads(words));
         }
-        let words = "what was summed before is added once more with each microbatch";
+        let of_rank = self.in_order();
+        let of_rank = of_rank.chunk_by(|a, b| a.0.rank == b.0.rank).next()?;
+        let rises = |pair: &[(&Addend, f64)]| pair[0].1 > pair[1].1 * 1.001;
+        let words = match of_rank.windows(2).all(rises) {
+            true => "what was summed before is added once more with each microbatch".into(),
+            false => {
+                format!("what was summed before is added once more in between: {}", self.terms())
+            }
+        };
         is_doubled.then(|| causes::ACCUMULATE_DOUBLES.reads(words))
     }
 
@@ -376,11 +388,7 @@ impl Solved<'_> {
         let first = own.iter().map(|(_, ratio)| *ratio).min_by(f64::total_cmp)?;
         let is_smaller = first < 0.99 && !self.has_stale() && self.is_of_domain_alone();
         (rises && is_smaller && self.is_unique).then(|| {
-            let words = format!(
-                "what was summed before is made smaller with each microbatch, as where .grad is clipped \
-                 after each backward pass: {}",
-                self.terms()
-            );
+            let words = format!("{SMALLER_EACH}{}", self.terms());
             causes::CLIP_TWICE.reads(words).looking_at(ONCE_A_STEP)
         })
     }
