@@ -93,7 +93,9 @@ def test_what_a_job_divides_its_gradients_by_in_the_end_is_told(tmp_path, form):
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     reduction = "mean" if "means" in form else "sum"
-    with backtape.Recorder(tmp_path, strict=True, steps="0") as recorder, backtape.torch.attach(recorder=recorder):
+    recorder = backtape.Recorder(tmp_path, strict=True, steps="0")
+    # Models of other tests may still be alive in this process.
+    with recorder, backtape.torch.attach(model, optimizer, recorder=recorder):
         counts = []
         for index in range(3):
             text, labels = torch.randint(17, (2, 2, 8))
