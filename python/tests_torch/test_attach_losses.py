@@ -360,3 +360,23 @@ def test_a_bias_that_torch_adds_by_an_operation_of_its_own_is_that_of_the_head(t
     shift = torch.randn(12, VOCAB, requires_grad=True)
     report = recorded(tmp_path / "other", lambda model, *of: loss(lambda tokens: model(tokens) + shift, *of))
     assert "Add lies between the product of hidden states and the loss" in said(report), report
+
+
+class Two(Model):
+    """Two heads, of which one is of an auxiliary loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(WIDTH, VOCAB - 4, bias=False)
+
+
+def both(model, tokens, labels):
+    hidden = model.hidden(tokens)
+    other = F.cross_entropy(model.other(hidden).flatten(0, 1), labels.clamp(0, VOCAB - 5).flatten())
+    return flat(model.head(hidden), labels) + 0.1 * other
+
+
+def test_of_two_heads_the_report_says_which_is_judged(tmp_path):
+    report = recorded(tmp_path, both, Two())
+    words = "is called with another unembedding too (other.weight, beside head.weight, which is judged)"
+    assert report.verdict == "agreed" and words in said(report), report

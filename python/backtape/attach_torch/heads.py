@@ -55,6 +55,7 @@ class Heads:
     named: the losses that the user has named.
     by_hand: what the user declares of the head, as options of `Tape.head`.
     shared: the axes along which ranks share tokens, with their sizes.
+    names: the names of parameters, by their ids.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Heads:
         named: Sequence[str] = (),
         by_hand: Mapping[str, Any] | None = None,
         shared: Mapping[str, int] | None = None,
+        names: Mapping[int, str] | None = None,
     ) -> None:
-        self._tape, self._shared = tape, shared or {}
+        self._tape, self._shared, self._names = tape, shared or {}, names or {}
         self._named, self._by_hand = named, by_hand or {}
         self._most = most
         self._tokens, self._addends = dict(tokens), dict(addends)
@@ -240,7 +242,7 @@ class Heads:
             if self.count and 2 * head.stored * self.count > self._most:
                 return f"is recorded {self.count} times, as its unembedding is large (head_bytes=)"
             if head.weight != self._weight:
-                return "is called with another unembedding too, which is not recorded"
+                return f"is called with another unembedding too{self._both(head)}, which is not recorded"
             if self._version not in (None, head.version):
                 return "is called again after the unembedding was changed, which is not recorded"
             self._version = head.version
@@ -250,6 +252,12 @@ class Heads:
             head.microbatch, self.count = self.count, self.count + 1
             self._batch_of.append((self._passes, *head.said.held))
             return None
+
+    def _both(self, head: Head) -> str:
+        """The names of another unembedding and of the one that is recorded, as far as they are parameters."""
+        name = lambda weight: self._names.get(weight[0]) if isinstance(weight, tuple) else None
+        other, own = name(head.weight), name(self._weight)
+        return f" ({other}, beside {own}, which is judged)" if other and own else ""
 
     def _before(self, head: Head, arrived: tuple[Any, ...]) -> None:
         """A hook of the product, before its backward: what it was computed of."""

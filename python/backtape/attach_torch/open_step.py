@@ -60,7 +60,8 @@ class OpenStep:
                 return
             axes, shared = finding.axes_of(self.models, finding.mesh_of(self.models))
             tokens, addends = dict.fromkeys(axes, 0), dict.fromkeys(axes, "mean")
-            self._heads = Heads(tape, tokens, addends, head_bytes, list(named), by_hand, shared)
+            names = {id(own): name for model in self.models for name, own in model.named_parameters()}
+            self._heads = Heads(tape, tokens, addends, head_bytes, list(named), by_hand, shared, names)
             tape.at_end("head", self._heads.finish)
             if "_engine_run_backward" in vars(torch.autograd):
                 looked_at = self._heads.backward
