@@ -16,7 +16,8 @@ use super::inventory::Inventory;
 use super::outcome::{Judged, Outcome, Reading, Stage};
 use crate::number::plural;
 
-/// A factor of few microbatches would show in a stage that would show one this far from 1.
+/// How far from 1 the factor of two microbatches is at least: a parameter counts as right only where
+/// its comparison would have shown as much.
 const FACTOR: f64 = 0.5;
 
 /// Says of parameters that alone have such a factor that something else may be its cause.

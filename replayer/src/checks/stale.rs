@@ -9,9 +9,8 @@
 //! the labels of the two microbatches differ, and for dq also the rows of k that the labels name,
 //! since tokens with equal hidden states have equal dq otherwise. Of a dq that ranks hold addends of,
 //! each by its own classes, the label's term is in one of them alone: rows of equal hidden states are
-//! left out. A row of dk may be summed over
-//! tokens that all have the same hidden state, so the finding is a warning where the microbatches
-//! share a hidden state.
+//! left out. A row of dk may be summed over tokens that all have the same hidden state, so the
+//! finding is a warning where the microbatches share a hidden state.
 
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
